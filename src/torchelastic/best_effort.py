@@ -1,4 +1,4 @@
-"""Code that only observes: its failure is reported once and costs nothing.
+"""Guards for code that only observes: its failure is reported once and ignored.
 
 `observing` guards a few lines, `quiet` all public methods of a class; tasks have `side_tasks`.
 """
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=type)
 
-#: What has been reported; the same again is for LOGLEVEL=DEBUG.
+#: Reported failures; repetitions are logged at DEBUG.
 _reported: set[str] = set()
 
 
@@ -33,7 +33,7 @@ def described(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def observing(what: str) -> Iterator[None]:
-    """Swallow an exception: `what` is what is not known, or not shown, because of it."""
+    """Log and swallow an exception; `what` names the action that failed."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Tasks that run beside a node's loop, and what the failure of each of them costs."""
+"""Tasks that run beside a node's loop, and the policy for their failures."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torchelastic.errors import TorchElasticError
 
 logger = logging.getLogger(__name__)
 
-#: How often a task that fails is started again before its failure ends the node.
+#: Restarts of a failing task before its failure ends the node.
 ESSENTIAL, RESTARTABLE, BEST_EFFORT = 0, 5, math.inf
 
-#: Every task by its name. Essential is what decides or carries the training; best effort is what
-#: looks, tells or warms up.
+#: Every task by its name. Essential tasks make decisions or run the training; best-effort tasks
+#: observe, report or warm up.
 POLICY: dict[str, float] = {
-    # This node among the others.
+    # Membership.
     "join": ESSENTIAL,
     "rejoin": ESSENTIAL,
     "membership": ESSENTIAL,
@@ -30,8 +30,8 @@ POLICY: dict[str, float] = {
     "watch-settled": ESSENTIAL,
     "watch-lease": ESSENTIAL,
     "doubt": ESSENTIAL,
-    "witness": BEST_EFFORT,  # it is only looked at: it is asked when it decides
-    # Its workers.
+    "witness": BEST_EFFORT,  # this only watches it; votes are requested elsewhere
+    # Workers.
     "preflight": ESSENTIAL,
     "warm-up": BEST_EFFORT,  # without a zygote, workers start as plain processes
     "action": ESSENTIAL,
@@ -42,11 +42,11 @@ POLICY: dict[str, float] = {
     "store-host": RESTARTABLE,
     "zygote": BEST_EFFORT,  # tried a few times; until then, workers start as plain processes
     "snapshot-copies": BEST_EFFORT,
-    # Who hangs.
+    # Hang detection.
     "hang-watchdog": BEST_EFFORT,
     "script-watchdog": BEST_EFFORT,
     "timers": BEST_EFFORT,
-    # What people and programs see.
+    # Observability.
     "waiting-line": BEST_EFFORT,
     "inspection-socket": BEST_EFFORT,
     "sampling": BEST_EFFORT,
@@ -55,15 +55,15 @@ POLICY: dict[str, float] = {
     "dashboard": BEST_EFFORT,
 }
 
-#: Seconds before the first restart, and at most. They double, until a task has run for a while.
+#: Seconds before the first restart, and at most. They double until a task runs `STEADY` seconds.
 FIRST_PAUSE, LONGEST_PAUSE, STEADY = 1.0, 60.0, 120.0
 
-#: Made anew for each start.
+#: Creates the coroutine for each start.
 Work = Callable[[], Coroutine[Any, Any, Any]]
 
 
 def pause(failures: int) -> float:
-    """Seconds before a task is started again that has failed so many times in a row.
+    """Seconds before a task is restarted that has failed `failures` times in a row.
 
     >>> [pause(failures) for failures in (1, 2, 3, 100)]
     [1.0, 2.0, 4.0, 60.0]
@@ -72,9 +72,9 @@ def pause(failures: int) -> float:
 
 
 async def keep_up(work: Work, name: str, say: Callable[[str], None]) -> Any:
-    """Run `work` and start it again when it fails, as often as `POLICY` allows; `say` is told once.
+    """Run `work` and restart it when it fails, as often as `POLICY` allows; `say` reports it once.
 
-    Raises what the last attempt failed with, or how many there were.
+    Raises the error of the last attempt, or the number of attempts.
     """
     allowed, failures, said = POLICY[name], 0, False
     while True:
@@ -100,23 +100,23 @@ async def keep_up(work: Work, name: str, say: Callable[[str], None]) -> Any:
 
 
 class SideTasks:
-    """Tasks under way; `on_error` is told what ends the node."""
+    """The running tasks; `on_error` receives the error that ends the node."""
 
     def __init__(
         self,
         on_error: Callable[[Exception], None],
         say: Callable[[str], None] = logger.warning,
     ) -> None:
-        """`say` is told, once, of a task that fails and is started again."""
+        """`say` reports, once, a task that fails and is restarted."""
         self._on_error = on_error
         self._say = say
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Work, name: str) -> asyncio.Task[Any]:
         """Start a task of the table `POLICY`."""
-        assert name in POLICY, f"{name}: decide in POLICY what its failure costs"
+        assert name in POLICY, f"{name} is missing in POLICY"
         task = asyncio.create_task(keep_up(work, name, self._say), name=name)
-        self._tasks.add(task)  # the loop itself keeps no more than a weak reference
+        self._tasks.add(task)  # the loop keeps only a weak reference
         task.add_done_callback(self._done)
         return task
 
@@ -127,7 +127,7 @@ class SideTasks:
             self._on_error(error)
 
     async def cancel(self) -> None:
-        """End all of them; whatever they raise now is of no interest any more."""
+        """Cancel all of them; ignore what they raise."""
         ending = list(self._tasks)
         for task in ending:
             task.cancel()

@@ -66,14 +66,14 @@ class Bench:
         entry: Entry,
         environ: Mapping[str, str],
         preload: Sequence[str] = (),
-        blanks: int = 0,
+        preforks: int = 0,
     ) -> float | str:
         self.zygote = Zygote.start(
             python=sys.executable,
             env=environ,
             preload=preload,
             command=command_line(entry, sys.executable),
-            blanks=blanks,
+            preforks=preforks,
         )
         return self.do(self.zygote.wait_ready())
 

@@ -41,7 +41,7 @@ async def be_agent(directory: Path, warm: bool) -> int:
     if warm:
         command = command_line(entry, sys.executable)
         zygote = Zygote.start(
-            python=sys.executable, env=environ, preload=[], command=command, blanks=WORKERS
+            python=sys.executable, env=environ, preload=[], command=command, preforks=WORKERS
         )
     cgroup = Cgroup.create() if "cgroup" in sys.argv else None
     asked_to_end = asyncio.Event()
@@ -59,7 +59,7 @@ async def be_agent(directory: Path, warm: bool) -> int:
             for rank in range(WORKERS)
         ]
     )
-    while zygote is not None and len(zygote.blanks()) < WORKERS:
+    while zygote is not None and len(zygote.preforks()) < WORKERS:
         await asyncio.sleep(0.005)
     everybody = {
         "agent": os.getpid(),

@@ -158,7 +158,7 @@ def test_a_page_that_is_killed_costs_the_page_and_not_the_job(tmp_path):
         it.world(0, 1)
         url_of(node)
         os.kill(page_of(node), signal.SIGKILL)
-        said = "the dashboard has ended: killed by SIGKILL; the job goes on"
+        said = "the dashboard exited: killed by SIGKILL; the job goes on"
         poll_for(lambda: said in node.stderr, what="that it has ended")
         it.order("exit 3", generation=0)
         it.world(1, 1)

@@ -65,7 +65,7 @@ def test_the_next_leader_has_the_whole_story_of_the_living(tmp_path):
         assert [node.stderr.count("] goodput ") for node in left] == [
             int(node is leader) for node in left
         ], it.said()
-        assert "by the events of this node" not in leader.stderr
+        assert "from this node's events only" not in leader.stderr
 
 
 def is_world_of_two(node: Node) -> bool:
@@ -96,7 +96,7 @@ def test_a_full_disk_costs_the_story_and_not_the_job(tmp_path):
         log.with_name("job.jsonl").symlink_to("/dev/full")  # before there is a world to tell of
         other = it.start()
         it.world(0, 2)
-        told = "Gathered events are lost"
+        told = "Collected events are lost"
         poll_for(lambda: told in leader.stderr, what="a word of that", timeout=PATIENCE)
         it.order("finish")
         assert [leader.wait(), other.wait()] == [0, 0], it.said()

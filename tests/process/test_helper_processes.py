@@ -47,7 +47,7 @@ def test_a_store_host_killed_again_while_it_starts_ends_no_node(tmp_path):
         it.world(1, 2)
         it.order("finish")
         assert node.wait() == 0, node.stderr
-    assert "the process that held the workers' store has ended (killed by SIGKILL)" in node.stderr
+    assert "the workers' store host exited (killed by SIGKILL)" in node.stderr
     assert "Traceback" not in node.stderr
 
 

@@ -47,7 +47,7 @@ def hosting(made: NetworkJob) -> HostNode:
     for node in made.nodes:
         for event in node.events("joined", "note"):
             text = event.get("text", "")
-            if event["type"] == "joined" or "joined anew" in text or "hosting the" in text:
+            if event["type"] == "joined" or "rejoined" in text or "hosting the" in text:
                 hosts = event.get("hosting") or "hosting the" in text
                 last = (event["mono"] if hosts else 0.0, node)
         found.append(last)

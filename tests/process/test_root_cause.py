@@ -72,7 +72,7 @@ def reports(it: Job) -> list[str]:
 
 
 def fell(report: str) -> str:
-    return report.partition("Fell because of it:")[2]
+    return report.partition("Failed as a consequence:")[2]
 
 
 @pytest.mark.timeout(300)

@@ -109,7 +109,7 @@ def test_a_node_whose_preflight_check_fails_joins_when_it_succeeds(tmp_path):
         host = it.start(f"--preflight={check}")
         it.start()
         assert len(it.world(0, 1)) == 1
-        failed = "The --preflight check failed (exit code 3): this node does not take part"
+        failed = "The --preflight check failed (exit code 3): this node stays out of training"
         assert failed in host.stderr, it.said()
         assert "Last lines of its output:\n  GPU 3 is gone" in host.stderr
         mended.touch()

@@ -79,7 +79,7 @@ def test_a_killed_worker_is_seen_in_every_command_and_on_the_page(tmp_path):
         assert "  recoveries\n" in shown
         assert "killed by SIGKILL" in shown
         (run_dir,) = (node.directory / "logs").iterdir()
-        assert f"torchelastic dashboard {run_dir} shows this job again" in node.stderr
+        assert f"to see this job again: torchelastic dashboard {run_dir}" in node.stderr
         check_afterwards(run_dir)
 
 

@@ -212,7 +212,7 @@ def test_a_mistake_in_handling_a_message_costs_neither_the_next_nor_the_end(plai
     plain.do(plain.supervisor.start(spawns(plain, environ, source, 1)))
     plain.until(lambda: plain.exits, "the end")
     assert heard == [0, 1, 2]
-    assert "A message of worker 0 could not be handled." in caplog.text
+    assert "Could not handle a message from worker 0." in caplog.text
 
 
 def test_a_worker_that_sends_more_than_is_read_is_not_held_up(plain, environ):
@@ -264,7 +264,7 @@ def test_a_worker_that_ignores_the_signal_is_killed_after_the_timeout(made, envi
 
 
 @pytest.mark.parametrize(
-    ("signum", "asked"), [(0, "they were told to go"), (signal.SIGUSR1, "SIGUSR1")]
+    ("signum", "asked"), [(0, "they were told to leave"), (signal.SIGUSR1, "SIGUSR1")]
 )
 def test_what_is_said_of_those_who_do_not_end(made, environ, caplog, signum, asked):
     source = SAY + "signal.signal(10, signal.SIG_IGN); say(rank, 'up'); signal.pause()"
@@ -272,7 +272,7 @@ def test_what_is_said_of_those_who_do_not_end(made, environ, caplog, signum, ask
     ready(made, "0")
     with caplog.at_level("INFO"):
         made.do(made.supervisor.stop(signum, timeout=0.1))
-    assert f"that have not ended 0.1 s after {asked}: 0" in caplog.text
+    assert f"that have not exited 0.1 s after {asked}: 0" in caplog.text
 
 
 def test_the_end_of_a_worker_does_not_hide_another_one_in_its_place(made, environ):

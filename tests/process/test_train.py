@@ -224,7 +224,7 @@ def test_the_last_copy_of_the_state_is_waited_for_and_its_loss_is_told(tmp_path)
         os.kill(holds, signal.SIGSTOP)
         reached = latest(made)
         os.kill(dies, signal.SIGKILL)
-        said = r"Rank 1 is frozen and alone has the state after \d+ steps: the job waits for it"
+        said = r"Rank 1 is frozen and has the only copy of the state after \d+ steps: the job waits"
         poll_for(lambda: re.search(said, node.stderr), what="it is waited for")
         os.kill(holds, signal.SIGCONT)
         stepped_after(made, 0, 2)
@@ -232,10 +232,13 @@ def test_the_last_copy_of_the_state_is_waited_for_and_its_loss_is_told(tmp_path)
         assert min(line["step"] for line in later) >= reached - 1, "no finished step is lost"
         assert holds in {line["pid"] for line in later}
         assert all(len(hashes) == 1 for hashes in steps(made).values())
-        assert node.stderr.count("No checkpoint directory: if all workers are lost at once") == 1
+        assert (
+            node.stderr.count("No checkpoint directory is set: if all workers are lost at once")
+            == 1
+        )
         for pid in pids(made, generation=newest(made)):
             os.kill(pid, signal.SIGKILL)
-        lost = "All copies of the state were lost: training begins again at step 0"
+        lost = "All copies of the training state were lost: training restarts at step 0"
         poll_for(lambda: lost in node.stderr, what="the loss is told")
         node.process.terminate()
         assert node.wait() == 143
@@ -271,7 +274,9 @@ def test_the_end_of_the_process_that_holds_the_stores_disturbs_nobody(tmp_path):
         poll_for(lambda: stepped(made, 5, size=2), what="steps")
         workers = pids(made)
         os.kill(child_running(node.agent_pid, "store_host"), signal.SIGKILL)
-        poll_for(lambda: "store has ended (killed by SIGKILL)" in node.stderr, what="it is missed")
+        poll_for(
+            lambda: "store host exited (killed by SIGKILL)" in node.stderr, what="it is missed"
+        )
         reached = latest(made)
         poll_for(lambda: stepped(made, reached + 5, generation=0), what="steps of the same world")
         assert pids(made) == workers

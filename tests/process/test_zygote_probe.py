@@ -38,10 +38,10 @@ def test_a_program_cannot_tell_how_it_was_started(tmp_path, monkeypatch, kind):
         ready = zygote_bench.start_zygote(entry, rankless)
         assert isinstance(ready, float), ready
         forked = zygote_bench.run(entry, environ, stdin="hello\n")
-    with bench(tmp_path) as blank_bench:
-        blank_bench.start_zygote(entry, rankless, blanks=1)
-        blank_bench.until(lambda: blank_bench.zygote.blanks(), "a blank")
-        blank = blank_bench.run(entry, environ, stdin="hello\n")
+    with bench(tmp_path) as prefork_bench:
+        prefork_bench.start_zygote(entry, rankless, preforks=1)
+        prefork_bench.until(lambda: prefork_bench.zygote.preforks(), "a prefork")
+        prefork = prefork_bench.run(entry, environ, stdin="hello\n")
     plain = look(run_plain(command_line(entry, sys.executable), environ, tmp_path, "hello\n"))
-    for how, ran in (("as a worker", as_worker), ("forked", forked), ("ahead", blank)):
+    for how, ran in (("as a worker", as_worker), ("forked", forked), ("ahead", prefork)):
         assert look(ran) == plain, how

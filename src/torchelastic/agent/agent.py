@@ -1,6 +1,6 @@
-"""The agent: one per node. It observes, lets `group_state` decide, and performs what that says.
+"""The agent: one per node. It observes, lets `lifecycle` decide, and performs the commands.
 
-`run` is the whole agent; everything below it is how one command is performed or one event made.
+`run` is the whole agent; everything below it performs one command or makes one event.
 """
 
 from __future__ import annotations
@@ -61,24 +61,24 @@ from torchelastic.worker import orders
 
 logger = logging.getLogger(__name__)
 
-#: How long the host of the rendezvous stays for others to hear that the job is closed.
+#: Seconds the rendezvous host stays so that others learn that the job is closed.
 HOST_STAYS = 5.0
-#: So many nodes of a world tell the leader what its workers have gone on from.
-TELLERS = 3
-#: How long a node that ends tries to tell the leader so, and a leader hears others.
-LAST_TOLD = 1.0
+#: The number of nodes that report the base of a world to the leader.
+BASE_REPORTERS = 3
+#: Seconds a node that ends has to ship its last events, and a leader waits for those of others.
+LAST_EVENTS = 1.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the job ended on this node."""
+    """The end of the job on this node."""
 
     exitcode: int
     reason: str
     #: This node's id in the world.
     node: str = ""
     world: World | None = None
-    #: Global rank -> where a function's pickled result lies.
+    #: Global rank -> path of the function's pickled result.
     results: dict[int, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -122,12 +122,12 @@ class Agent:
         self._fit = asyncio.Event()
         if not config.preflight:
             self._fit.set()
-        #: From the moment on at which nothing may be started any more.
+        #: Nothing may be started any more.
         self._closing = False
 
     async def run(self) -> Outcome:
         """Join, supervise, leave."""
-        self._install_signals()  # they are seen by the loop, when all is open
+        self._install_signals()  # the loop handles them once all is open
         self._open()
         start = self._beside.start
         try:
@@ -169,7 +169,7 @@ class Agent:
             events=path,
             logs=self._run_dir,
         )
-        self._open_story(path)
+        self._open_events(path)
         self._env = node_env(env.snapshot(), config)
         file_timers = FileTimers.wanted(self._env, registry_dir)
         if file_timers is not None:
@@ -210,7 +210,7 @@ class Agent:
                 self._factory.pids.update(self._page.start(self._env, self._node))
 
     def _open_session(self, kind: Callable[..., MemberSession], **given: Any) -> None:
-        """Its place among the others, and what they need of this node."""
+        """Create the member session and the restarts of the helper processes it needs."""
         self._session = kind(
             self._config,
             self._node,
@@ -231,8 +231,8 @@ class Agent:
             state=lambda: self._state,
         )
 
-    def _open_story(self, path: Path) -> None:
-        """What happens here is written down, told to the leader, and said to people."""
+    def _open_events(self, path: Path) -> None:
+        """Open the event log, its shipping to the leader, and the reporter."""
         config = self._config
         self._events = EventLog(
             path,
@@ -264,7 +264,7 @@ class Agent:
         )
 
     def _watch_hangs(self, registry_dir: Path) -> None:
-        """What workers do, for whoever asks, and which of them stand still."""
+        """Create the inspector, the query socket and the hang watchdogs."""
         config = self._config
         self._inspector = Inspector(
             self._workers,
@@ -297,13 +297,13 @@ class Agent:
         replace = self._session.replace_slow if config.replace_stragglers else None
         watch = StragglerWatch(config.straggler_threshold, self._reporter.stragglers, replace)
         if config.max_nodes > 1:
-            self._collector.listen(watch.heard)
+            self._collector.listen(watch.take_lines)
         else:
             watch.follow(self._events)
         return watch
 
     def _sum_up_stragglers(self, *, before: int) -> None:
-        """Of generations that are over. Who led once has heard less than who leads: one says it."""
+        """Report the stragglers of past generations, unless another node leads and does."""
         if self._stragglers is not None and self._shipper.leads is not False:
             with observing("Summing up stragglers"):
                 self._stragglers.sum_up(before)
@@ -317,7 +317,7 @@ class Agent:
         await self._snapshots.close()
         await self._session.last_words(LAST_WORDS)
         await self._beside.cancel()
-        with observing("Closing what watches the workers"):
+        with observing("Closing the watchdogs"):
             await self._query_socket.close()
             self._hangs.close()
             await self._inspector.close()
@@ -329,9 +329,9 @@ class Agent:
         self._sum_up_stragglers(before=self._state.generation + 1)
         self._reporter.ended(self._state.exitcode, self._state.reason, self._state.world)
         with observing("Shipping the last events"):
-            await self._shipper.last_words(LAST_TOLD)
+            await self._shipper.last_words(LAST_EVENTS)
             await self._shipper.close()
-            await self._collector.wait_alone(LAST_TOLD if closed else 0.0)
+            await self._collector.wait_alone(LAST_EVENTS if closed else 0.0)
         await self._session.close(HOST_STAYS if closed else 0.0)
         self._file.discard() if closed else self._file.close()
         with observing("Writing the last events"):
@@ -350,7 +350,7 @@ class Agent:
         if self._page is not None:
             with observing("Closing the dashboard"):
                 await self._page.close()
-                logger.info("%s shows this job again", self._page.again(self._run_dir))
+                logger.info("to see this job again: %s", self._page.again(self._run_dir))
 
     def _outcome(self) -> Outcome:
         state = self._state
@@ -361,7 +361,7 @@ class Agent:
     # --- joining ---------------------------------------------------------------------------------
 
     async def _join(self) -> None:
-        """Meet the other nodes and warm up side by side; say `ready` when both are done."""
+        """Join the other nodes and warm up concurrently; report `ready` when both are done."""
         warming = self._beside.start(self._factory.warm_up, "warm-up")
         checking = self._beside.start(self._check, "preflight")
         self._reporter.joins()
@@ -370,7 +370,7 @@ class Agent:
         self._snapshots.open(self._session.backend)
         self._inspector.open(self._session.backend)
         self._beside.start(partial(self._sampling.run, self._workers.look), "sampling")
-        if self._config.max_nodes > 1:  # else its own log is the whole story
+        if self._config.max_nodes > 1:  # else this node's log is complete
             self._shipper.open(self._session.backend)
         self._reporter.joined(self._session.member.name, self._session.backend)
         self._reporter.warmed_up(await warming, self._factory.warnings)
@@ -379,7 +379,7 @@ class Agent:
         self._beside.start(self._helper_restarts.keep_zygote, "zygote")
 
     async def _check(self) -> None:
-        """See that this node is fit for the training, if the user has said how."""
+        """Repeat the `--preflight` check, if there is one, until it passes."""
 
         def failed(how: str, sentence: str) -> None:
             self._session.update(unfit=f"its --preflight check {how}")
@@ -407,18 +407,18 @@ class Agent:
         if not self._state.leaving:
             self._reporter.world_seen(world)
         if world.phase == "running":
-            with observing("Observing the new world"):
+            with observing("Reporting the new world"):
                 self._sampling.turn_to(world.generation, world.count)
                 self._shipper.turn_to(world.count, world.host)
                 if self._stragglers is not None:
                     self._stragglers.turn_to(world.generation, world.size)
 
     def _settled(self, base: Base) -> None:
-        """Tell the leader what the workers here have gone on from; a few nodes are enough."""
+        """Report to the leader the base the workers here continue from; a few nodes do."""
         self._kept = base.generation
         world = self._state.world
         place = world.place(self._node) if world is not None else None
-        if place is not None and place < TELLERS:
+        if place is not None and place < BASE_REPORTERS:
             self._session.update(base=base)
 
     def _lease_lost(self) -> None:
@@ -435,7 +435,7 @@ class Agent:
         return event
 
     def _went_wrong(self, error: Exception) -> None:
-        """What is essential and fails beside the loop becomes an event."""
+        """Turn the failure of an essential side task into an event."""
         if isinstance(error, RendezvousLost):
             self._queue.put_nowait(script.StoreLost(str(error)))
         else:
@@ -462,7 +462,7 @@ class Agent:
         self._reporter.leaves(signum.name)
 
     async def _leave_in_time(self) -> None:
-        """Resident workers go at a step boundary, if there is one before the time is up."""
+        """Kill resident workers that reach no step boundary in time."""
         await asyncio.sleep(self._config.shutdown_timeout)
         self._queue.put_nowait(in_process.LeaveOverdue())
 
@@ -471,12 +471,12 @@ class Agent:
         self._reporter.signal(signum.name, "forwarded to the workers")
 
     def _guard_lost(self) -> None:
-        """`kill -9` of the command the user started: nothing of it may live on."""
+        """Kill everything: the command the user started is gone (`kill -9`)."""
         self._workers.kill_everything()
         os._exit(128 + signal.SIGKILL)
 
     def _handle(self, event: in_process.Event) -> list[in_process.Command]:
-        """Let the machine that is in charge decide; the workers may turn out to be resident."""
+        """Let the current state machine decide; switch to `in_process` for resident workers."""
         if isinstance(self._state, InProcessState):
             return self._let_crew(self._state, event)
         state = self._state
@@ -503,13 +503,13 @@ class Agent:
 
     @property
     def _crew(self) -> InProcessState:
-        assert isinstance(self._state, InProcessState), "asked before the workers were resident"
+        assert isinstance(self._state, InProcessState), "the workers are not resident"
         return self._state
 
     # --- commands --------------------------------------------------------------------------------
 
     def _perform(self, command: in_process.Command) -> None:
-        """The only place with side effects."""
+        """Perform a command: the only place with side effects."""
         match command:
             case script.Start(world):
                 self._act(self._start_workers(world))
@@ -543,8 +543,8 @@ class Agent:
         return self._trained
 
     def _newest_held(self) -> int:
-        """The newest generation whose state is kept here, or in the memory of a resident worker: it
-        has entered a step there itself."""
+        """The newest generation whose state is held here: in a snapshot, or by a resident worker
+        that has entered a step."""
         generations = [self._kept]
         for local_rank in self._workers.alive:
             seen = self._workers.progress(local_rank)
@@ -553,7 +553,7 @@ class Agent:
         return max(generations)
 
     def _act(self, work: Coroutine[Any, Any, None]) -> None:
-        """Perform after what is under way: a stop does not overtake the start it ends."""
+        """Run `work` after the action under way, so that a stop cannot overtake its start."""
         self._action = self._beside.start(partial(self._after, self._action, work), "action")
 
     async def _after(
@@ -568,10 +568,9 @@ class Agent:
         self._helper_restarts.check_store(world.store, 0, alive=False)
 
     async def _start_standby(self, local_rank: int) -> None:
-        """Start a worker for a later world, when those of this one do not need the processors.
+        """Start a worker for a later world once the workers of this one can spare the CPU.
 
-        The survivors of a failure recover in the time in which a replacement would have loaded the
-        script; they wait for it only where the world does.
+        Survivors of a failure recover while a replacement would still load the script.
         """
         await self._fit.wait()
         if isinstance(self._state, InProcessState) and self._state.having(
@@ -579,7 +578,7 @@ class Agent:
         ):
             await self._watchdog.recovered(lambda: self._crew)
         if self._closing or self._workers.stopping:
-            return  # it would outlive those who are to stop it
+            return  # nothing would stop it
         world = self._state.world
         assert world is not None
         self._act(self._workers.start_standby(local_rank, world))
@@ -590,7 +589,7 @@ class Agent:
 
 
 def _for_script(event: in_process.Event) -> script.Event | None:
-    """The event as a group that is stopped and started as one knows it; None: it does not."""
+    """Return the event for the `script` machine; None if it has no such event."""
     match event:
         case in_process.Said(local_rank, orders.Enlisted()):
             return script.WorkerEnlisted(local_rank)

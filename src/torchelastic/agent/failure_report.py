@@ -1,7 +1,7 @@
-"""What people read when something went wrong. Pure: facts in, text out.
+"""Text about failures, for people. Pure: facts in, text out.
 
-The last block keeps the labels of torch's `ChildFailedError`, which users and their tools look for;
-what it names is the first failure of the whole job, on every node the same.
+The last block keeps the labels of torch's `ChildFailedError`, which users and their tools look for.
+It names the first failure of the whole job, the same on every node.
 """
 
 from __future__ import annotations
@@ -19,27 +19,30 @@ _WIDTH = 60
 #: A list of a thousand nodes or failures helps nobody.
 _NAMES_SHOWN = 8
 _FAILURES_SHOWN = 16
-#: Longer error messages are cut where they have to fit in a line.
-_LINE = 200
+#: Characters of an error message that are shown in one line.
+_LINE_LENGTH = 200
 
-#: What a signal says beyond its name, where that is certain enough to be of help.
+#: The usual cause of a signal, where it is certain enough to help.
 _SIGNAL_WORDS = {
-    "SIGABRT": "it called abort(), often a failed check in C++ code",
+    "SIGABRT": "it called abort(); often a failed check in C++ code",
     "SIGBUS": "bus error, often a full /dev/shm or disk behind mapped memory",
     "SIGFPE": "arithmetic error in native code",
-    "SIGILL": "the processor does not know an instruction",
+    "SIGILL": "illegal instruction, often a binary built for another CPU",
     "SIGSEGV": "segmentation fault in native code",
 }
 
-#: How shells report the end of what they ran.
-_SHELL_WORDS = {126: "a shell found a program it cannot execute", 127: "a shell found no program"}
+#: Exit codes by which shells report errors of their own.
+_SHELL_WORDS = {
+    126: "the shell could not execute the command",
+    127: "the shell did not find the command",
+}
 
 
 _ENTRY_FLAGS = {"script": (), "module": ("-m",), "program": ("--no-python",)}
 
 
 def command_for_others(config: LaunchConfig, entry: Entry) -> str:
-    """The command that other nodes of the job need; empty where there are none, or no command."""
+    """The command that starts the other nodes; empty for one node or a Python function."""
     if config.max_nodes == 1 or entry.kind not in _ENTRY_FLAGS:
         return ""
     least, most = config.min_nodes, config.max_nodes
@@ -61,7 +64,7 @@ def command_for_others(config: LaunchConfig, entry: Entry) -> str:
 
 
 def exit_words(exitcode: int) -> str:
-    """What an exit code says, as `subprocess` has it: minus the number of a signal.
+    """Describe an exit code as `subprocess` has it: a negative number is a signal.
 
     >>> exit_words(-9), exit_words(3)
     ('killed by SIGKILL', 'exit code 3')
@@ -70,15 +73,15 @@ def exit_words(exitcode: int) -> str:
         return _signal_words(signal_name(-exitcode))
     words = _SHELL_WORDS.get(exitcode, "")
     if 128 < exitcode <= 192:
-        words = f"a shell's word for {signal_name(exitcode - 128)}"
+        words = f"a shell's code for {signal_name(exitcode - 128)}"
     return f"exit code {exitcode} ({words})" if words else f"exit code {exitcode}"
 
 
 def beginning(begins: orders.Begins, *, best_step: int, resident: bool) -> str:
-    """What people must know of a training that begins at step 0; empty: nothing.
+    """The warning about a training that starts at step 0; empty: none.
 
-    `best_step` is the furthest that the job has been. Workers inside `train` hold the state
-    themselves; that of a script is held by the agents.
+    `best_step` is the furthest step of the job. Workers inside `train` hold the state
+    themselves; for a script the agents hold it.
     """
     if begins.step > 0:
         return ""
@@ -92,20 +95,20 @@ def beginning(begins: orders.Begins, *, best_step: int, resident: bool) -> str:
     )
     if best_step > 0:
         return (
-            f"All copies of the state were lost: training begins again at step 0 (generation "
+            f"All copies of the training state were lost: training restarts at step 0 (generation "
             f"{begins.generation}). It had reached step {best_step}.{advice}"
         )
     if begins.stored:
         return ""
     holders = "workers" if resident else "nodes"
     return (
-        f"No checkpoint directory: if all {holders} are lost at once, training begins again at "
+        f"No checkpoint directory is set: if all {holders} are lost at once, training restarts at "
         f"step 0.{advice}"
     )
 
 
 def with_hint(words: str, hint: str) -> str:
-    """What an exit says, with what has been found out about it if that is certain.
+    """Add the hint to the description of an exit, if it is certain.
 
     >>> with_hint("killed by SIGKILL", "out of memory: the kernel killed it (limit 2.0 GiB; ...)")
     'killed by SIGKILL: out of memory'
@@ -130,13 +133,13 @@ def world_sentence(world: World) -> str:
 
 
 def job_failed(world: World, *, name: str = "job") -> str:
-    """The last words of a job that ended by a failure."""
+    """The final block of a job that failed."""
     title = f"{name} FAILED in generation {world.generation}: {ending(world)}"
     return failures_block(title, world.cause, world.consequences)
 
 
 def failures_block(title: str, cause: Failure | None, others: Sequence[Failure]) -> str:
-    """The first failure in full, the others in a line each."""
+    """The first failure in full, the others in one line each."""
     border, section = "=" * _WIDTH, "-" * _WIDTH
     lines = [border, title, section]
     if cause is not None:
@@ -145,11 +148,11 @@ def failures_block(title: str, cause: Failure | None, others: Sequence[Failure])
     causes = [one for one in others if one.by_itself]
     fell = [one for one in others if not one.by_itself]
     if causes:
-        lines += ["Failed by themselves, too:", *_others(causes)]
+        lines += ["Failed independently:", *_others(causes)]
     if fell:
-        lines += ["Fell because of it:" if cause else "Failures:", *_others(fell)]
+        lines += ["Failed as a consequence:" if cause else "Failures:", *_others(fell)]
     elif cause is not None:
-        lines += ["Nothing else fell because of it."]
+        lines += ["Nothing else failed as a consequence."]
     return "\n".join(["", *lines, border])
 
 
@@ -160,13 +163,13 @@ def one_line(text: str) -> str:
     'boom …'
     """
     first, _, rest = text.strip().partition("\n")
-    if len(first) > _LINE:
-        return first[: _LINE - 1] + "…"
+    if len(first) > _LINE_LENGTH:
+        return first[: _LINE_LENGTH - 1] + "…"
     return f"{first} …" if rest else first
 
 
 def ending(world: World) -> str:
-    """Why it was not restarted: the reason, without the failure that is shown in full below."""
+    """Why the job was not restarted, without the failure that is shown below."""
     cause = world.cause.sentence() if world.cause is not None else ""
     return one_line(world.reason.removeprefix(cause).removeprefix("; ") or "a worker failed")
 
@@ -206,7 +209,7 @@ def _others(failures: Sequence[Failure]) -> list[str]:
 
 
 def listed(names: Sequence[str], count: int) -> str:
-    """`node-a, node-b and 4,080 more`: the first of so many names."""
+    """`node-a, node-b and 4,080 more`: the first few of `count` names."""
     shown = names[:_NAMES_SHOWN]
     more = count - len(shown)
     return ", ".join(shown) + (f" and {more:,} more" if more > 0 else "")

@@ -2,7 +2,7 @@
 
 Whatever ends the agent, `kill -9` included, its orphans become children of the guard, which is a
 subreaper, and die here. If the guard itself is killed, the agent gets `GUARD_LOST_SIGNAL`.
-The guard does nothing else and imports next to nothing: there is little in it that could fail.
+The guard does nothing else and imports next to nothing: little in it can fail.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FORWARDED = frozenset(
 
 
 def is_under_nohup() -> bool:
-    """Whether the job must survive the end of its terminal: `nohup` ignores SIGHUP."""
+    """True if the job must survive the end of its terminal: `nohup` ignores SIGHUP."""
     return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
@@ -43,7 +43,7 @@ def guarded(run: Callable[[], int], also: Collection[int] = ()) -> int:
     its exit code, 128+n for signal n. Signals in `FORWARDED` and `also` are handed on to it.
 
     Only the guard returns from here. The agent leaves without the caller's `finally` blocks and
-    exit handlers, so that nothing of the caller's is done twice.
+    exit handlers, so that nothing runs twice.
     """
     _open_standard_streams()
     forwarded = FORWARDED | set(also)
@@ -67,7 +67,7 @@ def guarded(run: Callable[[], int], also: Collection[int] = ()) -> int:
         cgroup.remove_all(cgroups)
         linux.kill_descendants(keep)
         if exitcode < 0:
-            _say_for(-exitcode)
+            _log_killed(-exitcode)
         return exitcode if exitcode >= 0 else 128 - exitcode
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -106,7 +106,7 @@ def _be_agent(run: Callable[[], int], guard: int, mask: Collection[int]) -> NoRe
 
 
 def _exitcode_of(end: SystemExit) -> int:
-    """What Python itself would make of it."""
+    """The exit code Python itself would use."""
     if end.code is None or isinstance(end.code, int):
         return end.code or 0
     print(end.code, file=sys.stderr)
@@ -126,9 +126,8 @@ def _wait_for(agent: int, forwarded: Collection[int], keep: Collection[int]) -> 
             os.kill(agent, signum)
 
 
-def _say_for(signum: int) -> None:
-    """The last word of an agent that could not say it; none where nobody reads: that may never
-    end, and the guard has to."""
+def _log_killed(signum: int) -> None:
+    """Log that the agent was killed, unless stderr would block: the guard must end."""
     known = signum in list(signal.Signals)
     name = signal.Signals(signum).name if known else f"signal {signum}"
     if select.select((), (2,), (), 0)[1]:

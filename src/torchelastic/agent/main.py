@@ -34,9 +34,9 @@ def run_job(config: LaunchConfig, entry: Entry, *, outcome: Path | None = None) 
 
 @contextlib.contextmanager
 def _with_etcd(config: LaunchConfig) -> Iterator[LaunchConfig]:
-    """The config with the endpoint of an etcd of our own, where it wants one.
+    """The config with the endpoint of a local etcd, if it asks for one.
 
-    It belongs to the guard: what the agent has started is killed at the end of a generation.
+    The guard owns the server: the agent's children are killed at the end of a generation.
     """
     if config.rdzv_endpoint != OWN_ETCD:
         yield config
@@ -54,7 +54,7 @@ def _run_agent(config: LaunchConfig, entry: Entry, outcome: Path | None) -> int:
     from torchelastic.agent.agent import Agent
     from torchelastic.agent.telemetry.reporter import set_up_log
 
-    words = set_up_log()
+    console = set_up_log()
     try:
         while True:
             try:
@@ -65,14 +65,14 @@ def _run_agent(config: LaunchConfig, entry: Entry, outcome: Path | None) -> int:
     except TorchElasticError as error:
         return _fail(error, outcome)
     finally:
-        words.drain()
+        console.drain()
     if outcome is not None:
         outcome.write_text(json.dumps(ended.to_json()))
     return ended.exitcode
 
 
 def _fail(error: TorchElasticError, outcome: Path | None) -> int:
-    """Say why there was no end of a job to tell of; returns the exit code."""
+    """Report an error that ended the job early; return the exit code."""
     from torchelastic.agent.agent import Outcome
 
     ended = Outcome(_exitcode(error), str(error))

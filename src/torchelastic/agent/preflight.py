@@ -1,7 +1,7 @@
 """`--preflight`: a command that has to succeed before this node takes part in the training.
 
-A node whose check fails is a member of the job, so that it can host the rendezvous, but not ready:
-no world takes it in, and no worker starts on it. The check is repeated until it succeeds.
+A node whose check fails is a member of the job, so that it can host the rendezvous, but it is not
+ready: it joins no world and starts no worker. The check is repeated until it succeeds.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ LIMIT = 300.0
 #: Seconds before the next check; twice as many each time.
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0
 #: Bytes of its output that are kept, and lines of it that are shown.
-KEPT, SHOWN = 64 * 1024, 5
+OUTPUT_BYTES, LINES_SHOWN = 64 * 1024, 5
 
 
 async def until_passed(
     command: str, env: Mapping[str, str], helpers: set[int], on_failure: Callable[[str, str], None]
 ) -> None:
-    """Repeat the check until it succeeds. `on_failure` is told how it failed, and with what output
-    and what follows."""
+    """Repeat the check until it succeeds. `on_failure` receives how it failed, and the whole
+    sentence for people."""
     failures = 0
     while (problem := await check(command, env, helpers)) is not None:
         failures += 1
         how, output = problem
         seconds = pause(failures)
-        shown = "".join(f"\n  {line}" for line in output[-SHOWN:])
-        again = f"this node does not take part; the next check is in {seconds:g} s"
+        shown = "".join(f"\n  {line}" for line in output[-LINES_SHOWN:])
+        again = f"this node stays out of training; the next check is in {seconds:g} s"
         said = f" Last lines of its output:{shown}" if shown else " It printed nothing."
         on_failure(how, f"The --preflight check {how}: {again}.{said}")
         await asyncio.sleep(seconds)
 
 
 def pause(failures: int) -> float:
-    """Seconds until the next check after so many that failed.
+    """Seconds until the next check after `failures` failed ones.
 
     >>> [pause(failures) for failures in (1, 2, 3, 99)]
     [5.0, 10.0, 20.0, 300.0]
@@ -58,11 +58,11 @@ async def check(
     os.set_blocking(ours, False)
 
     def read() -> None:
-        """Take what there is. What it has started may hold the other end open: no wait for that."""
+        """Take what there is, without waiting: its children may hold the other end open."""
         try:
-            while data := os.read(ours, KEPT):
+            while data := os.read(ours, OUTPUT_BYTES):
                 output.extend(data)
-                del output[:-KEPT]
+                del output[:-OUTPUT_BYTES]
             loop.remove_reader(ours)
         except BlockingIOError:
             return

@@ -1,14 +1,14 @@
-"""The snapshots this node holds: what its workers ask for, and the copies for other nodes.
+"""The snapshots this node holds: requests of its workers, and copies on other nodes.
 
-A worker asks on its channel, and is answered when it is done, with a memory where there is one.
-Everything that takes time (memory is cleared when it is taken) happens in threads.
+A worker asks on its channel; the answer carries a memory descriptor where there is one. Slow work
+(the kernel clears memory when it is allocated) runs in threads.
 
-An agent that comes to a job under way fetches the shared state as soon as it is in a world: it is
-here, or on its way, when the first of its workers asks for it.
+An agent that joins a running job prefetches the shared state as soon as it is in a world, so that
+it is here, or on its way, when its first worker asks.
 
-Copies go out in the background: each time a worker has sealed a version of its own piece, and when
-a generation has settled on its base, the freshest goes to every node that is to hold it. Shared
-state is written by every node for itself, so it is fetched by who lacks it, and never sent.
+Copies go out in the background: when a worker has sealed a version of its own piece, and when a
+generation has settled on its base, the newest version goes to every node that holds copies. Every
+node writes shared state itself, so a node that lacks it fetches it; it is never sent.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from torchelastic.transport import frames
 
 logger = logging.getLogger(__name__)
 
-#: Seconds until a node that did not take a copy is tried again, and how often it may not without
-#: anybody being told: a node that is lost will be in the next world no more.
-TRY_AGAIN, PATIENCE = 1.0, 3
-#: Between two rounds of copies, a pause of so many times what the last one took, and of so many
-#: seconds at most: small pieces of short steps must not keep a core busy.
-PAUSE, LONGEST_PAUSE = 4.0, 0.02
-#: Memories that are made at a time: the kernel clears their pages, one core each.
-ROOMS = 2
-#: How many neighbours a newcomer asks for the shared state before its workers do.
-AHEAD = 2
+#: Seconds before a failed copy is retried, and failures in a row before that is logged: a node that
+#: is lost is not in the next world.
+RETRY_AFTER, FAILURES_BEFORE_LOG = 1.0, 3
+#: The pause between two rounds of copies: a multiple of the last round's time, and a maximum in
+#: seconds. Small pieces of short steps must not keep a core busy.
+PAUSE_FACTOR, LONGEST_PAUSE = 4.0, 0.02
+#: Memories allocated at a time: the kernel clears their pages, on one core each.
+ALLOCATORS = 2
+#: Neighbours a newcomer asks for the shared state before its workers do.
+PREFETCH_PEERS = 2
 #: Answers a worker, with descriptors that remain the caller's.
 Answerer = Callable[[dict[str, Any], Sequence[int]], None]
 
 
 class Snapshots:
-    """Made in a running loop; holds memory until it is closed."""
+    """The node's snapshots. Create it in a running loop; it holds memory until closed."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class Snapshots:
         say: Callable[[str], None],
         on_settled: Callable[[Base], None] = lambda base: None,
     ) -> None:
-        """`bandwidth` in bytes per second, 0: any. `say` tells the user what matters, once.
+        """`bandwidth` in bytes per second, 0: any. `say` logs problems, once each.
 
-        `on_settled` hears what a generation has begun from, of the workers here, once each.
+        `on_settled` receives the base of each generation of the workers here, once.
         """
         self._node = node
         self._job = job
@@ -75,29 +75,28 @@ class Snapshots:
         self._bandwidth = bandwidth
         self._say = say
         self._on_settled = on_settled
-        #: The newest generation of which it is known what it began from.
+        #: The newest generation whose base is known.
         self._settled_in = -1
-        #: Held while what is void is dropped: nobody is told of it any more.
+        #: Held while void versions are dropped, so that none is handed out.
         self._settling = asyncio.Lock()
         self._said: set[str] = set()
         self._snapshot_memory = SnapshotMemory(replicated=replicas > 0)
-        # Apart: to take all pages of a memory takes seconds, and addresses are looked up by the
-        # threads that everybody uses.
-        self._rooms = ThreadPoolExecutor(ROOMS, "snapshot-room")
+        # Separate: allocating all pages takes seconds, and the default threads look up addresses.
+        self._rooms = ThreadPoolExecutor(ALLOCATORS, "snapshot-alloc")
         self._backend: RendezvousBackend | None = None
         self._replicator: Replicator | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        #: What workers have written and the shelf has not been told of.
+        #: Versions that workers have written and `SnapshotMemory` has not recorded yet.
         self._sealed: list[tuple[str, Version]] = []
-        #: So that two workers that lack the same fetch it once.
+        #: Two workers that lack the same piece fetch it once.
         self._fetching: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        #: By node and address: who holds our pieces.
+        #: By node and address: the holders of our pieces.
         self._holders: dict[tuple[str, str], _Holder] = {}
-        #: Whether it has been in no world yet.
+        #: Whether this node has been in no world yet.
         self._is_new = True
 
     def open(self, backend: RendezvousBackend) -> None:
-        """Be there for other nodes, once this one has joined."""
+        """Serve other nodes, once this one has joined."""
         self._backend = backend
         self._replicator = Replicator(
             self._snapshot_memory,
@@ -109,7 +108,7 @@ class Snapshots:
         backend.serve(frames.SNAPSHOT, self._replicator.admit)
 
     async def close(self) -> None:
-        """Let go of everything: snapshots end with their agent."""
+        """Release everything: snapshots end with their agent."""
         for holder in self._holders.values():
             holder.stop()
         for task in self._tasks:
@@ -120,14 +119,14 @@ class Snapshots:
         await asyncio.to_thread(self._rooms.shutdown, cancel_futures=True)
         await asyncio.to_thread(self._snapshot_memory.close)
 
-    # --- what workers say ------------------------------------------------------------------------
+    # --- requests of workers ---------------------------------------------------------------------
 
     def heard(self, message: Mapping[str, Any], answer: Answerer) -> None:
-        """A worker has sent a message about snapshots."""
+        """Handle a worker's message about snapshots."""
         try:
             said = messages.from_json(message)
         except ValueError as error:
-            logger.debug("a worker sent something unreadable: %s", error)
+            logger.debug("ignored an invalid message from a worker: %s", error)
             return
         match said:
             case (
@@ -148,7 +147,7 @@ class Snapshots:
                 self._settle(begun, outside=False)
 
     def hear_of(self, world: World) -> None:
-        """The leader has told of a world: what it, or one before, began from may be known now."""
+        """Take in a world: its base, or that of an earlier one, may be known now."""
         outside = world.place(self._node) is None
         if world.base is not None and (outside or world.base.generation > self._settled_in):
             self._settle(world.base, outside=outside)
@@ -165,7 +164,7 @@ class Snapshots:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            # A worker waits for an answer with patience of its own; the job goes on without.
+            # The worker's request times out; the job goes on.
             logger.error("Snapshots: %s.", error, exc_info=error)
 
     async def _answer(self, request: messages.Request, answer: Answerer) -> None:
@@ -222,16 +221,16 @@ class Snapshots:
                 await self._replicator.fetch(piece, version, peer)
 
     async def _fetch_ahead(self, replicator: Replicator, peers: Sequence[str]) -> None:
-        """What it cannot have now the workers will ask for again, and be told."""
+        """Prefetch the shared state. On failure, the workers ask again and get the error."""
         async with self._fetching[SHARED]:
             for peer in peers:
                 try:
                     return await replicator.fetch_freshest(SHARED, peer)
                 except (TransferError, NoRoom) as error:
-                    logger.debug("no state from %s ahead of the workers: %s", peer, error)
+                    logger.debug("could not prefetch the state from %s: %s", peer, error)
 
     async def _note_sealed(self) -> None:
-        """All that has been heard until now at once: steps may be short, and workers many."""
+        """Record all sealed versions at once: steps may be short, and workers many."""
         sealed, self._sealed = self._sealed, []
         await asyncio.to_thread(self._snapshot_memory.sealed, sealed)
         for holder in self._holders.values():
@@ -249,7 +248,7 @@ class Snapshots:
             holder.wake()
 
     def _say_once(self, sentence: str) -> None:
-        # Numbers differ from time to time: the beginning says what it is about.
+        # The numbers in it change; its beginning identifies the problem.
         if (about := sentence.partition(":")[0]) not in self._said:
             self._said.add(about)
             self._say(sentence)
@@ -257,7 +256,7 @@ class Snapshots:
     # --- copies for others -----------------------------------------------------------------------
 
     def turn_to(self, world: World) -> None:
-        """A world has begun: find out who holds our pieces in it."""
+        """Choose the holders of our pieces in a new world."""
         if self._replicator is None:
             return
         chosen = chosen_holders(world, self._node, self._replicas)
@@ -272,21 +271,21 @@ class Snapshots:
                 )
                 self._holders[node, peer] = holder
                 self._start(keep_up(holder.run, "snapshot-copies", self._say_once))
-        if len(world.nodes) == world.count:  # else a node that is not known may be there
+        if len(world.nodes) == world.count:  # else an unknown node may be in it
             self._start(self._adopt({item.node for item in world.nodes}))
         if self._is_new and world.generation > 0:
-            peers = [peer for _, peer in chosen_holders(world, self._node, AHEAD)]
+            peers = [peer for _, peer in chosen_holders(world, self._node, PREFETCH_PEERS)]
             self._start(self._fetch_ahead(self._replicator, peers))
         self._is_new = False
 
     async def _adopt(self, alive: set[str]) -> None:
-        """What was brought here by nodes that are lost is brought to others from now on."""
+        """Copy the pieces that lost nodes had stored here to others from now on."""
         if await asyncio.to_thread(self._snapshot_memory.adopt, alive):
             for holder in self._holders.values():
                 holder.wake()
 
     async def _noted(self, piece: str) -> None:
-        """A holder has a version: tell the worker which one all of them have."""
+        """Tell the worker the newest version that all holders have."""
         versions = [holder.given.get(piece) for holder in self._holders.values()]
         known = [version for version in versions if version is not None]
         if known and len(known) == len(versions):
@@ -296,8 +295,8 @@ class Snapshots:
 def chosen_holders(world: World, node: str, replicas: int) -> list[tuple[str, str]]:
     """The nodes that hold this node's pieces, each with its agent's address.
 
-    In a large world an agent knows some of the others only: those of its part or, where it is alone
-    in that, those that are known to all.
+    In a large world an agent knows only the nodes of its part or, if it is alone there, the nodes
+    that all know.
     """
     known = {item.node: item.peer for item in world.nodes}
     if world.place(node) is not None and len(known) == 1:
@@ -307,7 +306,7 @@ def chosen_holders(world: World, node: str, replicas: int) -> list[tuple[str, st
 
 
 class _Holder:
-    """Brings our pieces to one other node, the freshest version of each, as often as there is."""
+    """Copies the newest version of each of our pieces to one other node."""
 
     def __init__(
         self,
@@ -324,18 +323,18 @@ class _Holder:
         self._say_once = say_once
         self._news = asyncio.Event()
         self._over = False
-        self._in_vain = 0
-        #: By piece, what the node has.
+        self._failures = 0
+        #: By piece, the version the node has.
         self.given: dict[str, Version] = {}
-        #: The base of the newest generation that has settled, and which one that is.
+        #: The base of the newest settled generation, and that generation.
         self._settled: tuple[Version, int] = ((-1, -1), -1)
 
     def wake(self) -> None:
-        """There may be something to bring."""
+        """Look for something to copy."""
         self._news.set()
 
     def settle(self, base: Version, generation: int) -> None:
-        """What is void is nothing that the node has: see whether it has the base."""
+        """Forget void versions, so that the base is copied if the node lacks it."""
         self._settled = base, generation
         self.given = {
             piece: version
@@ -344,7 +343,7 @@ class _Holder:
         }
 
     def stop(self) -> None:
-        """Bring nothing more, after what is under way."""
+        """Copy nothing more after the copy under way."""
         self._over = True
         self._news.set()
 
@@ -358,25 +357,25 @@ class _Holder:
             ):
                 if self._over:
                     return
-                await self._bring(piece)
+                await self._copy(piece)
             if self._over:
                 return
-            await asyncio.sleep(min(PAUSE * (time.monotonic() - began), LONGEST_PAUSE))
+            await asyncio.sleep(min(PAUSE_FACTOR * (time.monotonic() - began), LONGEST_PAUSE))
 
-    async def _bring(self, piece: str) -> None:
+    async def _copy(self, piece: str) -> None:
         try:
             version = await self._replicator.give(piece, self._peer)
         except TransferError as error:
-            logger.debug("no copy of %s at %s: %s", piece, self._peer, error)
-            self._in_vain += 1
-            if self._in_vain == PATIENCE:
-                self._say_once(f"Copies of snapshots do not reach {self._peer}: {error}")
+            logger.debug("could not copy %s to %s: %s", piece, self._peer, error)
+            self._failures += 1
+            if self._failures == FAILURES_BEFORE_LOG:
+                self._say_once(f"Cannot copy snapshots to {self._peer}: {error}")
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._news.wait(), TRY_AGAIN)
+                await asyncio.wait_for(self._news.wait(), RETRY_AFTER)
             self._news.set()
         else:
-            self._in_vain = 0
-            if is_void(version, *self._settled):  # since it was on its way: bring the base
+            self._failures = 0
+            if is_void(version, *self._settled):  # became void on the way: copy the base
                 self._news.set()
                 return
             self.given[piece] = version

@@ -17,7 +17,8 @@ _HEAD = """\
 Every agent writes what happens, and why, to a file `events.jsonl`: one JSON object per line, each
 written immediately. With `--log-dir` the file is in the run directory, otherwise next to the
 agent's entry under `$XDG_RUNTIME_DIR/torchelastic` (see [logs](../guides/logs.md)).
-`torchelastic status` prints its path. `--event-log-handler console` prints the same lines on stderr.
+`torchelastic status` prints its path. `--event-log-handler console` prints the same lines on
+stderr.
 
 At {size} MiB the file is rotated to `events.jsonl.1`. That file begins with the events of the
 previous `events.jsonl.1`, without `progress` and `checkpoint-stored`, up to a quarter of the size.

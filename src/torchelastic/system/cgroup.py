@@ -3,7 +3,7 @@
 It ends a whole tree at once, faster than the tree can fork. It is an extra: without it the
 subreaper still finds everything. Each worker has a cgroup of its own in it, named by its pid.
 
-Its name says whose it is, so that the guard can clean up after an agent that was killed:
+Its name identifies the agent, so that the guard can clean up after a killed one:
 `torchelastic-<agent's pid>-<its start time>-<random>`.
 """
 
@@ -28,10 +28,10 @@ class Cgroup:
 
     @classmethod
     def create(cls) -> Cgroup | None:
-        """A new one below this process's own; None where that is not allowed."""
+        """Create one below this process's own; None if that is not allowed."""
         home = own_directory()
         if home is None:
-            logger.debug("no cgroup for the workers: this process is in none of version 2")
+            logger.debug("no cgroup for the workers: this process is in no version 2 cgroup")
             return None
         made = cls(os.path.join(home, f"{prefix_of(os.getpid())}{os.urandom(4).hex()}"))
         try:
@@ -46,7 +46,7 @@ class Cgroup:
         return made
 
     def _admits(self) -> bool:
-        """Whether a process may move in: a directory we may make can still refuse that."""
+        """True if a process may move in: even a directory we created may refuse that."""
         pid = os.fork()
         if pid == 0:
             try:
@@ -59,7 +59,7 @@ class Cgroup:
         return admitted
 
     def of(self, pid: int) -> Cgroup:
-        """The one that a process made in here when it joined."""
+        """The cgroup that a process made in here when it joined."""
         return Cgroup(os.path.join(self.path, str(pid)))
 
     def join(self) -> None:
@@ -103,13 +103,13 @@ class Cgroup:
             if not os.path.exists(self.path):
                 return True
             if time.monotonic() > deadline:
-                logger.warning("a process in %s does not die", self.path)
+                logger.warning("a process in %s did not die after SIGKILL", self.path)
                 return False
             time.sleep(0.001)
 
 
 def remove_all(prefix: str) -> None:
-    """Kill and remove the cgroups whose name begins so: those of an agent that is no more."""
+    """Kill and remove the cgroups with this name prefix, after their agent has ended."""
     home = own_directory()
     if home is None or not os.access(home, os.R_OK | os.W_OK):
         return
@@ -119,13 +119,12 @@ def remove_all(prefix: str) -> None:
 
 
 def prefix_of(agent: int) -> str:
-    """How the names of an agent's cgroups begin; to be asked before the agent is reaped."""
+    """The name prefix of an agent's cgroups; call it before the agent is reaped."""
     return f"torchelastic-{agent}-{linux.start_time(agent)}-"
 
 
 def own_directory(controller: str = "") -> str | None:
-    """Where the cgroup of this process is mounted: of version 2, or of a controller's own tree of
-    version 1."""
+    """The directory of this process's cgroup: version 2, or a controller's version 1 tree."""
     try:
         with open("/proc/self/cgroup", encoding="utf-8") as file:
             own = find_own(file.read(), controller)
@@ -136,7 +135,7 @@ def own_directory(controller: str = "") -> str | None:
 
 
 def find_own(text: str, controller: str = "") -> str | None:
-    """The cgroup of a process, given what /proc says of it.
+    """The cgroup of a process, from the text of /proc/PID/cgroup.
 
     >>> find_own("4:cpu,memory:/job\\n0::/", "memory"), find_own("4:cpu,memory:/job\\n0::/")
     ('/job', '/')

@@ -1,4 +1,4 @@
-"""The few Linux calls Python has no name for, and the tree of processes below this one."""
+"""Linux calls that Python lacks, and the tree of processes below this one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
-#: Who is so nice has a tenth of what others have, and starts in seconds on a machine that is full.
+#: The niceness of helpers: a tenth of the CPU share of others.
 POLITE = 10
 
 #: The number of tgkill, by machine: older C libraries have no name for it.
@@ -50,20 +50,20 @@ def outlive_parent() -> None:
 
 
 def signal_thread(pid: int, thread: int, signum: int) -> None:
-    """Send a signal to one thread of a process; that with the process's own number is the main one.
+    """Send a signal to one thread of a process; the main thread has the process's pid.
 
     `os.kill` leaves to the kernel which thread gets it.
     """
     number = _TGKILL.get(os.uname().machine)
     if number is None:
-        raise OSError(errno.ENOSYS, "No number of tgkill is known for this machine")
+        raise OSError(errno.ENOSYS, "The tgkill system call number of this machine is not known")
     if _libc.syscall(ctypes.c_long(number), pid, thread, int(signum)) != 0:
         failed = ctypes.get_errno()
         raise OSError(failed, os.strerror(failed))
 
 
 def give_way() -> None:
-    """Let everybody else on this machine go first: to the processors, and when memory is short."""
+    """Lower this process's priority for the CPU and when memory is short."""
     os.nice(POLITE)
     _write("/proc/self/oom_score_adj", "1000")
     if os.getsid(0) == os.getpid():
@@ -72,7 +72,7 @@ def give_way() -> None:
 
 
 def _write(path: str, text: str) -> None:
-    """Tell the kernel, where it can be told."""
+    """Write to a kernel file; ignore errors."""
     with contextlib.suppress(OSError), open(path, "w") as file:
         file.write(text)
 
@@ -113,13 +113,13 @@ def _stat(pid: int) -> list[str]:
 
 
 def start_time(pid: int) -> int:
-    """When a process began, in clock ticks since boot: with its pid, a name nobody else has had."""
+    """When a process began, in clock ticks since boot: with its pid, a unique name."""
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
 
 
 def thread_names() -> list[str]:
-    """The names of this process's threads, those that Python does not know included."""
+    """The names of this process's threads, including those unknown to Python."""
     names = []
     for task in os.listdir("/proc/self/task"):
         with open(f"/proc/self/task/{task}/comm", encoding="utf-8", errors="replace") as file:
@@ -130,7 +130,7 @@ def thread_names() -> list[str]:
 def exitcode(pidfd: int) -> int | None:
     """Reap a child: its exit code or minus the signal that ended it; None while it runs.
 
-    255 if somebody else has reaped it, which nobody should.
+    255 if it was already reaped, which should not happen.
     """
     try:
         ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
@@ -142,7 +142,7 @@ def exitcode(pidfd: int) -> int | None:
 
 
 def has_ended(pidfd: int) -> bool:
-    """Whether a child has ended that is not reaped yet."""
+    """True if a child that is not reaped yet has ended."""
     try:
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PIDFD, pidfd, flags) is not None
@@ -151,7 +151,7 @@ def has_ended(pidfd: int) -> bool:
 
 
 def reap(keep: Collection[int] = ()) -> None:
-    """Take note of the end of children that nobody else waits for; `keep` are somebody's."""
+    """Reap ended children, except `keep`, which others wait for."""
     for pid in children():
         if pid not in keep:
             _reap(pid)
@@ -200,7 +200,7 @@ def kill_descendants(keep: Collection[int] = ()) -> None:
 
 
 def write_command_line(argv: Sequence[str]) -> bool:
-    """Make `/proc/self/cmdline` show `argv`, as far as the memory of the original one reaches.
+    """Make `/proc/self/cmdline` show `argv`, within the memory of the original one.
 
     False where the kernel does not let a process do that to itself.
     """
@@ -223,5 +223,5 @@ def write_command_line(argv: Sequence[str]) -> bool:
 
 
 def is_memory(descriptor: int) -> bool:
-    """Whether it can be read at any place at once: not a pipe, nor a file on a slow disk."""
+    """True if it is memory: not a pipe, nor a file on a slow disk."""
     return os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:")

@@ -1,8 +1,8 @@
-"""How much memory may be taken for snapshots, and the sentence that refuses more.
+"""The memory that snapshots may use, and the error that refuses more.
 
-Memory of a memfd counts against the cgroup of whoever takes it, as any other does. There the kernel
-kills rather than refuses: so it is asked for before. A cgroup's limit holds for all below it, hence
-the parents are looked at, too. What the kernel can drop at once (file cache not in use) is no use.
+Memory of a memfd counts against the cgroup of the process that allocates it. At the limit the
+kernel kills instead of refusing, so this checks first. A cgroup's limit includes all groups below
+it, so the parents are checked, too. Inactive file cache, which the kernel can drop, is free.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-#: Part of every limit that is left alone: training needs more at times than it has now.
+#: The fraction of every limit that stays free: training may need more than now.
 RESERVE = 0.05
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What may be used in one place, and what is."""
+    """A memory limit in one place, and the memory in use."""
 
-    #: As it is said to people.
+    #: The name of the place, for people.
     place: str
     most: int
     used: int
 
     @property
     def left(self) -> int:
-        """What may be taken yet."""
+        """The bytes that are still free."""
         return max(int(self.most * (1 - RESERVE)) - self.used, 0)
 
 
 class NoRoom(Exception):
-    """Not so much memory may be taken; the sentence says why and what to do."""
+    """There is not enough memory; the message says why and what to do."""
 
 
 def check(
     needed: int, what: str, otherwise: str = "go on without snapshots", *, promised: int = 0
 ) -> None:
-    """Raise `NoRoom` if taking so many bytes would come too close to a limit of this process, when
-    all that is `promised` to others is taken."""
+    """Raise `NoRoom` if `needed` bytes, in addition to those `promised` to others, would come too
+    close to a limit of this process."""
     then = [replace(limit, used=limit.used + promised) for limit in limits()]
     sentence = refusal(needed, then, what, otherwise)
     if sentence is not None:
@@ -49,7 +49,7 @@ def check(
 def refusal(
     needed: int, limits: list[Limit], what: str, otherwise: str = "go on without snapshots"
 ) -> str | None:
-    """Why so many bytes may not be taken, and what to do; None: they may.
+    """The message if `needed` bytes are not free; None: they are.
 
     >>> refusal(2 << 30, [Limit("this machine", 4 << 30, 3 << 30)], "snapshots of 'shared'")[:75]
     "No room for snapshots of 'shared': they need 2.0 GiB of memory, and 0.8 GiB"
@@ -59,19 +59,19 @@ def refusal(
         return None
     return (
         f"No room for {what}: they need {in_words(needed)} of memory, and "
-        f"{in_words(tightest.left)} of the {in_words(tightest.most)} of {tightest.place} are left; "
-        f"give the node more memory, or keep less state, or {otherwise}."
+        f"{in_words(tightest.left)} of the {in_words(tightest.most)} of {tightest.place} are free; "
+        f"give the node more memory, keep less state, or {otherwise}."
     )
 
 
 def in_words(size: int) -> str:
-    """A number of bytes for people.
+    """Format a number of bytes.
 
     >>> in_words(3 * 512), in_words(5 << 40)
     ('1.5 KiB', '5.0 TiB')
     """
     power = min(max(size.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
-    # Nearly a thousand reads worse than one of the next.
+    # 1.0 GiB reads better than 1000.0 MiB.
     if power + 1 < len(_UNITS) and size >= 800 << (10 * power):
         power += 1
     return f"{size / (1 << 10 * power):.1f} {_UNITS[power]}"
@@ -81,7 +81,7 @@ def in_words(size: int) -> str:
 
 
 def limits() -> list[Limit]:
-    """All limits that hold for memory that this process takes."""
+    """All memory limits of this process."""
     found = [*_of_machine(_read("/proc/meminfo"))]
     own, mounts = _read("/proc/self/cgroup"), _read("/proc/self/mountinfo")
     for directory, is_v2 in directories(own, mounts):
@@ -97,7 +97,7 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
 
 
 def _read(path: str) -> str:
-    """Empty where there is none: the root has no limit, and a parent may be hidden from us."""
+    """Empty if the file is missing: the root has no limit, and a parent may be hidden."""
     try:
         with open(path, encoding="utf-8") as file:
             return file.read()
@@ -112,14 +112,14 @@ def _of_machine(meminfo: str) -> list[Limit]:
 
 
 def of_cgroup(files: Mapping[str, str], is_v2: bool) -> Limit | None:
-    """The limit that the files of a cgroup tell of; None: it has none.
+    """The limit in the files of a cgroup; None: it has none.
 
     >>> files = {"memory.max": "1000", "memory.current": "700", "memory.stat": "inactive_file 200"}
     >>> of_cgroup(files, is_v2=True)
     Limit(place='its cgroup', most=1000, used=500)
     """
     most, used, stat = (files[name].strip() for name in (_V2 if is_v2 else _V1))
-    # Without a limit, version 1 shows a number that no machine has, in place of a word.
+    # Version 1 shows a huge number if there is no limit.
     if not (most.isdigit() and used.isdigit()) or int(most) >= 1 << 60:
         return None
     idle = _numbers(stat).get("inactive_file" if is_v2 else "total_inactive_file", 0)
@@ -132,10 +132,10 @@ def _numbers(text: str) -> dict[str, int]:
 
 
 def directories(own: str, mountinfo: str) -> list[tuple[str, bool]]:
-    """Where the files of this process's memory cgroup and of all its parents are, the nearest
-    first, and whether they are of version 2.
+    """The directories of this process's memory cgroup and of all its parents, nearest first, and
+    whether they are version 2.
 
-    `own` and `mountinfo` are what /proc/self has under those names (the first as `cgroup`).
+    `own` and `mountinfo` are the contents of /proc/self/cgroup and /proc/self/mountinfo.
 
     >>> directories("0::/a/b", "31 23 0:28 / /cg rw - cgroup2 cgroup2 rw")
     [('/cg/a/b', True), ('/cg/a', True), ('/cg', True)]
@@ -159,7 +159,7 @@ def _upwards(path: str, mountinfo: str, is_v2: bool) -> list[str]:
         if not fits or not kind[0].startswith("cgroup"):
             continue
         root, place = words[3].rstrip("/"), words[4]
-        # In a container the mount may begin at our own cgroup, with the path as the host has it.
+        # In a container the mount may start at our own cgroup, with the host's path.
         inside = path[len(root) :] if (path + "/").startswith(root + "/") else "/"
         return _with_parents(place, inside.strip("/"))
     return []

@@ -46,13 +46,13 @@ WORLD = World(
         (1, "exit code 1"),
         (-9, "killed by SIGKILL"),
         (-11, "killed by SIGSEGV (segmentation fault in native code)"),
-        (-6, "killed by SIGABRT (it called abort(), often a failed check in C++ code)"),
+        (-6, "killed by SIGABRT (it called abort(); often a failed check in C++ code)"),
         (-7, "killed by SIGBUS (bus error, often a full /dev/shm or disk behind mapped memory)"),
         (-99, "killed by signal 99"),
-        (126, "exit code 126 (a shell found a program it cannot execute)"),
-        (127, "exit code 127 (a shell found no program)"),
+        (126, "exit code 126 (the shell could not execute the command)"),
+        (127, "exit code 127 (the shell did not find the command)"),
         (128, "exit code 128"),
-        (137, "exit code 137 (a shell's word for SIGKILL)"),
+        (137, "exit code 137 (a shell's code for SIGKILL)"),
         (255, "exit code 255"),
     ],
 )
@@ -80,7 +80,7 @@ def test_the_last_block_names_the_first_failure_of_the_job_and_who_fell_because_
         '    File "t.py", line 1\n'
         "  RuntimeError: boom\n"
         "------------------------------------------------------------\n"
-        "Fell because of it:\n"
+        "Failed as a consequence:\n"
         "  rank 0 on node-a (local rank 0, pid 77) at step 17: Connection closed by peer\n"
         "============================================================"
     )
@@ -89,10 +89,10 @@ def test_the_last_block_names_the_first_failure_of_the_job_and_who_fell_because_
 def test_who_failed_by_itself_did_not_fall_because_of_the_first():
     same = replace(CAUSE, rank=3, by_itself=True)
     text = failure_report.job_failed(replace(WORLD, consequences=(same, *WORLD.consequences)))
-    assert "Failed by themselves, too:\n  rank 3 on node-b" in text
-    assert "boom\nFell because of it:\n  rank 0 on node-a" in text
+    assert "Failed independently:\n  rank 3 on node-b" in text
+    assert "boom\nFailed as a consequence:\n  rank 0 on node-a" in text
     text = failure_report.job_failed(replace(WORLD, consequences=(same,)))
-    assert "boom\nNothing else fell because of it.\n" in text
+    assert "boom\nNothing else failed as a consequence.\n" in text
 
 
 def test_a_killed_worker_has_no_traceback_and_says_so():
@@ -104,7 +104,7 @@ def test_a_killed_worker_has_no_traceback_and_says_so():
     assert "  error_file: <N/A>\n" in text
     assert "  traceback : none: the worker ended without a Python exception\n" in text
     assert "  step" not in text
-    assert "Nothing else fell because of it." in text
+    assert "Nothing else failed as a consequence." in text
 
 
 def test_what_the_agent_has_found_out_and_the_worker_s_last_lines():
@@ -135,13 +135,13 @@ def test_a_node_may_be_the_cause():
     text = failure_report.job_failed(world)
     assert "job FAILED in generation 3: node-b failed; no restarts are allowed\n" in text
     assert "[0]:\n  host      : node-b\n  error     : its lease has ended\n----" in text
-    assert "Fell because of it:\n  rank 0 on node-a" in text
+    assert "Failed as a consequence:\n  rank 0 on node-a" in text
 
 
 def test_with_hint():
     for hint in (
         "",
-        "somebody sent SIGKILL: the kernel counts no kill",
+        "the kernel reports no out-of-memory kill",
         "perhaps out of memory: x",
     ):
         assert failure_report.with_hint("killed by SIGKILL", hint) == "killed by SIGKILL"
@@ -241,7 +241,7 @@ ADVICE = (
             False,
             -1,
             False,
-            "No checkpoint directory: if all nodes are lost at once, training begins again at "
+            "No checkpoint directory is set: if all nodes are lost at once, training restarts at "
             f"step 0.{ADVICE}",
         ),
         (
@@ -249,7 +249,7 @@ ADVICE = (
             False,
             0,
             True,
-            "No checkpoint directory: if all workers are lost at once, training begins again at "
+            "No checkpoint directory is set: if all workers are lost at once, training restarts at "
             f"step 0.{ADVICE}",
         ),
         (
@@ -257,16 +257,16 @@ ADVICE = (
             False,
             40,
             True,
-            "All copies of the state were lost: training begins again at step 0 (generation 3). "
-            f"It had reached step 40.{ADVICE}",
+            "All copies of the training state were lost: training restarts at step 0 (generation "
+            f"3). It had reached step 40.{ADVICE}",
         ),
         (
             0,
             True,
             40,
             False,
-            "All copies of the state were lost: training begins again at step 0 (generation 3). "
-            "It had reached step 40.",
+            "All copies of the training state were lost: training restarts at step 0 (generation "
+            "3). It had reached step 40.",
         ),
     ],
 )

@@ -75,6 +75,6 @@ def test_it_is_tried_again_after_longer_and_longer_pauses(tmp_path, monkeypatch)
     assert slept == [5.0, 10.0, 20.0]
     assert said[1] == (
         "failed (exit code 3)",
-        "The --preflight check failed (exit code 3): this node does not take part; the next check "
-        "is in 10 s. Last lines of its output:\n  no GPU",
+        "The --preflight check failed (exit code 3): this node stays out of training; the next "
+        "check is in 10 s. Last lines of its output:\n  no GPU",
     )

@@ -121,7 +121,7 @@ def test_all_are_ended_though_one_fails_at_that():
 
 
 def test_a_task_that_nobody_has_decided_about_is_refused():
-    with pytest.raises(AssertionError, match="decide in POLICY"):
+    with pytest.raises(AssertionError, match="missing in POLICY"):
         play((for_ever, "something new"))
 
 

@@ -245,7 +245,7 @@ async def test_a_new_holder_has_the_base_before_the_first_commit():
 
 @in_loop
 async def test_a_holder_of_something_void_is_brought_the_base(monkeypatch):
-    monkeypatch.setattr(module, "TRY_AGAIN", 0.01)
+    monkeypatch.setattr(module, "RETRY_AFTER", 0.01)
     async with agents("a", "b") as (a, b):
         await a.write(own(0), (0, 10))
         await a.write(own(0), (0, 11))
@@ -291,7 +291,7 @@ async def test_what_becomes_void_on_its_way_is_followed_by_the_base():
 
 @in_loop
 async def test_a_node_that_takes_no_copy_is_tried_again_and_told_of_once(monkeypatch):
-    monkeypatch.setattr(module, "TRY_AGAIN", 0.01)
+    monkeypatch.setattr(module, "RETRY_AFTER", 0.01)
     enough = memory_limit.limits
     async with agents("a", "b") as (a, b):
         in_one_world(a, b)
@@ -300,7 +300,7 @@ async def test_a_node_that_takes_no_copy_is_tried_again_and_told_of_once(monkeyp
         await a.write(own(0), (0, 1))
         while not a.said:
             await asyncio.sleep(0.005)
-        assert a.said[0].startswith(f"Copies of snapshots do not reach {b.peer}: No room")
+        assert a.said[0].startswith(f"Cannot copy snapshots to {b.peer}: No room")
         monkeypatch.setattr(memory_limit, "limits", enough)
         await b.holds(own(0), (0, 1), True)
         assert len(a.said) == 1

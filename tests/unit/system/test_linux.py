@@ -77,7 +77,7 @@ def test_a_signal_that_cannot_be_sent_is_an_error(monkeypatch):
     with pytest.raises(ProcessLookupError):
         linux.signal_thread(2**22 + 1, 2**22 + 1, 0)
     monkeypatch.setattr(linux, "_TGKILL", {})
-    with pytest.raises(OSError, match="No number of tgkill is known"):
+    with pytest.raises(OSError, match="tgkill system call number"):
         linux.signal_thread(os.getpid(), os.getpid(), 0)
 
 

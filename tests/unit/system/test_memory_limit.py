@@ -39,7 +39,7 @@ def test_the_refusal_is_one_sentence_that_says_what_to_do():
     limits = [Limit("this machine", 64 * GB, 0), Limit("its cgroup", 2 * GB, GB)]
     assert memory_limit.refusal(3 * GB, limits, "snapshots of 'shared'") == (
         "No room for snapshots of 'shared': they need 3.0 GiB of memory, and 0.9 GiB of the "
-        "2.0 GiB of its cgroup are left; give the node more memory, or keep less state, or go on "
+        "2.0 GiB of its cgroup are free; give the node more memory, keep less state, or go on "
         "without snapshots."
     )
 
@@ -122,7 +122,7 @@ def test_a_real_limit_is_respected():
         inner.rmdir()
         limited.rmdir()
     assert said.stdout.startswith("No room for snapshots of 'shared': they need 64.0 MiB")
-    assert "of the 60.0 MiB of its cgroup are left" in said.stdout
+    assert "of the 60.0 MiB of its cgroup are free" in said.stdout
 
 
 SMALL_SHM = """

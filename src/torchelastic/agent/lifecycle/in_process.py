@@ -44,14 +44,14 @@ from torchelastic.records import replace
 from torchelastic.rendezvous.world import World
 from torchelastic.worker import orders
 
-#: So many starts in a row that end before `train` is called: another one would end the same way.
+#: Starts in a row that exit before `train` is called; another one would fail the same way.
 MOST_TRIES = 3
-#: Failures a node tells of; a world that has as many is over many times.
+#: Failures a node reports; a world with so many is over anyway.
 MOST_FAILURES = 64
 
 
 class Status(enum.Enum):
-    """Where a worker stands."""
+    """The status of a worker."""
 
     STARTING = "starting"
     STANDING = "standing"
@@ -62,42 +62,42 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """What is known of one local rank."""
+    """The state of one local rank."""
 
     status: Status
     #: The last world it was told to enter.
     generation: int = -1
-    #: The step its first world since it stood begins with, if others were to go on there.
+    #: The first step of its first world since it stood, if the others were to continue there.
     begins: int = -1
-    #: The generation it was told to stop and has not stopped yet; -1: none. Whether it may run
-    #: through a step first.
+    #: The generation it was told to stop and has not stopped yet; -1: none. Whether it may finish
+    #: its step first.
     stopping: int = -1
     through: bool = False
-    #: The error it has told of, and waits for its world to be over; it lives.
+    #: The error it has reported; it is alive and waits for the end of its world.
     broken: Failure | None = None
-    #: After how many steps its data has ended; -1: it has not.
+    #: The number of steps after which its data ended; -1: it has not.
     finished: int = -1
-    #: The generation whose question for its step it has answered, and the answer.
+    #: The generation for which it has reported its step, and that step.
     paused: int = -1
     entered: int = -1
-    #: Starts in a row that ended before `train` was called; as many as it takes for who is unfit.
+    #: Starts in a row that exited before `train` was called.
     tries: int = 0
 
 
 class Phase(enum.Enum):
-    """Where the node stands."""
+    """The phase of the node."""
 
     SERVING = "serving"
     STOPPING = "stopping"
     ENDED = "ended"
 
 
-# --- events and commands of its own; the others are those of `group_state` -----------------------
+# --- its own events and commands; the others are those of `script` -------------------------------
 
 
 @dataclass(frozen=True)
 class Said:
-    """A worker has told something on its channel."""
+    """A worker has sent a message on its channel."""
 
     local_rank: int
     report: orders.Report
@@ -110,7 +110,7 @@ class LeaveOverdue:
 
 @dataclass(frozen=True)
 class Spawn:
-    """Start a worker that will stand by for a world."""
+    """Start a worker on standby for a world."""
 
     local_rank: int
 
@@ -124,16 +124,16 @@ Command = script.Command | Spawn
 
 @dataclass(frozen=True, kw_only=True)
 class InProcessState:
-    """All that decides what this node does next."""
+    """Everything that decides what this node does next."""
 
     node: str
-    #: For people.
+    #: The node's name, for people.
     name: str = ""
     phase: Phase = Phase.SERVING
     workers: Mapping[int, Worker] = field(default_factory=dict)
     #: The latest world.
     world: World | None = None
-    #: The generation that was last reported to be gone from here.
+    #: The generation last reported to be gone from here.
     gone: int = -1
     failures: tuple[Failure, ...] = ()
     #: The signal this node leaves by, 0 while it stays.
@@ -159,7 +159,7 @@ class InProcessState:
         return [rank for rank, worker in self.workers.items() if worker.status in statuses]
 
     def sentence(self) -> str:
-        """What this node is doing, for people."""
+        """Describe what this node is doing."""
         counts = [f"{len(ranks)} {s.value}" for s in Status if (ranks := self.having(s))]
         return f"{self.phase.value}: workers {', '.join(counts) or 'none'}"
 
@@ -168,17 +168,17 @@ Step = tuple[InProcessState, list[Command]]
 
 
 def take_over(state: script.ScriptState, name: str) -> Step:
-    """The node of a job whose workers turn out to be resident: those here, or none yet."""
+    """Take over from `script` when the job's workers turn out to be resident."""
     running = state.phase in (script.Phase.STARTING, script.Phase.RUNNING)
     standing = Worker(status=Status.STANDING, generation=state.generation - 1)
     workers = {
         rank: standing if running else Worker(status=Status.GONE) for rank in range(state.nproc)
     }
-    crew = InProcessState(
+    taken = InProcessState(
         node=state.node, name=name, workers=workers, world=state.world, leaving=state.leaving
     )
-    crew, commands = _start_missing(crew)
-    return crew, [*commands, _report(crew)]
+    taken, commands = _start_missing(taken)
+    return taken, [*commands, _report(taken)]
 
 
 def alone(node: str, name: str) -> InProcessState:
@@ -187,7 +187,7 @@ def alone(node: str, name: str) -> InProcessState:
 
 
 def handle(state: InProcessState, event: Event) -> Step:
-    """The whole machine."""
+    """Handle one event: the whole state machine."""
     if state.phase is Phase.STOPPING:
         return _while_stopping(state, event)
     handler = HANDLERS.get(type(event))
@@ -212,13 +212,13 @@ def _world(state: InProcessState, event: WorldSeen) -> Step:
     state, commands = _world_over(state, world) if world.has_ended else (state, list[Command]())
     if world.phase != "waiting" or state.leaving:
         return state, commands
-    state, more = _start_missing(state)  # whom the others did without, they may wait for now
+    state, more = _start_missing(state)  # the others may wait for them now
     return state, [*commands, *more]
 
 
 def _enter(state: InProcessState, world: World) -> Step:
     if state.rejoin:
-        return state, []  # the others have given this node up: that world will not last
+        return state, []  # the others declared this node lost: that world will end
     commands: list[Command] = []
     for local_rank, worker in state.workers.items():
         if worker.generation >= world.generation:
@@ -241,8 +241,8 @@ def _enter(state: InProcessState, world: World) -> Step:
 
 
 def _say_again(state: InProcessState, world: World) -> Step:
-    """What was told of the last generation when this one had been published unseen: the leader
-    did not heed it, and whoever told it waits for an end of its world that would not come."""
+    """Repeat reports about the last generation that came after this one was published: the
+    leader ignored them, and their senders wait for the end of their world."""
     commands: list[Command] = []
     workers = [w for w in state.workers.values() if w.generation == world.generation]
     for worker in workers:
@@ -273,10 +273,10 @@ def _order(state: InProcessState, world: World, local_rank: int, rank: int) -> o
 
 
 def _report_missing(state: InProcessState, world: World, local_rank: int, rank: int) -> Step:
-    """The world counts on a worker that has died meanwhile: what it died of ends this one, too."""
+    """Report a worker that the world expects but that has died: its failure ends this world."""
     died_of = [one for one in state.failures if one.local_rank == local_rank and not one.alive]
     if state.workers[local_rank].tries:
-        died_of = []  # the last to die was a replacement, which was in no world
+        died_of = []  # the last one was a replacement, which was in no world
     failure = Failure(
         generation=world.generation,
         node=state.name,
@@ -284,7 +284,7 @@ def _report_missing(state: InProcessState, world: World, local_rank: int, rank: 
         local_rank=local_rank,
         pid=0,
         exitcode=1,
-        message="lost a peer: the worker had ended before it could enter the world",
+        message="lost a peer: the worker exited before it could enter the world",
     )
     if died_of:
         failure = replace(died_of[-1], generation=world.generation, rank=rank)
@@ -326,13 +326,13 @@ def _halt(state: InProcessState, local_rank: int, world: World, generation: int)
 
 
 def _is_done(world: World | None) -> TypeGuard[World]:
-    """Whether the training is."""
+    """True if the training is done."""
     return world is not None and world.phase == "over" and world.ending == "finished"
 
 
 def _came_too_late(worker: Worker, world: World) -> bool:
-    """Whether the data ended before the step with which this worker was to begin: nobody meets it
-    in its world, and its script must not go on with a state that was never trained."""
+    """True if the data ended before this worker's first step: it has no peers in its world, and its
+    script must not continue with an untrained state."""
     return world.after is not None and world.after + 1 < worker.begins
 
 
@@ -355,14 +355,14 @@ def _said(state: InProcessState, event: Said) -> Step:
             return _stopped(state, rank)
         case orders.Unfit():
             return _with(state, rank, replace(worker, tries=MOST_TRIES)), []
-        case orders.Finished(_, step):  # maybe in the last step before the world it is to enter
+        case orders.Finished(_, step):  # perhaps in the last step before the world it is to enter
             state = _with(state, rank, replace(worker, finished=step))
             return state, [_report(state, finished=worker.generation, finished_after=step)]
     return state, []
 
 
 def _answer_for_all(state: InProcessState) -> Step:
-    """When every worker of the pausing world has said its step: the largest."""
+    """Report the largest step once every worker of the pausing world has reported its step."""
     world = state.world
     if world is None or world.phase != "pausing":
         return state, []
@@ -417,7 +417,7 @@ def _succeeded(state: InProcessState, event: WorkerSucceeded) -> Step:
         local_rank=event.local_rank,
         pid=0,
         exitcode=0,
-        message="the worker ended (exit code 0) before the training was done",
+        message="the worker exited (exit code 0) before the training was done",
     )
     return _failed(state, WorkerFailed(failure))
 
@@ -446,7 +446,7 @@ def _failed(state: InProcessState, event: WorkerFailed) -> Step:
         state = _with(state, failure.local_rank, replace(before, broken=failure))
         return state, [_report(state, failures=state.failures)]
     if before.status is not Status.FINISHED and _is_done(state.world):
-        # Its peers have trained to the end: what it died of changes nothing.
+        # Its peers have finished the training: its failure changes nothing.
         gone = Worker(status=Status.GONE, generation=before.generation)
         return _when_all_done(_with(state, failure.local_rank, gone))
     tries = before.tries + (before.status is Status.STARTING)
@@ -513,7 +513,7 @@ def _dismiss(state: InProcessState) -> Step:
     """Nobody trains here any more: send the workers home."""
     leave = orders.Leave(state.leaving, state.deadline)
     farewell: list[Command] = [Tell(rank, leave) for rank in state.having(Status.STANDING)]
-    # Who is not inside `train` does not listen: it gets a signal.
+    # A worker outside `train` does not read orders: it gets a signal.
     signum = SIGTERM if state.having(Status.STARTING, Status.FINISHED) else 0
     gone = _report(state, gone=state.generation)
     state, commands = _stop(state, signum, EXIT_SIGNAL_BASE + state.leaving, _left(state))
@@ -534,7 +534,7 @@ def _lease_lost(state: InProcessState, event: LeaseLost) -> Step:
     commands: list[Command] = []
     for local_rank in state.having(Status.TRAINING):
         worker = state.workers[local_rank]
-        order = orders.Over(worker.generation, "this node was given up by the others")
+        order = orders.Over(worker.generation, "the other nodes declared this node lost")
         state = _with(state, local_rank, replace(worker, stopping=worker.generation))
         commands.append(Tell(local_rank, order))
     state, more = _when_stopped(replace(state, rejoin=True))
@@ -579,13 +579,13 @@ def _with(state: InProcessState, local_rank: int, worker: Worker) -> InProcessSt
 
 
 def _report(state: InProcessState, **changes: Any) -> Report:
-    """What this node says of itself, with what has just changed."""
+    """The report of this node, with these changes."""
     standing = tuple(sorted(state.having(Status.STANDING, Status.TRAINING)))
     starting = len(state.having(Status.STARTING))
     return Report({"resident": True, "standing": standing, "starting": starting, **changes})
 
 
-#: What a serving node does at each event; `docs/concepts/states.md` is written from it.
+#: The handler of each event in a serving node; `docs/concepts/states.md` is generated from it.
 HANDLERS: dict[type, Callable[[InProcessState, Any], Step]] = {
     WorldSeen: _world,
     Said: _said,

@@ -1,7 +1,7 @@
-"""Whether a worker that does not leave a world which is over may be killed. Pure.
+"""Decide whether a worker that does not leave a world which is over may be killed. Pure.
 
-Killed at once, it frees its node for the next world. But if no other worker can go on with the
-state that it has, steps would be lost that all ranks have finished: then the job waits for it.
+Killing it at once frees its node for the next world. But if no other worker can go on with its
+state, steps that all ranks have finished would be lost: then the job waits for it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """The state that a living worker has."""
+    """The state held by a living worker."""
 
     #: The last world it was told to enter.
     generation: int
-    #: How many steps are in it; None: it has not been given any state yet.
+    #: The number of steps in it; None: it has no state yet.
     step: int | None
-    #: Whether it has left that world in order.
+    #: Whether it has left that world.
     stopped: bool = False
     frozen: bool = False
     #: Whether it is about to be killed.
@@ -26,7 +26,7 @@ class Copy:
 
 
 def is_usable(copy: Copy, generation: int) -> bool:
-    """Whether the world after `generation` can go on from this copy."""
+    """True if the world after `generation` can go on from this copy."""
     if copy.step is None or copy.frozen or copy.doomed:
         return False
     return copy.generation > generation or (copy.generation == generation and copy.stopped)
@@ -35,9 +35,9 @@ def is_usable(copy: Copy, generation: int) -> bool:
 def may_be_killed(
     own: Copy, others: Iterable[Copy], *, elsewhere: bool, waited: float, limit: float
 ) -> bool:
-    """Whether a worker may be killed that has not left its world for `waited` seconds.
+    """True if a worker that has not left its world for `waited` seconds may be killed.
 
-    `others` are the workers of its node; `elsewhere`: whether another node has a usable copy.
+    `others` are the workers of its node; `elsewhere` is True if another node has a usable copy.
     """
     if not own.step or waited >= limit:
         return True

@@ -1,6 +1,6 @@
 """The workers of one node as a state machine: an event in, a new state and commands out. Pure.
 
-Its phases, and what leads from one to another:
+Its phases and transitions:
 
             Start                    up                  all succeeded
     idle ──────────▶ starting ──────────▶ running ─────────────────────▶ idle
@@ -28,7 +28,7 @@ SIGINT, SIGKILL, SIGTERM = 2, 9, 15
 
 
 class Phase(enum.Enum):
-    """Where the node's workers stand."""
+    """The phase of the node's workers."""
 
     IDLE = "idle"
     STARTING = "starting"
@@ -62,7 +62,7 @@ class WorkerSucceeded:
 
 @dataclass(frozen=True)
 class WorkerFailed:
-    """A worker ended otherwise than by success, or could not be started."""
+    """A worker failed, or could not be started."""
 
     failure: Failure
 
@@ -76,19 +76,19 @@ class WorkerEnlisted:
 
 @dataclass(frozen=True)
 class WorkerCanSave:
-    """A worker can put the state it keeps into storage before it leaves."""
+    """A worker can store its state before it leaves."""
 
     local_rank: int
 
 
 @dataclass(frozen=True)
 class WorkersGone:
-    """No worker is left on this node, nor anything a worker started."""
+    """No worker is left on this node, nor anything that workers started."""
 
 
 @dataclass(frozen=True)
 class LeaveRequested:
-    """A signal (or notice) asks this node to go."""
+    """A signal (or notice) asks this node to leave."""
 
     signum: int
     #: When its workers are killed, by this machine's monotonic clock.
@@ -97,7 +97,7 @@ class LeaveRequested:
 
 @dataclass(frozen=True)
 class LeaseLost:
-    """The store has given this node up: somebody else may train in its place already."""
+    """The store has declared this node lost: another may already train in its place."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ class Stop:
     """Send the signal to every worker's process group; answer `WorkersGone`."""
 
     signum: int
-    #: Local ranks that have been told to go, and end by themselves: the signal is for the others,
-    #: once these have ended.
+    #: Local ranks that were told to leave and exit by themselves: the others get the signal, once
+    #: these have exited.
     told: frozenset[int] = frozenset()
 
 
@@ -172,7 +172,7 @@ Command = Start | Stop | Tell | Report | Rejoin
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptState:
-    """All that decides what this node does next."""
+    """Everything that decides what this node does next."""
 
     phase: Phase = Phase.IDLE
     #: The generation whose workers run here, or ran last.
@@ -182,11 +182,11 @@ class ScriptState:
     nproc: int = 1
     #: Local ranks that have called `torchelastic.train`.
     enlisted: frozenset[int] = frozenset()
-    #: Local ranks that can put what they keep into storage before they leave.
+    #: Local ranks that can store their state before they leave.
     savers: frozenset[int] = frozenset()
     #: Failures of this generation here, in the order they happened.
     failures: tuple[Failure, ...] = ()
-    #: The latest world; what to do once the workers are gone.
+    #: The latest world: it decides what to do once the workers are gone.
     world: World | None = None
     #: The signal this node leaves by, 0 while it stays.
     leaving: int = 0
@@ -203,7 +203,7 @@ class ScriptState:
         return self.phase is Phase.ENDED
 
     def sentence(self) -> str:
-        """What this node is doing, for people."""
+        """Describe what this node is doing."""
         if self.phase is Phase.IDLE and self.world is not None and self.world.phase == "running":
             if self.world.place(self.node) is None:
                 return f"waiting beside generation {self.world.generation}"
@@ -217,11 +217,11 @@ Step = tuple[ScriptState, list[Command]]
 
 
 class InvalidTransition(AssertionError):
-    """An event came in a phase in which it cannot happen: a bug in the loop that performs."""
+    """An event came in a phase in which it cannot happen: a bug in the agent's loop."""
 
 
 def handle(state: ScriptState, event: Event) -> Step:
-    """The whole machine."""
+    """Handle one event: the whole state machine."""
     handler = TRANSITIONS.get((state.phase, type(event)))
     if handler is None:
         raise InvalidTransition(f"{type(event).__name__} while {state.sentence()}: {event}")
@@ -248,9 +248,9 @@ def _act_on_world(state: ScriptState) -> Step:
         return state, [Report({"gone": world.generation})]
     if world.phase != "running" or world.place(state.node) is None:
         return state, []
-    if world.generation <= state.generation or state.rejoin:  # given up: that one will not last
+    if world.generation <= state.generation or state.rejoin:  # declared lost: that world will end
         return state, []
-    if world.resident:  # `has_turned_resident`: the crew takes over
+    if world.resident:  # `has_turned_resident`: `in_process` takes over
         return state, []
     return _begin(state, world)
 
@@ -296,7 +296,7 @@ def _up(state: ScriptState, event: WorkersUp) -> Step:
     """They run."""
     if event.generation != state.generation:
         return state, []
-    if not state.running:  # they were quicker than the news of their start
+    if not state.running:  # they succeeded before their start was reported
         return _stop(state, SIGTERM)
     return replace(state, phase=Phase.RUNNING), []
 
@@ -335,7 +335,7 @@ def _can_save(state: ScriptState, event: WorkerCanSave) -> Step:
 
 
 def _gone_home(state: ScriptState) -> WorkerFailed:
-    """Some workers wait in `train` for others that have ended: nothing will change that."""
+    """Fail the generation: some workers wait in `train` for others that have exited."""
     ended = min(set(range(state.nproc)) - state.running)
     rank = state.world.rank(state.node, ended) if state.world is not None else None
     failure = Failure(
@@ -345,14 +345,14 @@ def _gone_home(state: ScriptState) -> WorkerFailed:
         local_rank=ended,
         pid=0,
         exitcode=0,
-        message="the worker has ended without calling torchelastic.train, which others wait in",
+        message="the worker exited without calling torchelastic.train while others wait in it",
         fatal=True,
     )
     return WorkerFailed(failure)
 
 
 def has_turned_resident(state: ScriptState) -> bool:
-    """Whether the workers of the job outlive their generation: from now on a crew is in charge."""
+    """True if the job's workers outlive their generation: `in_process` takes over."""
     steady = state.phase in (Phase.IDLE, Phase.STARTING, Phase.RUNNING)
     return steady and state.world is not None and state.world.resident
 
@@ -385,7 +385,7 @@ def _gone(state: ScriptState, event: WorkersGone) -> Step:
         return replace(state, phase=Phase.ENDED), []
     first: list[Command] = [Report(report)]
     if state.rejoin:
-        # The record goes along to the next host: no worker here is resident any more.
+        # The record moves to the next host: no worker here is resident any more.
         first = [Report({"resident": False, "standing": ()}), Rejoin(state.generation)]
     state, commands = _act_on_world(state)
     return replace(state, rejoin=False), [*first, *commands]
@@ -407,8 +407,8 @@ def _leave_while_idle(state: ScriptState, event: LeaveRequested) -> Step:
 def _leave_while_busy(state: ScriptState, event: LeaveRequested) -> Step:
     """Announce it and pass the signal on at once, or when those who can store the state have; end
     when the workers are gone."""
-    # They are told, before anybody could make their peers end. A signal would end them, or wait
-    # with them for a collective that never ends.
+    # Tell them before their peers could exit. A signal would end them, or wait with them for a
+    # collective that never ends.
     savers = state.savers & state.running
     state = replace(
         state,
@@ -475,7 +475,7 @@ def _end(state: ScriptState, exitcode: int, reason: str) -> ScriptState:
     return replace(state, phase=Phase.ENDED, exitcode=exitcode, reason=reason)
 
 
-#: What happens in each phase at each event; `docs/concepts/states.md` is written from it.
+#: The handler of each event in each phase; `docs/concepts/states.md` is generated from it.
 TRANSITIONS: dict[tuple[Phase, type], Callable[[ScriptState, Any], Step]] = {
     (Phase.IDLE, WorldSeen): _world_while_idle,
     (Phase.IDLE, WorkerFailed): _ignore,

@@ -20,17 +20,17 @@ S = TypeVar("S", bound=State)
 
 
 class Transitions:
-    """A ring of what happened, in which phase, and what was to be done about it."""
+    """A ring of the last events with their phases and commands."""
 
     def __init__(self) -> None:
-        #: Phase, event, commands; made to text when somebody has to read it.
+        #: Phase, event, commands; formatted only when printed.
         self._ring: deque[tuple[str, object, Sequence[object]]] = deque(maxlen=KEPT)
 
     def take(
         self, handle: Callable[[S, Any], tuple[S, list[Any]]], state: S, event: Any
     ) -> tuple[S, list[Any]]:
-        """Let the machine handle an event. `InvalidTransition` and failed assertions get the
-        ring as a part of their text."""
+        """Let the state machine handle an event. The text of `InvalidTransition` and of failed
+        assertions includes the ring."""
         try:
             after, commands = handle(state, event)
         except AssertionError as error:

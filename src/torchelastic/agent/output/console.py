@@ -1,8 +1,8 @@
-"""What the agent itself says to people, on stderr, without ever waiting for them to read it.
+"""The console: the agent's own lines on stderr, written without ever waiting for the reader.
 
-A line is written at once. Where that would wait, because a terminal was stopped by Ctrl-S or nobody
-reads a pipe, it is left to a thread, with all that is said after it. Users' texts in it, such as
-an exception's message, are shown and not obeyed.
+A line is written at once. If that would block, because a terminal was stopped by Ctrl-S or a pipe
+is not read, a thread writes it and all lines after it. Control sequences in users' texts, such as
+an exception's message, are escaped.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from collections import deque
 from torchelastic.agent.output.nonblocking_writer import NonblockingWriter
 from torchelastic.agent.output.terminal_text import one_line, plain
 
-#: Bytes that wait for a reader; what is said beyond that is lost.
-MOST = 256 * 1024
-#: Seconds the reader has for the last words, when the agent ends.
+#: Bytes that wait for a reader; lines beyond that are lost.
+MOST_BYTES = 256 * 1024
+#: Seconds the reader has for the rest, when the agent ends.
 PATIENCE = 2.0
-#: Of a terminal that does not know how wide it is.
+#: The width of a terminal that does not report one.
 _COLUMNS = 80
 
 
 class Console(logging.Handler):
-    """Lines for people. To be closed in the end, which waits a little for whoever is slow."""
+    """A logging handler for stderr. Closing it waits a little for a slow reader."""
 
     def __init__(self, fd: int = 2) -> None:
         super().__init__()
         self._guard = threading.Lock()
-        #: Said, not written yet; its size; and how many lines had no room.
+        #: Lines not written yet; their size; and the number of lines that were lost.
         self._behind: deque[bytes] = deque()
         self._weight = 0
         self._lost = 0
         self._writer: threading.Thread | None = None
         self._fd = fd
-        #: Characters of the line that is drawn and may be drawn over.
+        #: Characters of the line that may be drawn over.
         self._drawn = 0
         try:
             self._output: NonblockingWriter | None = NonblockingWriter(fd)
         except OSError:
-            self._output = None  # started without stderr: there is nobody to tell
+            self._output = None  # started without stderr
 
     def emit(self, record: logging.LogRecord) -> None:
         self.say(self.format(record))
 
     def say(self, text: str) -> None:
-        """Some lines."""
+        """Write some lines."""
         if self._output is None:
             return
         data = plain(text).encode() + b"\n"
@@ -66,9 +66,9 @@ class Console(logging.Handler):
         return self._output is not None and os.isatty(self._fd)
 
     def redraw(self, text: str) -> None:
-        """On a terminal: have this in place of what was drawn last; nothing, if it is empty.
+        """On a terminal, replace the drawn line by this one; remove it if this is empty.
 
-        Whatever is said goes over it, too. Whoever does not read is spared it.
+        Other lines overwrite it, too. A reader that is behind does not get it.
         """
         if self._output is None or not self.is_terminal:
             return
@@ -82,38 +82,38 @@ class Console(logging.Handler):
                 self._leave(self._output, rest)
 
     def _one_line(self, text: str) -> str:
-        """With its mark, cut to the width of the terminal: a line that wraps stays there."""
+        """Add the mark and cut to the width of the terminal: a wrapped line could not be erased."""
         whole = self.format(logging.makeLogRecord({"msg": text}))
         columns = os.get_terminal_size(self._fd).columns or _COLUMNS
         return one_line(whole)[: columns - 1]
 
     def _erasing(self) -> bytes:
-        """What removes the line that is drawn; with spaces, which every terminal knows."""
+        """The bytes that erase the drawn line; spaces work on every terminal."""
         drawn, self._drawn = self._drawn, 0
         return b"\r%b\r" % (b" " * drawn) if drawn else b""
 
     # --- who is slow -----------------------------------------------------------------------------
 
     def drain(self, patience: float = PATIENCE) -> None:
-        """Give whoever reads so many seconds for the rest."""
+        """Wait up to `patience` seconds until the rest is written."""
         writer = self._writer
         if writer is not None:
             writer.join(patience)
 
     def _written(self, output: NonblockingWriter, data: bytes) -> bytes:
-        """Write what can be written now; returns the rest."""
+        """Write as much as possible now; return the rest."""
         try:
             while data:
                 data = data[output.send(data) :]
         except BlockingIOError:
             return data
         except OSError:
-            return b""  # nobody reads any more, or the disk is full: there is no one to tell it to
+            return b""  # the reader is gone or the disk is full: drop it
         return b""
 
     def _leave(self, output: NonblockingWriter, data: bytes) -> None:
-        """For the thread, which is there only while somebody is slow."""
-        if self._weight + len(data) > MOST:
+        """Leave it to the thread, which exists only while the reader is slow."""
+        if self._weight + len(data) > MOST_BYTES:
             self._lost += 1
             return
         self._behind.append(data)
@@ -133,7 +133,7 @@ class Console(logging.Handler):
                     return
 
     def _next(self, output: NonblockingWriter) -> bool:
-        """Write what there is room for; whether there is more."""
+        """Write as much as possible; True if there is more."""
         while self._behind:
             data = self._behind.popleft()
             self._weight -= len(data)
@@ -142,7 +142,7 @@ class Console(logging.Handler):
                 self._weight += len(rest)
                 return True
         if self._lost:
-            said, self._lost = f"({self._lost} lines are left out: nobody read them.)\n", 0
+            said, self._lost = f"({self._lost} lines omitted: stderr was not read.)\n", 0
             self._behind.append(said.encode())
             self._weight += len(said)
             return True
@@ -150,7 +150,7 @@ class Console(logging.Handler):
 
 
 def show(text: str) -> None:
-    """Say something that is no line of a log, in its turn."""
+    """Write a text without the log mark, in order with the log lines."""
     for handler in logging.getLogger("torchelastic").handlers:
         if isinstance(handler, Console):
             handler.say(text)

@@ -1,4 +1,4 @@
-"""Where the workers' output goes, in torchrun's layout:
+"""The workers' log files, in torchrun's layout:
 
     <log-dir>/<job>_<random>/attempt_<generation>/<local rank>/{stdout.log,stderr.log,error.json}
     <log-dir>/<job>_<random>/attempt_<generation>/filtered_{stdout,stderr}.log
@@ -37,7 +37,7 @@ _NAMES = {Std.OUT: "stdout", Std.ERR: "stderr"}
 
 @dataclass(frozen=True)
 class WorkerStreams:
-    """What to hand to a worker: descriptors (None: the agent's own), and its error file."""
+    """A worker's descriptors (None: the agent's own) and its error file."""
 
     stdout: int | None
     stderr: int | None
@@ -48,11 +48,11 @@ class WorkerStreams:
 def route(
     config: LaunchConfig, local_rank: int, stream: Std, *, is_terminal: bool = False
 ) -> Route:
-    """Where one stream of one worker goes.
+    """Decide where one stream of one worker goes.
 
     Without log files (`--log-dir /dev/null`) a redirected stream stays on the console, as with
-    torchrun: output is never lost because there is no file for it. No copy is made of what goes to
-    a terminal: a script would not find a terminal there any more.
+    torchrun: output is never lost for lack of a file. Output to a terminal is not copied, so that a
+    script still finds a terminal there.
     """
     shown = not config.local_ranks_filter or local_rank in config.local_ranks_filter
     if shown and stream in std_for(config.tee, local_rank):
@@ -66,7 +66,7 @@ def route(
 
 
 def line_prefix(config: LaunchConfig, local_rank: int, rank: int) -> str:
-    """`[default0]:`, with the role and the *local* rank, or what the user's template makes.
+    """`[default0]:`, with the role and the *local* rank, or from the user's template.
 
     >>> line_prefix(LaunchConfig(log_line_prefix_template="${role_name}/${rank}|"), 0, 8)
     'default/8|'
@@ -83,7 +83,7 @@ def has_files(config: LaunchConfig) -> bool:
 
 
 def make_run_dir(config: LaunchConfig) -> Path:
-    """Make the directory of this node's logs; `/dev/null` when there are to be none."""
+    """Make the directory of this node's logs; `/dev/null` if log files are off."""
     if not has_files(config):
         return Path(os.devnull)
     job = re.sub(r"[^\w.-]", "_", config.run_id)[:100]
@@ -100,18 +100,18 @@ def make_run_dir(config: LaunchConfig) -> Path:
 
 
 def _end_of(path: Path) -> bytes:
-    """The last bytes of a file; none where it cannot be read."""
+    """The last bytes of a file; empty if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
             return file.read(TAIL)
     except OSError as error:
-        log.debug("%s is not read: %s", path, error)
+        log.debug("cannot read %s: %s", path, error)
         return b""
 
 
 def _are_one(stdout: int, stderr: int) -> bool:
-    """Whether two descriptors lead to the same file or pipe."""
+    """True if two descriptors lead to the same file or pipe."""
     try:
         return os.path.samestat(os.fstat(stdout), os.fstat(stderr))
     except OSError:
@@ -140,9 +140,9 @@ class NodeLogs:
         self._are_one = _are_one(*consoles)
 
     def open(self, generation: int, ranks: Mapping[int, int]) -> GenerationLogs:
-        """Make what a generation's workers write to; `ranks` maps local ranks to global ones.
+        """Open the logs of a generation's workers; `ranks` maps local ranks to global ones.
 
-        A disk on which no file can be made costs the files of this generation, never the job.
+        If no file can be created, the generation runs without log files.
         """
         directory = self._attempt_dir(generation)
         try:
@@ -151,7 +151,7 @@ class NodeLogs:
             if directory is None:
                 raise
             log.warning(
-                "Generation %d has no log files: %s cannot be made (%s).",
+                "Generation %d has no log files: cannot create %s (%s).",
                 generation,
                 error.filename or directory,
                 error.strerror,
@@ -170,14 +170,14 @@ class NodeLogs:
         return made
 
     def close(self, success: bool) -> None:
-        """Let go of the console. A temporary directory goes too, unless a failure points there."""
+        """Close the console. Delete a temporary directory, unless a failure points to it."""
         for console in self._consoles.values():
             console.close()
         if self._config.log_dir is None and (success or not _has_files_in(self._run_dir)):
             try:
                 shutil.rmtree(self._run_dir.parent)
             except OSError as error:
-                log.warning("%s is left behind (%s).", self._run_dir.parent, error.strerror)
+                log.warning("Could not delete %s (%s).", self._run_dir.parent, error.strerror)
 
     def _attempt_dir(self, generation: int) -> Path | None:
         return self._run_dir / f"attempt_{generation}" if has_files(self._config) else None
@@ -194,7 +194,7 @@ class GenerationLogs:
         terminals: frozenset[Std] = frozenset(),
         are_one: bool = False,
     ) -> None:
-        """`terminals` are those of the consoles that are; `are_one` if both are the same thing."""
+        """`terminals` are the consoles that are terminals; `are_one` if both are the same file."""
         self._terminals = terminals
         self._are_one = are_one
         self.streams: dict[int, WorkerStreams] = {}
@@ -204,7 +204,7 @@ class GenerationLogs:
         self._handed_out: list[int] = []
         self._tees: list[Tee] = []
         self._filtered: dict[Std, LineFile] = {}
-        #: By local rank: how to get at the end of its streams, standard output first.
+        #: By local rank: functions that return the end of its streams, standard output first.
         self._ends: dict[int, list[Callable[[], bytes]]] = {}
 
     def make(self, ranks: Mapping[int, int]) -> None:
@@ -221,8 +221,8 @@ class GenerationLogs:
             os.close(self._handed_out.pop())
 
     def last_lines(self, local_rank: int, besides: str = "") -> tuple[str, ...]:
-        """What a worker has written last beside its traceback: its output, then its errors; none of
-        what it has written to a terminal, which does not pass through our hands."""
+        """The last lines of a worker's output and errors, without its traceback; none if it writes
+        to a terminal, which the agent does not see."""
         texts = [end().decode(errors="replace") for end in self._ends.get(local_rank, ())]
         told = [lines for text in texts if (lines := last_lines(text, besides))]
         if len(told) < 2:
@@ -232,8 +232,8 @@ class GenerationLogs:
     async def drained(self, timeout: float) -> None:
         """The workers are gone: wait until all they wrote is in the files and on the console.
 
-        After `timeout` seconds the rest is left: somebody outside holds a stream open, or nobody
-        reads the console.
+        After `timeout` seconds the rest is dropped: another process holds a stream open, or the
+        console is not read.
         """
         self.started()
         try:
@@ -257,7 +257,7 @@ class GenerationLogs:
             directory = self._directory / str(local_rank)
             directory.mkdir(exist_ok=True)
         stdout = self._stream(Std.OUT, directory, local_rank, rank)
-        # One pipe for both where both end up in one place: what is said stays in its order.
+        # One pipe if both go to one place, to keep the order of their lines.
         routes = {self._route(local_rank, stream) for stream in _NAMES}
         is_shared = self._are_one and routes == {"copy"}
         stderr = stdout if is_shared else self._stream(Std.ERR, directory, local_rank, rank)

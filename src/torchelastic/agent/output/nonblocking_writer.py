@@ -1,13 +1,13 @@
-"""A descriptor that is written to without ever waiting for whoever reads it.
+"""The non-blocking writer: writes to a descriptor without ever waiting for its reader.
 
 The agent keeps leases alive and watches workers from one loop: a terminal stopped by Ctrl-S or a
-pipe nobody reads must not hold it up. `O_NONBLOCK` on the inherited descriptor would be shared
+pipe that is not read must not block it. `O_NONBLOCK` on the inherited descriptor would be shared
 with the shell and with every worker that inherits it (their `print` would fail), so:
 
 * a pipe or a terminal is opened once more, through /proc, with the flag on our own opening only
-  (where that fails, it is asked before each write whether it would wait);
-* a socket is sent to with the flag on each call;
-* a regular file never makes anybody wait and is written to as it is.
+  (if that fails, each write is preceded by a check whether it would block);
+* a socket is written with the flag on each call;
+* a regular file never blocks and is written as it is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class NonblockingWriter:
     """Raises `OSError` where there is no such descriptor."""
 
     def __init__(self, fd: int) -> None:
-        #: To ask whether there is room.
+        #: The descriptor to poll for room.
         self.watched = fd
         #: Writes some bytes and returns how many; raises `BlockingIOError` instead of waiting.
         self.send: Callable[[bytes], int]
@@ -62,7 +62,7 @@ class NonblockingWriter:
 
     @staticmethod
     def _reopened(fd: int) -> int | None:
-        """The same pipe or terminal, non-blocking for us alone; None where it is not to be had."""
+        """The same pipe or terminal, opened non-blocking for us alone; None if that fails."""
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         try:
             return os.open(f"/proc/self/fd/{fd}", flags)
@@ -71,11 +71,11 @@ class NonblockingWriter:
 
 
 def _write_if_writable(fd: int, data: bytes) -> int:
-    """Look before a small write. Somebody else's write in between can still make ours wait."""
+    """Check before a small write. Another process's write in between can still block ours."""
     if not select.select([], [fd], [], 0)[1]:
         raise BlockingIOError
     return os.write(fd, data)
 
 
 def _nothing() -> None:
-    """There is no descriptor of our own to close."""
+    """Nothing to close."""

@@ -1,6 +1,6 @@
 """One of the agent's own output streams, on which it shows its workers' output.
 
-Nothing waits for the reader (`output` says how): what it has no room for is queued here.
+It never waits for the reader (`nonblocking_writer`): the rest is queued here.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class OutputStream:
         try:
             self._output = NonblockingWriter(fd)
         except OSError:
-            self.closed = True  # started without this stream: there is nobody to show it to
+            self.closed = True  # started without this stream
 
     @property
     def room(self) -> bool:
-        """Whether more may be written now; a closed console takes, and drops, everything."""
+        """True if more may be written now; a closed console takes, and drops, everything."""
         return len(self._queue) < QUEUE
 
     def write(self, data: bytes) -> None:
-        """Show `data`, now or as soon as the reader lets us."""
+        """Write `data`, now or as soon as there is room."""
         if self.closed:
             return
         self._queue += data
@@ -48,7 +48,7 @@ class OutputStream:
             self._flush()
 
     def when_room(self, callback: Callable[[], None]) -> None:
-        """Call back once, as soon as there is room again (or nobody to wait for)."""
+        """Call back once, as soon as there is room again (or no reader)."""
         self._on_room.append(callback)
 
     async def flushed(self) -> None:
@@ -56,7 +56,7 @@ class OutputStream:
         await self._flushed.wait()
 
     def close(self) -> None:
-        """Forget what is still queued; the inherited descriptor itself stays open."""
+        """Drop the queue; the inherited descriptor stays open."""
         self._stop_waiting()
         self._queue.clear()
         self.closed = True
@@ -73,7 +73,7 @@ class OutputStream:
         except BlockingIOError:
             self._wait()
         except OSError as error:
-            log.info("Nobody reads our %s any more (%s).", self._name, error.strerror)
+            log.info("The agent's %s was closed by its reader (%s).", self._name, error.strerror)
             self.close()
             return
         else:

@@ -1,4 +1,4 @@
-"""A worker's stream on its way through the agent: into its log file, and line by line to people."""
+"""Tee a worker's stream through the agent: to its log file, and line by line to the console."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torchelastic.agent.output.output_stream import OutputStream
 
 log = logging.getLogger(__name__)
 
-#: Longer lines are passed on in pieces; also what is read at once.
+#: Bytes read at once; longer lines are passed on in pieces.
 CHUNK = 64 * 1024
 #: More than any pipe holds (1 MiB, unless root has raised it).
 _LAST_READS = 32
 #: Seconds until a disk that was full is tried again.
 TRY_AGAIN = 1.0
-#: Bytes at which a copy that nobody asked for goes on in another file; the last one is kept.
+#: Bytes at which an implicit copy is rotated; the last file is kept.
 COPY_LIMIT = 64 * 1024 * 1024
-#: Bytes of the stream's end that are kept for whoever asks what the worker said last.
+#: Bytes of the stream's end that are kept for failure reports.
 TAIL = 16 * 1024
 
 
@@ -35,7 +35,7 @@ class Lines:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines completed by `data`, without their ends, and pieces of one that is too long."""
+        """The lines completed by `data`, without their ends, and pieces of an overlong line."""
         whole = (self._rest + data).splitlines(keepends=True)
         self._rest = b""
         # A carriage return at the very end may be half of a line end.
@@ -48,7 +48,7 @@ class Lines:
         return lines
 
     def rest(self) -> list[bytes]:
-        """What came after the last line end; nothing more will come."""
+        """The text after the last line end, once the stream has ended."""
         rest, self._rest = self._rest, b""
         return _content(rest) if rest else []
 
@@ -61,15 +61,15 @@ def _content(line: bytes) -> list[bytes]:
 
 
 class Backlog:
-    """A stream's log file, and with it all that the console has not shown yet.
+    """A stream's log file, and the part of it that the console has not shown yet.
 
-    A slow console costs neither memory nor a waiting worker: what it has missed is read back from
-    the file. Only without a file (none wanted, or the disk is full) is it kept in memory, and the
-    stream is not read further while that is `full`.
+    A slow console costs neither memory nor the worker's time: the rest is read back from the file.
+    Without a file (off, or the disk is full) the rest is kept in memory, and the stream is not read
+    further while that is `full`.
     """
 
     def __init__(self, path: Path | None, limit: int | None = None) -> None:
-        """`limit` is the size at which another file takes its place."""
+        """`limit` is the size at which the file is rotated."""
         self._path = path
         self._limit = limit
         self._file: int | None = None
@@ -77,7 +77,7 @@ class Backlog:
         if path is not None:
             self._open(path)
         self._memory = b""
-        #: Bytes that the file lacks, and when it is tried again.
+        #: Bytes missing in the file, and when to try to write again.
         self._missing = 0
         self._try_again = 0.0
         self._warned = False
@@ -87,7 +87,7 @@ class Backlog:
         self._written = self._shown = os.fstat(self._file).st_size
 
     def _rotate(self, path: Path) -> None:
-        """Begin another file. Where that does not work, the old one goes on."""
+        """Start a new file; keep the old one if that fails."""
         try:
             os.rename(path, f"{path}.1")
             self.close()
@@ -111,7 +111,7 @@ class Backlog:
         missed = min(CHUNK, self._written - self._shown)
         if missed and self._file is not None:
             data = os.pread(self._file, missed, self._shown)
-            # Somebody has cut the file short: the rest of it cannot be shown.
+            # The file was truncated: the rest cannot be shown.
             self._shown = self._shown + len(data) if data else self._written
             return data or self.take()
         data, self._memory = self._memory, b""
@@ -127,7 +127,7 @@ class Backlog:
         return len(self._memory) >= CHUNK
 
     def forget(self) -> None:
-        """Nobody will ask for what has not been shown."""
+        """Drop the part that has not been shown."""
         self._shown = self._written
         self._memory = b""
 
@@ -137,8 +137,8 @@ class Backlog:
             self._file = None
 
     def _store(self, file: int, data: bytes) -> int:
-        """How much of it is in the file now. A disk that was full is tried again now and then, but
-        not before all that is in memory is shown: else the console had it in another order."""
+        """Write to the file; return the bytes written. A full disk is retried now and then, but
+        only when all in memory is shown: otherwise the console would show it out of order."""
         if self._missing and (self._memory or time.monotonic() < self._try_again):
             self._missing += len(data)
             return 0
@@ -148,7 +148,7 @@ class Backlog:
             while kept < len(data):
                 kept += os.write(file, data[kept:])
         except OSError as error:
-            # A full disk must not end a job that could go on training.
+            # A full disk must not end the job.
             self._try_again = time.monotonic() + TRY_AGAIN
             self._warn(error)
         self._missing += len(data) - kept
@@ -157,7 +157,7 @@ class Backlog:
 
     def _note_what_is_missing(self, file: int) -> None:
         if self._missing:
-            note = b"\n(%d bytes are missing here: there was no room for them.)\n" % self._missing
+            note = b"\n(%d bytes are missing here: the disk was full.)\n" % self._missing
             if (written := os.write(file, note)) < len(note):
                 self._written += written
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -167,11 +167,11 @@ class Backlog:
     def _warn(self, error: OSError) -> None:
         if not self._warned:  # a disk may be full for weeks
             self._warned = True
-            log.warning("Output is missing in %s: %s.", self._path, error.strerror)
+            log.warning("Worker output is missing in %s: %s.", self._path, error.strerror)
 
 
 class LineFile:
-    """The aggregated file of a node: lines of all its workers that match a filter."""
+    """A node's aggregated file: its workers' lines that match a filter."""
 
     def __init__(self, path: Path, needles: tuple[str, ...]) -> None:
         self._path = path
@@ -180,21 +180,21 @@ class LineFile:
         self._writable = True
 
     def offer(self, prefix: bytes, line: bytes) -> None:
-        """Write the line down if it matches."""
+        """Write the line if it matches."""
         if not self._writable or not any(needle in line for needle in self._needles):
             return
         try:
             os.write(self._file, prefix + line + b"\n")
         except OSError as error:
             self._writable = False
-            log.warning("%s ends here: it cannot be written (%s).", self._path, error.strerror)
+            log.warning("%s ends here: cannot write to it (%s).", self._path, error.strerror)
 
     def close(self) -> None:
         os.close(self._file)
 
 
 class Tee:
-    """Reads one stream of one worker from a pipe until nobody holds its other end."""
+    """Reads one stream of one worker from a pipe until all writers have closed it."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class Tee:
         self._read_on()
 
     def close(self) -> None:
-        """Take what is in the pipe now, show what the console takes now, and let go."""
+        """Read the rest of the pipe, show what the console takes now, and close."""
         self._take_in()
         self._end()
         if not self.finished.is_set():
@@ -242,12 +242,12 @@ class Tee:
         return self._tail
 
     def _take_in(self) -> None:
-        for _ in range(_LAST_READS):  # bounded: somebody may write for ever
+        for _ in range(_LAST_READS):  # bounded: a process may write for ever
             if self._ended or not self._on_readable():
                 break
 
     def _on_readable(self) -> bool:
-        """Read once; False when there is nothing to read now, or nowhere to put it."""
+        """Read once; False if there is nothing to read now, or no room for it."""
         if self._backlog.full:
             self._pause()
             return False
@@ -273,7 +273,7 @@ class Tee:
             self._catch_up_when_room()
 
     def _catch_up(self) -> None:
-        """Show one piece of what the console has missed: the loop has other work in between."""
+        """Show one piece of the rest, then let the loop do other work."""
         self._waits_for_room = False
         if self._console.closed:
             self._backlog.forget()
@@ -296,7 +296,7 @@ class Tee:
             self._console.when_room(self._catch_up)
 
     def _end(self) -> None:
-        """The worker, and all it started, have closed the stream."""
+        """Finish: the worker and all it started have closed the stream."""
         if self._ended:
             return
         self._ended = True

@@ -1,15 +1,15 @@
-"""Users' texts for a terminal: none can do more there than be read. Pure.
+"""Escape users' texts for a terminal. Pure.
 
 A job's name, an exception's message or a line of a log may hold sequences that move the cursor,
-retitle the window or turn the direction of writing. They are shown, not obeyed.
+retitle the window or change the writing direction. They are shown, not executed.
 """
 
 from __future__ import annotations
 
 import re
 
-#: Control characters but the end of a line and the tab; marks that turn the direction of writing
-#: or end a line; halves of characters.
+#: Control characters except line feed and tab; marks that change the writing direction or end a
+#: line; surrogates.
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )

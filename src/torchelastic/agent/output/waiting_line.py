@@ -1,6 +1,6 @@
-"""What the job waits for: on a terminal, one line that counts down in place.
+"""The waiting line: on a terminal, shows what the job waits for and counts down in place.
 
-In a log file that would be a line every second: there, the narrator says it now and then.
+In a log file that would be a line every second; there the reporter logs it now and then.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ TICK = 1.0
 
 
 class Screen(Protocol):
-    """What is needed of `Console`."""
+    """The part of `Console` used here."""
 
     @property
     def is_terminal(self) -> bool: ...
 
     def redraw(self, text: str) -> None:
-        """Have this in place of what was drawn last; nothing, if it is empty."""
+        """Replace the drawn line; remove it if this is empty."""
         ...
 
 
@@ -34,7 +34,7 @@ def sentence(what: str, left: float | None) -> str:
 
 
 class WaitingLine:
-    """Counts by this machine's own clock from when it was told how long it is."""
+    """Counts down by this machine's clock."""
 
     def __init__(self, screen: Screen, clock: Clock) -> None:
         self._screen = screen
@@ -43,7 +43,7 @@ class WaitingLine:
         self._until: float | None = None
 
     def show(self, what: str, patience: float | None = None) -> bool:
-        """Wait for this, so many seconds at most; False where there is no terminal."""
+        """Show `what` with a countdown of `patience` seconds; False if there is no terminal."""
         if not self._screen.is_terminal:
             return False
         self._what = what
@@ -52,7 +52,7 @@ class WaitingLine:
         return True
 
     def clear(self) -> None:
-        """Nothing is waited for any more."""
+        """Remove the line."""
         if self._what:
             self._what = ""
             self._screen.redraw("")
@@ -62,7 +62,7 @@ class WaitingLine:
         self._screen.redraw(sentence(self._what, left))
 
     async def run(self) -> None:
-        """For as long as the agent runs."""
+        """Redraw for as long as the agent runs."""
         while self._screen.is_terminal:
             await asyncio.sleep(TICK)
             if self._what:

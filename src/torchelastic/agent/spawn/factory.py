@@ -1,4 +1,4 @@
-"""Where this node's processes come from: the zygote while it can, plain processes otherwise."""
+"""The process factory: forks workers from the zygote, or starts plain processes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from torchelastic.errors import SpawnError
 
 logger = logging.getLogger(__name__)
 
-#: Zygotes that are started in place of killed ones; then workers start as plain processes. Each
-#: imports torch, and whatever kills them may be a machine that is short of memory.
+#: Replacements for killed zygotes; then workers start as plain processes. Each imports torch, and
+#: the machine that kills them may be short of memory.
 MOST_ZYGOTES = 5
 
 
@@ -32,12 +32,12 @@ class ProcessFactory:
 
     def __init__(self, config: LaunchConfig, entry: Entry, env: Mapping[str, str]) -> None:
         self._python = default_python()
-        #: Processes of ours that are no workers.
+        #: Pids of our children that are not workers.
         self.pids: set[int] = set()
         self.zygote: Zygote | None = None
-        #: Zygotes that were started in place of killed ones.
+        #: Replacements of killed zygotes so far.
         self.replaced = 0
-        #: Why there is none, though one is wanted.
+        #: Why there is no zygote, though one is wanted.
         self._without = ""
         if config.zygote and entry.kind != "program":
             try:
@@ -47,7 +47,7 @@ class ProcessFactory:
                     env=env,
                     preload=config.preload,
                     command=command_line(entry, self._python),
-                    blanks=config.nproc_per_node,
+                    preforks=config.nproc_per_node,
                 )
                 self.zygote = self._start_zygote()
             except (SpawnError, OSError) as error:
@@ -60,39 +60,39 @@ class ProcessFactory:
         return zygote
 
     def serve(self, supervisor: Supervisor) -> None:
-        """Give a supervisor the zygote, and each that takes its place."""
+        """Give a supervisor the zygote, and each replacement."""
         supervisor.exempt = self.pids
         self._supervisor = supervisor
 
     @property
     def warnings(self) -> list[str]:
-        """What the zygote could not do, a sentence each."""
+        """Modules the zygote could not import, one sentence each."""
         return self.zygote.warnings if self.zygote is not None else []
 
     async def warm_up(self) -> float | str | None:
-        """Be able to start workers at once: the zygote's seconds, or why there is none."""
+        """Start zygote and store host; the zygote's seconds, or why there is none."""
         ready = await self.wait_for_zygote()
-        with contextlib.suppress(SpawnError, OSError):  # who offers a store tries again
+        with contextlib.suppress(SpawnError, OSError):  # offering a store tries again
             await self.stores.start()
         return ready
 
     async def wait_for_zygote(self) -> float | str | None:
-        """The seconds that its imports took, or why there is none."""
+        """Wait for the zygote: the seconds its imports took, or why there is none."""
         if self.zygote is None:
             return self._without or None
         try:
             return await self.zygote.wait_ready()
-        except Exception as error:  # workers start without it, only later
+        except Exception as error:  # workers start without it, more slowly
             self.zygote.aside = f"the zygote failed: {described(error)}"
             return self.zygote.aside
 
     async def zygote_killed(self) -> str:
-        """Wait until the zygote is killed: how, or empty if no other one is to take its place."""
+        """Wait until the zygote is killed; say how, or empty if it is not to be replaced."""
         how = await self.zygote.killed() if self.zygote is not None else ""
         if how and self.replaced == MOST_ZYGOTES:
             logger.warning(
-                "The zygote was killed %d times (the last: %s). Workers of this node start as "
-                "plain processes from now on, not warm.",
+                "The zygote was killed %d times (the last: %s). New workers on this "
+                "node start as plain processes (slower).",
                 MOST_ZYGOTES + 1,
                 how,
             )

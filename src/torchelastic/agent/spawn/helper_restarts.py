@@ -1,7 +1,7 @@
 """Keep the helper processes of a node running: the store host and the zygote.
 
-The loss of either costs no node. Another store host is started, and the world that met at a lost
-store is replaced if its workers needed it. Another zygote is started, and workers that start
+The node survives the loss of either. A new store host is started, and a world that used the lost
+store is replaced if its workers still needed it. A new zygote is started, and workers that start
 meanwhile are plain processes.
 """
 
@@ -24,10 +24,10 @@ from torchelastic.rendezvous.membership.member_session import MemberSession
 from torchelastic.rendezvous.world import World
 from torchelastic.side_tasks import pause
 
-#: A store host that ends sooner after its first store is restarted with a growing pause, and ends
-#: the node when that has happened too often in a row (`side_tasks.RESTARTABLE`).
+#: A store host that exits within this many seconds is restarted with a growing pause, and fails the
+#: node when that happens too often in a row (`side_tasks.RESTARTABLE`).
 STEADY = 10.0
-STORE_LOST = "the process that held the workers' store has ended"
+STORE_LOST = "the workers' store host exited"
 
 
 @dataclass
@@ -44,7 +44,7 @@ class HelperRestarts:
     # --- the store host --------------------------------------------------------------------------
 
     async def keep_store_host(self) -> None:
-        """Have a store to offer: replace the process that holds the stores when it ends."""
+        """Keep a store available: replace the store host when it exits."""
         stores = self.factory.stores
         while True:
             if stores.pid is None or stores.ended.is_set():
@@ -66,21 +66,21 @@ class HelperRestarts:
         self.session.update(store=format_endpoint(self.session.backend.addr, port))
 
     async def renew_store(self, world: World) -> None:
-        """A generation uses up the store it meets at: offer another, drop those before it."""
+        """Offer a new store, since a generation uses up its store; drop older ones."""
         stores = self.factory.stores
         if world.store and world.store == self.session.member.store:
             stores.used(world.generation, parse_endpoint(world.store)[1])
             self.session.update(store="")
-            with contextlib.suppress(SpawnError):  # `keep_store_host` sees to that
+            with contextlib.suppress(SpawnError):  # `keep_store_host` handles that
                 await self._offer_store()
-        # Workers that run through a step of the last generation still meet at its store.
+        # Workers that finish a step of the last generation still use its store.
         await stores.retire(before=world.generation - (world.after is not None))
 
     def store_host_lost(self) -> None:
-        """End the generation that met at a store which is gone, if that can do it any harm.
+        """End the generation that used the lost store, if it still needs it.
 
-        Workers of a script could not find each other any more. A group of resident workers that
-        stands needs no store; those on their way into it begin again, and none is replaced.
+        Workers of a script could not find each other any more. Resident workers that have formed
+        their group need no store; those that are entering it start over, and none is replaced.
         """
         state = self.state()
         if not isinstance(state, InProcessState):
@@ -92,7 +92,7 @@ class HelperRestarts:
                 return
 
     def check_store(self, store: str, local_rank: int, *, alive: bool) -> None:
-        """Fail a worker that was sent to a store of ours which had ended before that was known."""
+        """Fail a worker that was sent to a store of ours that was already gone."""
         addr = self.session.backend.addr
         if store in {format_endpoint(addr, port) for port in self.factory.stores.lost}:
             self.workers.fail(local_rank, STORE_LOST, alive=alive)
@@ -100,7 +100,7 @@ class HelperRestarts:
     # --- the zygote ------------------------------------------------------------------------------
 
     async def keep_zygote(self) -> None:
-        """Have a zygote to copy workers from: start another one in place of one that is killed."""
+        """Keep a zygote available: replace one that is killed."""
         factory = self.factory
         while how := await factory.zygote_killed():
             again = pause(factory.replaced + 1)

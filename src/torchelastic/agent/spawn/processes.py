@@ -19,7 +19,7 @@ from torchelastic.system.cgroup import Cgroup
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpawn:
-    """Everything about a worker that is to be started."""
+    """The description of a worker to start."""
 
     local_rank: int
     #: With its arguments already substituted.
@@ -68,8 +68,8 @@ def spawn_plain(
 ) -> int:
     """Start a worker as a child of this process, in a session of its own; returns its pid.
 
-    It dies with this process. `inherited` are descriptors of ours it is to have, by the variable
-    that tells it their number. Raises `SpawnError` if the program cannot be run.
+    It dies with this process. `inherited` are descriptors it gets, by the name of the variable
+    that holds their number. Raises `SpawnError` if the program cannot be run.
     """
     inherited = inherited or {}
     env = {**spawn.env, **{name: str(number) for name, number in inherited.items()}}
@@ -97,12 +97,11 @@ def start_program(
 ) -> int:
     """Fork and exec a child that dies with us and has only its streams and `keep` open.
 
-    `subprocess.Popen` is no help here: it wants to reap its children itself, and a signal that
-    meets the child before exec would reach us, through the wake-up descriptor that asyncio has
-    for signals and that both share.
+    Not `subprocess.Popen`: it reaps its children itself, and a signal to the child before exec
+    would reach us through asyncio's wake-up descriptor, which both share.
     """
     parent = os.getpid()
-    heard, said = os.pipe()
+    read_end, write_end = os.pipe()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
     def separate() -> None:
@@ -112,21 +111,21 @@ def start_program(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         prepare()
         redirect(streams)
-        _close_all_but((*keep, said))
+        _close_all_but((*keep, write_end))
         for descriptor in keep:
             os.set_inheritable(descriptor, True)
 
     try:
         pid = os.fork()
         if pid == 0:
-            _exec(command, env, separate, said)
+            _exec(command, env, separate, write_end)
     except OSError as error:
-        os.close(heard)
+        os.close(read_end)
         raise SpawnError(f"{command[0]} cannot be started: {error}.") from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.close(said)
-    with open(heard, encoding="utf-8", errors="replace") as file:
+        os.close(write_end)
+    with open(read_end, encoding="utf-8", errors="replace") as file:
         problem = file.read()  # ends when exec has closed the other end
     if problem:
         os.waitpid(pid, 0)
@@ -135,14 +134,14 @@ def start_program(
 
 
 def _exec(
-    command: Sequence[str], env: Mapping[str, str], separate: Callable[[], None], said: int
+    command: Sequence[str], env: Mapping[str, str], separate: Callable[[], None], write_end: int
 ) -> NoReturn:
-    """The child's part, until it is another program."""
+    """Set up the child and exec the program."""
     try:
         separate()
         os.execvpe(command[0], list(command), env)
     except BaseException as error:
-        os.write(said, str(error).encode())
+        os.write(write_end, str(error).encode())
     finally:
         os._exit(127)
 

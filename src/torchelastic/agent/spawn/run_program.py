@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from torchelastic.agent.spawn.processes import start_program
 from torchelastic.system import linux
 
-#: Seconds for a killed program to be gone: it may read a page from a disk that does not answer.
+#: Seconds for a killed program to exit: it may wait for a disk.
 KILLED = 5.0
 
 
@@ -22,10 +22,11 @@ async def run_program(
     helpers: set[int],
     timeout: float,
 ) -> int | None:
-    """The exit code of a program; None if it did not end in time: then it is killed.
+    """Run a program; return its exit code, None if it was killed after the time limit.
 
-    `helpers` are the agent's processes that are no workers: it is one of them, lest its end be
-    taken for that of a worker's orphan. Raises `SpawnError` if it cannot be run.
+    `helpers` are the agent's children that are not workers. The program becomes one of them, so
+    that its exit is not taken for that of a worker's orphan. Raises `SpawnError` if it cannot
+    run.
     """
     pid = start_program(command, env=env, streams=streams)
     helpers.add(pid)
@@ -39,7 +40,7 @@ async def run_program(
 
     def reap() -> None:
         loop.remove_reader(pidfd)
-        kill()  # what it has started; its number is not given away before it is reaped
+        kill()  # also what it has started; its pid is not reused before it is reaped
         ended.set_result(linux.exitcode(pidfd))
         os.close(pidfd)
         helpers.discard(pid)
@@ -48,7 +49,7 @@ async def run_program(
     try:
         in_time, _ = await asyncio.wait({ended}, timeout=timeout)
         return ended.result() if in_time else None
-    finally:  # after a cancellation, too: it would go on
+    finally:  # after a cancellation, too
         if not ended.done():
             kill()
             await asyncio.wait({ended}, timeout=KILLED)

@@ -1,4 +1,4 @@
-"""The agent's end of the process that holds the workers' stores (`worker/store_host.py`)."""
+"""The agent's side of the store host, which holds the workers' stores (`worker/store_host.py`)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 ENTRY = Entry("module", "torchelastic.worker.store_host")
 
-#: Seconds that an answer may take: the first comes after the import of torch.
+#: Seconds an answer may take; the first one comes after torch is imported.
 FIRST_ANSWER, ANSWER = 300.0, 30.0
 
-#: Starts a process and returns its pid: by the zygote, or plain.
+#: Starts a process, from the zygote or plain, and returns its pid.
 Spawner = Callable[[WorkerSpawn], Awaitable[int]]
 
 
@@ -40,10 +40,10 @@ class StoreHost:
         self._lock = asyncio.Lock()
         #: Port by the generation that uses it.
         self._used: dict[int, int] = {}
-        #: Ports of the stores that this process holds, and of those that ended with earlier ones.
+        #: Ports of the stores it holds, and of those that were lost with earlier store hosts.
         self._held: set[int] = set()
         self.lost: set[int] = set()
-        #: Set when the process has ended, cleared by `start`; and how it did.
+        #: Set when the process has exited, cleared by `start`; and how it exited.
         self.ended = asyncio.Event()
         self.end = ""
 
@@ -69,7 +69,7 @@ class StoreHost:
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
 
     def _notice_end(self) -> None:
-        """Reap it; none of its stores can be reached any more."""
+        """Reap it; its stores are lost."""
         exitcode = linux.exitcode(self._pidfd)
         if exitcode is None:
             return
@@ -81,18 +81,18 @@ class StoreHost:
         self.ended.set()
 
     async def open(self) -> int:
-        """The port of a store nobody has used."""
+        """Return the port of a new store."""
         answer = await self._ask("open", ANSWER if self._held else FIRST_ANSWER)
         if not answer.isdecimal():
             self._kill()
-            raise SpawnError(f"The process that holds the workers' stores answered {answer!r}.")
+            raise SpawnError(f"The store host sent an invalid answer: {answer!r}.")
         port = int(answer)
         self._held.add(port)
         self.lost.discard(port)
         return port
 
     def holds(self, generation: int) -> bool:
-        """Whether this generation's workers meet here."""
+        """True if this generation uses a store here."""
         return generation in self._used
 
     def used(self, generation: int, port: int) -> None:
@@ -112,21 +112,20 @@ class StoreHost:
         answer = b""
         async with self._lock:
             if self._reader is None or self._writer is None:
-                raise SpawnError("The process that holds the workers' stores is not running.")
+                raise SpawnError("The store host is not running.")
             try:
                 self._writer.write(f"{request}\n".encode())
                 answer = await asyncio.wait_for(self._reader.readline(), limit)
             except asyncio.TimeoutError:
                 self._kill()
                 raise SpawnError(
-                    "The process that holds the workers' stores has not answered for "
-                    f"{limit:g} s and is killed."
+                    f"The store host has not answered for {limit:g} s and is killed."
                 ) from None
             except ConnectionError:
                 pass
-        if not answer.endswith(b"\n"):  # it was killed, maybe in the middle of a number
+        if not answer.endswith(b"\n"):  # it was killed, perhaps while it wrote a number
             self._kill()
-            raise SpawnError("The process that holds the workers' stores has ended.")
+            raise SpawnError("The store host has ended.")
         return answer.decode().strip()
 
     def _kill(self) -> None:
@@ -134,7 +133,7 @@ class StoreHost:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def close(self) -> None:
-        """End the process, if it has not ended already, and take note of its end."""
+        """Stop and reap the process, if it is still running."""
         if self._writer is not None:
             self._writer.close()
             self._writer = self._reader = None

@@ -1,5 +1,5 @@
-"""A copy of the zygote becomes a worker: when `become` returns, nothing tells it from
-`python -u train.py` started by the agent in the ordinary way."""
+"""Turn a copy of the zygote into a worker: when `become` returns, it is indistinguishable from
+`python -u train.py` started as a plain process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONSTANT_SEED = 67280421310721
 
 
 def become(descriptors: Sequence[int], agent: int, env_changes: Mapping[str, str | None]) -> None:
-    """Take on everything that is this worker's own; ends the process if that fails."""
+    """Take on everything of this worker; exit the process if that fails."""
     try:
         linux.die_with_parent(agent)
         os.setsid()
@@ -75,7 +75,7 @@ def _take_streams(descriptors: Sequence[int]) -> None:
 
 
 def _renew(stream: TextIOWrapper, number: int) -> None:
-    """What Python with `-u` does at its start, for one stream."""
+    """Set up one stream as Python does at its start with `-u`."""
     raw = FileIO(number, "wb" if number else "rb", closefd=False)
     raw.name = stream.name
     TextIOWrapper.__init__(
@@ -94,7 +94,7 @@ def _take_environment(
     env_changes: Mapping[str, str | None],
     inherited: Mapping[str, int],
 ) -> None:
-    """Exactly what was asked for, and what imports have set since, as they do in any process."""
+    """Set the requested environment, plus the changes that imports have made."""
     values: dict[str, str | None] = {**wanted, **env_changes}
     values.update((name, str(descriptor)) for name, descriptor in inherited.items())
     env.replace({name: value for name, value in values.items() if value is not None})
@@ -108,7 +108,7 @@ def _take_command(command: Sequence[str], args: Sequence[str]) -> None:
 
 
 def _reseed() -> None:
-    """Give the copy random numbers of its own, where a process of its own would have them."""
+    """Reseed the generators that a new process would seed at random."""
     torch = sys.modules["torch"]
     if torch.initial_seed() != CONSTANT_SEED:
         torch.default_generator.seed()
@@ -118,7 +118,7 @@ def _reseed() -> None:
 
 
 def _run_here(module: str) -> NoReturn:
-    """Run another module than the program the zygote was started as: a helper of ours."""
+    """Run a helper module of ours instead of the zygote's program."""
     exitcode = 0
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -22,13 +22,13 @@ from torchelastic.system.cgroup import Cgroup
 logger = logging.getLogger(__name__)
 
 MESSAGE_LIMIT = 64 * 1024
-#: Seconds that a fork may take, on a machine that is far too busy.
+#: Seconds that a fork may take, on a very busy machine.
 ANSWER_LIMIT = 30.0
 #: CPU seconds in which Python reaches our code; see `_stop_the_wrong_program`.
 START_LIMIT = 0.5
 
-#: Variables that act while modules are imported: what a worker has of them must be what the
-#: zygote had. (`TORCHELASTIC_` are ours, and read later.)
+#: Variables that take effect during imports: a worker and the zygote must have the same values.
+#: (`TORCHELASTIC_` are ours, and read later.)
 IMPORT_TIME = (
     "OMP_",
     "GOMP_",
@@ -56,9 +56,9 @@ class Zygote:
         self.pid = pid
         #: Modules that could not be preloaded, a sentence each.
         self.warnings: list[str] = []
-        #: Why it forks no more; empty while it does.
+        #: Why it no longer forks; empty while it does.
         self.aside = ""
-        #: Workers asked for but not yet known: they may be children of ours already.
+        #: Requested workers whose pid is not known yet: they may be children of ours already.
         self.in_flight = 0
         self._pidfd = os.pidfd_open(pid)
         self._ending: asyncio.Future[int] | None = None
@@ -69,10 +69,10 @@ class Zygote:
         self._lock = asyncio.Lock()
         self._requests = 0
         self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        #: The loop that listens, once somebody has waited for an answer.
+        #: The loop that reads answers, after the first request.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deaf = False
-        self._blanks: set[int] = set()
+        self._preforks: set[int] = set()
 
     @classmethod
     def start(
@@ -82,12 +82,12 @@ class Zygote:
         env: Mapping[str, str],
         preload: Sequence[str],
         command: Sequence[str],
-        blanks: int = 0,
+        preforks: int = 0,
     ) -> Zygote:
         """Start it for workers that run `command` in `env`; returns while it still imports.
 
-        `blanks` is how many copies it makes ahead, when nobody asks for a worker. To be called in
-        the main thread: the zygote dies with the thread that started it.
+        `preforks` is the number of copies it makes ahead. Call in the main thread: the zygote dies
+        with the thread that started it.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -102,24 +102,24 @@ class Zygote:
                 ours.close()
                 raise
         ours.setblocking(False)
-        ours.send(json.dumps({"preload": list(preload), "blanks": blanks}).encode())
+        ours.send(json.dumps({"preload": list(preload), "blanks": preforks}).encode())
         return cls(pid, ours, env, command)
 
     @property
     def usable(self) -> bool:
-        """Whether it is worth asking for a worker."""
+        """True if it can still fork workers."""
         return not self.aside
 
-    def blanks(self) -> set[int]:
-        """Children of ours that are no workers yet; those of a dead zygote end by themselves.
+    def preforks(self) -> set[int]:
+        """Pids of our children that are not workers yet; those of a dead zygote end by themselves.
 
-        Asked after `linux.children`, it knows every one among them.
+        Called after `linux.children`, it includes all preforks listed there.
         """
         self._listen()
-        return set() if self._deaf else set(self._blanks)
+        return set() if self._deaf else set(self._preforks)
 
     async def wait_ready(self) -> float | str:
-        """How many seconds the imports took, or why there will be no worker from here."""
+        """Wait for the imports: the seconds they took, or why the zygote cannot be used."""
         async with self._lock:
             if self._seconds is None and not self.aside:
                 answer = await self._receive()
@@ -128,8 +128,8 @@ class Zygote:
         return self.aside or self._seconds or 0.0
 
     def use_cgroup(self, cgroup: Cgroup) -> None:
-        """Where blanks are to be: moving there takes time that a worker does not have."""
-        with contextlib.suppress(OSError):  # it has ended, as the next one to ask will learn
+        """Put preforks into this cgroup ahead of time: moving a process is slow."""
+        with contextlib.suppress(OSError):  # it has ended, as the next request shows
             self._control.send(json.dumps({"cgroup": cgroup.path}).encode())
 
     async def fork(
@@ -138,10 +138,10 @@ class Zygote:
         inherited: Mapping[str, int] | None = None,
         cgroup: Cgroup | None = None,
     ) -> int:
-        """The pid of a new worker, a child of ours in a session of its own.
+        """Fork a worker, a child of ours in its own session; return its pid.
 
-        `inherited` is as for `spawn_plain`. Raises `SpawnError`: for this worker if it needs what a
-        copy cannot have, for all if `usable` is False afterwards.
+        `inherited` is as for `spawn_plain`. Raises `SpawnError` if this worker cannot be a copy or,
+        if `usable` is False afterwards, no worker can.
         """
         inherited = inherited or {}
         request = {**self._request(spawn, cgroup), "inherited": list(inherited)}
@@ -166,7 +166,7 @@ class Zygote:
             try:
                 socket.send_fds(self._control, [json.dumps(message).encode()], sent)
             except OSError as error:
-                logger.debug("the zygote does not listen: %s", error)
+                logger.debug("cannot send to the zygote: %s", error)
         while True:
             try:
                 answer = await asyncio.wait_for(self._receive(), ANSWER_LIMIT)
@@ -180,7 +180,7 @@ class Zygote:
             return int(answer["pid"])
 
     async def _receive(self) -> dict[str, Any]:
-        """The next answer; when there is none to come, one that says so."""
+        """The next answer; an error answer if the zygote has ended."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._control, self._listen)
@@ -192,7 +192,7 @@ class Zygote:
         return answer
 
     def _listen(self) -> None:
-        """Take what has arrived."""
+        """Read the answers that have arrived."""
         while not self._deaf:
             try:
                 data = self._control.recv(MESSAGE_LIMIT)
@@ -207,9 +207,9 @@ class Zygote:
 
     def _hear(self, message: dict[str, Any]) -> None:
         if "blank" in message:
-            self._blanks.add(message["blank"])
+            self._preforks.add(message["blank"])
         else:
-            self._blanks.discard(message.get("pid", 0))
+            self._preforks.discard(message.get("pid", 0))
             self._answers.put_nowait(message)
 
     def _end_of_answers(self) -> None:
@@ -222,12 +222,12 @@ class Zygote:
         """Wait for the end of the process: `exit code 1`, `killed by SIGKILL`."""
         exitcode = await self._exitcode()
         if exitcode == -signal.SIGPROF:
-            return "its Python does not import sitecustomize, by which we start"
+            return "its Python does not import sitecustomize, which torchelastic needs to start"
         return exit_words(exitcode)
 
     async def killed(self) -> str:
-        """Wait for the end of the process: the signal that killed it, in words. Empty if it ended
-        by itself, or was not ours to begin with: another one would end the same way."""
+        """Wait for the end of the process; describe the signal that killed it. Empty if it exited
+        by itself, since another one would do the same."""
         exitcode = await self._exitcode()
         return exit_words(exitcode) if exitcode < 0 and exitcode != -signal.SIGPROF else ""
 
@@ -237,7 +237,7 @@ class Zygote:
         return await asyncio.shield(self._ending)
 
     def _give_up(self) -> None:
-        """It is frozen, or the machine is: a process without it is better than none."""
+        """Stop using it: it is frozen, or the machine is. Plain processes still start."""
         self.aside = f"the zygote has not answered for {ANSWER_LIMIT:g} s"
         self._kill()
 
@@ -252,15 +252,15 @@ class Zygote:
         self._kill()
         await self._end()
         self._listen()
-        for pid in self._blanks.intersection(linux.children()):
+        for pid in self._preforks.intersection(linux.children()):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        self._blanks.clear()
-        async with self._lock:  # whoever waits for an answer learns first that there is none
+        self._preforks.clear()
+        async with self._lock:  # pending requests fail first
             self._control.close()
 
     def _request(self, spawn: WorkerSpawn, cgroup: Cgroup | None) -> dict[str, Any]:
-        """What the copy has to know; raises `SpawnError` if a copy cannot be this worker."""
+        """The request for a worker; raises `SpawnError` if a copy cannot be this worker."""
         if reason := unlike(spawn, self._env):
             raise SpawnError(reason)
         command = command_line(spawn.entry, self._command[0])
@@ -282,13 +282,13 @@ class Zygote:
 def unlike(spawn: WorkerSpawn, env: Mapping[str, str]) -> str:
     """Why a worker cannot be a copy of a process that imported torch in `env`; empty if it can."""
     if spawn.entry.kind == "program":
-        return f"{spawn.entry.target} is no Python program"
+        return f"{spawn.entry.target} is not a Python program"
     for name in sorted(env.keys() | spawn.env.keys()):
         ours = name.startswith("TORCHELASTIC_")
         if not ours and name.startswith(IMPORT_TIME) and env.get(name) != spawn.env.get(name):
-            return f"{name} acts when torch is imported, and is not what the zygote had"
+            return f"{name} takes effect when torch is imported, and the zygote had another value"
     if spawn.cpus is not None and "OMP_NUM_THREADS" not in spawn.env:
-        return "without OMP_NUM_THREADS its CPUs decide, when torch is imported, how many threads"
+        return "without OMP_NUM_THREADS, its CPUs set the thread count when torch is imported"
     return ""
 
 
@@ -311,9 +311,9 @@ async def _exit_of(pidfd: int) -> int:
 
 
 def _stop_the_wrong_program() -> None:
-    """Should Python not import our `sitecustomize`, the zygote would be the user's program.
+    """Limit the zygote's CPU time until our code runs.
 
-    That needs a strange installation, but then it would train beside the workers. So the zygote
-    is killed after some CPU time, less than it takes to import torch, unless our code is reached.
+    If Python did not import our `sitecustomize`, the zygote would run the user's program beside
+    the workers. The limit is less than it takes to import torch.
     """
     signal.setitimer(signal.ITIMER_PROF, START_LIMIT)

@@ -3,15 +3,15 @@
 The zygote is `python -u train.py`, held up while it starts (`startup`). `serve` imports what every
 worker would import, forks on request, and returns in the copies, which go on to be train.py.
 
-Copying a process that has torch takes milliseconds, so some copies are made ahead: *blanks*, which
-wait to be told what they are.
+Copying a process that has torch takes milliseconds, so some copies are made ahead: *preforks*,
+which wait for the request that makes them a worker.
 
 The agent's first message is `{"preload": […], "blanks": …}`; the answer `{"seconds": …}` comes when
-the imports are done. `{"cgroup": …}` says where blanks are to be. `{"number": …}` is a request; its
-descriptors are what is asked for, as JSON in a file, standard input, output and error, and those
-that the worker inherits. The answer is `{"number": …, "pid": …}`. `{"error": …}` says why there is
-no worker, and with `"aside": true` that there will be none: the zygote ends. `{"blank": pid}` comes
-before a blank becomes the agent's child.
+the imports are done. `{"cgroup": …}` names the preforks' cgroup. `{"number": …}` is a request;
+its descriptors are its JSON in a file, standard input, output and error, and those that the worker
+inherits. The answer is `{"number": …, "pid": …}`. `{"error": …}` says why there is
+no worker; with `"aside": true` the zygote ends. `{"blank": pid}` comes
+before a prefork becomes the agent's child.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from torchelastic.agent.spawn import zygote_child
 from torchelastic.system import linux
 from torchelastic.system.cgroup import Cgroup
 
-#: The last is what the first optimizer or DDP of a worker would pay for.
+#: The last one speeds up a worker's first optimizer or DDP.
 MODULES = ("torch", "torch.distributed", "torch._dynamo")
-#: What scripts use that keep their state or train with us: a fifth of a second of CPU time for each
-#: worker. Imported when nobody waits: those that come after a failure find it done.
+#: Used by scripts that call `torchelastic.train` or keep their state: 0.2 s of CPU time per worker.
+#: Imported when there is no request, so that replacements after a failure find them imported.
 OWN_MODULES = ("torchelastic.training.state.torch_state", "torchelastic.training.loop")
 #: With it torch counts GPUs without touching the driver, which does not survive a fork.
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 TITLE = "torchelastic-zygote"
 MESSAGE_LIMIT = 64 * 1024
 DESCRIPTOR_LIMIT = 8
-#: Seconds without a request after which blanks are made: not while workers start, who need the CPU.
+#: Seconds without a request before preforks are made: starting workers need the CPU.
 QUIET = 0.5
 
 
@@ -60,13 +60,13 @@ def serve(descriptor: int) -> None:
     linux.write_command_line([TITLE])
     config = json.loads(control.recv(MESSAGE_LIMIT))
     env_changes = _warm_up(control, config["preload"])
-    linux.outlive_parent()  # the end of the conversation tells, and leaves time to clean up
+    linux.outlive_parent()  # the closed socket tells, and leaves time to clean up
     descriptors = _Server(control, agent, config["blanks"]).run()
     zygote_child.become(descriptors, agent, env_changes)
 
 
 def _send(control: socket.socket, **answer: Any) -> None:
-    with contextlib.suppress(ConnectionError):  # the agent is gone: the next read will tell
+    with contextlib.suppress(ConnectionError):  # the agent is gone, as the next read shows
         control.send(json.dumps(answer).encode())
 
 
@@ -78,7 +78,7 @@ def _step_aside(control: socket.socket, reason: str) -> NoReturn:
 @dataclass(frozen=True)
 class _Prefork:
     pid: int
-    #: Where to tell it what it is.
+    #: The socket for its request.
     socket: socket.socket
 
 
@@ -89,7 +89,7 @@ class _Server:
         self._control = control
         self._agent = agent
         self._wanted = wanted
-        self._blanks: list[_Prefork] = []
+        self._preforks: list[_Prefork] = []
         self._quiet_from = time.monotonic() + QUIET
         self._cgroup: Cgroup | None = None
         self._has_own_modules = False
@@ -102,24 +102,24 @@ class _Server:
                 return descriptors
 
     def _quiet(self) -> bool:
-        """Wait for a request; True if there was none for a while and blanks are lacking."""
+        """Wait for a request; True if there was none for a while and preforks are missing."""
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
-        if len(self._blanks) >= self._wanted:
+        if len(self._preforks) >= self._wanted:
             return not poll.poll()
         return not poll.poll(max(0.0, self._quiet_from - time.monotonic()) * 1000)
 
     def _prepare(self) -> list[int] | None:
-        """Do something for the next request; returns in a blank, when it is told what it is."""
+        """Prepare for the next request; returns in a prefork, when it becomes a worker."""
         if self._has_own_modules:
-            return self._add_blank()
+            return self._add_prefork()
         self._has_own_modules = True
-        import_all(OWN_MODULES)  # what fails here fails in the worker that needs it, and is told
+        import_all(OWN_MODULES)  # a failure here is reported by the worker that needs it
         _spare_pages()
         return None
 
     def _hear(self) -> list[int] | None:
-        """One message; None unless this is a new process."""
+        """Handle one message; None unless this is a new process."""
         data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_LIMIT, DESCRIPTOR_LIMIT)
         if not data:
             self._agent_is_gone()
@@ -134,7 +134,7 @@ class _Server:
             _step_aside(self._control, reason)
         answer: dict[str, Any] = {"number": number}
         try:
-            answer["pid"] = self._use_blank(descriptors) or fork_orphan()
+            answer["pid"] = self._use_prefork(descriptors) or fork_orphan()
         except OSError as error:
             answer["error"] = f"the zygote cannot fork: {error}"
         if answer.get("pid") == 0:
@@ -146,21 +146,21 @@ class _Server:
         self._quiet_from = time.monotonic() + QUIET
         return None
 
-    def _use_blank(self, descriptors: Sequence[int]) -> int | None:
-        """Let a blank be the worker; its pid, None if there is no blank that lives."""
-        while self._blanks:
-            blank = self._blanks.pop(0)
-            with blank.socket:
+    def _use_prefork(self, descriptors: Sequence[int]) -> int | None:
+        """Make a prefork the worker; return its pid, None if none is alive."""
+        while self._preforks:
+            prefork = self._preforks.pop(0)
+            with prefork.socket:
                 try:
-                    socket.send_fds(blank.socket, [b"be"], descriptors)
-                    return blank.pid
+                    socket.send_fds(prefork.socket, [b"be"], descriptors)
+                    return prefork.pid
                 except OSError:
                     continue  # it was killed while it waited
         return None
 
-    def _add_blank(self) -> list[int] | None:
-        """Make one; returns in the blank, when it is told what it is."""
-        if unfit_to_fork():  # the next request will be told
+    def _add_prefork(self) -> list[int] | None:
+        """Fork one; returns in the prefork, when it becomes a worker."""
+        if unfit_to_fork():  # the next request gets the error
             self._wanted = 0
             return None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -168,14 +168,14 @@ class _Server:
             try:
                 pid = fork_orphan(lambda pid: _send(self._control, blank=pid))
             except OSError:
-                self._wanted = 0  # short of processes or memory: workers come first
+                self._wanted = 0  # processes or memory are short: workers come first
                 ours.close()
                 return None
             if pid == 0:
                 ours.close()
                 self._close_all()
                 return self._wait_to_be_told(theirs)
-        self._blanks.append(_Prefork(pid, ours))
+        self._preforks.append(_Prefork(pid, ours))
         return None
 
     def _wait_to_be_told(self, by_zygote: socket.socket) -> list[int]:
@@ -191,14 +191,14 @@ class _Server:
         return descriptors
 
     def _close_all(self) -> None:
-        """What a copy has of the zygote: it must neither listen there nor keep others from seeing
-        the zygote's end."""
+        """Close the zygote's sockets in a copy: it must not read from them, nor hide the zygote's
+        end from others."""
         self._control.close()
-        for blank in self._blanks:
-            blank.socket.close()
+        for prefork in self._preforks:
+            prefork.socket.close()
 
     def _agent_is_gone(self) -> NoReturn:
-        """The last of the three to be there, if agent and guard were killed at once."""
+        """Clean up: agent and guard may have been killed at once."""
         if self._cgroup is not None:
             self._cgroup.remove()
         os._exit(0)
@@ -208,7 +208,7 @@ class _Server:
 
 
 def _warm_up(control: socket.socket, preload: Iterable[str]) -> dict[str, str | None]:
-    """Import everything; returns what the preloaded modules did to the environment."""
+    """Import everything; return the changes that preloaded modules made to the environment."""
     began = time.monotonic()
     env.update({NVML_CHECK: "1"})
     gc.disable()  # importing torch leaves little garbage; looking for it takes a fifth of the time
@@ -229,7 +229,7 @@ def _warm_up(control: socket.socket, preload: Iterable[str]) -> dict[str, str | 
 
 
 def import_all(names: Iterable[str]) -> list[str]:
-    """Import modules; those that cannot be imported are told, a sentence each, and left out."""
+    """Import modules; return a sentence for each that cannot be imported."""
     told = []
     for name in names:
         try:
@@ -241,7 +241,7 @@ def import_all(names: Iterable[str]) -> list[str]:
 
 @contextlib.contextmanager
 def _path_of_main() -> Iterator[None]:
-    """Have on `sys.path` what Python is going to put there itself when it runs the program."""
+    """Have on `sys.path` the entry Python adds itself when it runs the program."""
     entry = path_of_main()
     if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, entry)
@@ -259,7 +259,7 @@ def path_of_main() -> str:
 
 
 def changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
-    """What must be set, or deleted (None), to come from one environment to another.
+    """The variables to set, or delete (None), to turn one environment into another.
 
     >>> changes({"A": "1", "B": "2"}, {"A": "1", "C": "3"}) == {"B": None, "C": "3"}
     True
@@ -283,7 +283,7 @@ def _settle() -> None:
 
 
 def _spare_pages() -> None:
-    """What the collector does not look at, it does not write to: pages stay shared with copies."""
+    """Hide objects from the garbage collector, so that their pages stay shared with copies."""
     gc.collect()
     gc.freeze()
 
@@ -296,7 +296,7 @@ def unfit_to_fork() -> str:
     threads = linux.thread_names()
     if len(threads) > 1:
         return (
-            f"an imported module has started threads, which a fork loses: {len(threads)} of them "
+            f"an imported module has started threads, which do not survive a fork: {len(threads)} "
             f"({', '.join(sorted(set(threads)))})"
         )
     if sys.modules["torch"].cuda.is_initialized() or _devices():
@@ -322,7 +322,7 @@ def fork_orphan(announce: Callable[[int], None] = lambda pid: None) -> int:
     """Fork a process whose parent leaves at once, so that the agent, a subreaper, takes its place.
 
     0 in the new process, when it is the agent's child, or that of another if the agent is gone. In
-    the zygote its pid; `announce` is told it before.
+    the zygote its pid; `announce` gets it before.
     """
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -338,7 +338,7 @@ def fork_orphan(announce: Callable[[int], None] = lambda pid: None) -> int:
         ours.close()  # `between` may go
         os.waitpid(between, 0)
     if not pid:
-        raise OSError("there can be no more processes")
+        raise OSError("no more processes can be created")
     return pid
 
 

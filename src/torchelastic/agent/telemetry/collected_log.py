@@ -1,6 +1,6 @@
-"""The file that has the whole job's story: lines of all agents, written by the leader.
+"""The collected log: events of all agents in one file, written by the leader.
 
-Bounded: when it is full it is rotated, and what matters lasts (`events.rotation`).
+It is rotated when it is full; important events are kept longest (`events.rotation`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torchelastic.events.rotation import rotate
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 64 * 1024 * 1024
-#: How much of an older part is kept of what was older still.
+#: Bytes kept of the part before the last.
 KEPT_BYTES = MAX_BYTES // 4
 
 
@@ -25,7 +25,7 @@ class CollectedLog:
         self, path: Path, *, max_bytes: int = MAX_BYTES, kept_bytes: int = KEPT_BYTES
     ) -> None:
         self.path = path
-        #: Writes that did not go through.
+        #: Failed writes.
         self.dropped = 0
         self._max_bytes, self._kept_bytes = max_bytes, kept_bytes
         self._file = AppendFile(path)
@@ -40,9 +40,7 @@ class CollectedLog:
         except OSError as error:
             self.dropped += 1
             if self.dropped == 1:
-                log.warning(
-                    "Gathered events are lost: %s cannot be written (%s).", self.path, error
-                )
+                log.warning("Collected events are lost: cannot write %s (%s).", self.path, error)
 
     def close(self) -> None:
         self._file.close()

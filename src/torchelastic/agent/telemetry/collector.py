@@ -1,14 +1,14 @@
-"""The leader's end of the story: it takes the lines of all agents and writes them to one file.
+"""The log collector: the leader takes the events of all agents and writes them to one file.
 
     agent                                    leader
     begin: who it is                    ->
                                         <-   heard: up to where it has that agent's lines
-    lines: from there on, a portion     ->
+    lines: from there on, a batch       ->
                                         <-   heard, once they are written
     lines ...
 
-An agent has one portion on its way at a time, so what waits here is bounded; and so many are taken
-at a time only that gathering never keeps the leader from leading. `shipper` is the other end.
+An agent has one batch on its way at a time, so the queue here is bounded; and few are written at a
+time, so that collecting never keeps the leader from leading. `shipper` is the other end.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from torchelastic.transport.link import Link
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two writes, and portions written at a time.
-PAUSE, PORTIONS = 0.1, 64
-#: Agents that are listened to.
-MOST_VISITORS = 8192
+#: Seconds between two writes, and batches written at a time.
+PAUSE, MOST_BATCHES = 0.1, 64
+#: Connected agents.
+MOST_AGENTS = 8192
 #: Nothing is known of an agent.
 NOTHING = -1.0
-#: Seconds that the last lines have to be written, when this node goes.
+#: Seconds to write the last lines, when this node ends.
 LAST_WRITE = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Begin(Message):
-    """Who speaks."""
+    """Names the sender."""
 
     kind = "begin"
     node: str
@@ -61,146 +61,146 @@ class Lines(Message):
 
 @dataclass(frozen=True, slots=True)
 class Heard(Message):
-    """Answers both: what the leader has."""
+    """Answers both: the lines the leader has."""
 
     kind = "heard"
     #: Up to which time, by the agent's clock.
     upto: float
-    #: When what is answered came, by the leader's clock.
+    #: When the message arrived, by the leader's clock.
     at: float
 
 
-SAID = by_kind(Begin, Lines)
+REQUESTS = by_kind(Begin, Lines)
 ANSWERS = by_kind(Heard)
 
 
 @dataclass
-class _Portion:
-    """Lines that wait to be written, and who waits for that."""
+class _Batch:
+    """Lines that wait to be written, and the future that is done then."""
 
     lines: bytes
     written: asyncio.Future[None]
 
 
 @dataclass(eq=False)
-class _Visitor:
-    """An agent that tells."""
+class _Agent:
+    """A connected agent."""
 
     link: Link
     node: str = ""
-    #: It has a portion on its way.
+    #: It has a batch on its way.
     waits: bool = False
 
 
 class LogCollector:
-    """What this node has gathered. Any node takes what it is told; whoever leads is told."""
+    """Collects events. Every node can; agents send them to the leader."""
 
     def __init__(self, log: CollectedLog, clock: Clock) -> None:
         self._log = log
         self._clock = clock
-        #: By node: up to where its lines are here.
+        #: By node: the time of its last line that is here.
         self._has: dict[str, float] = {}
-        self._portions: deque[_Portion] = deque()
-        self._visitors: set[_Visitor] = set()
+        self._batches: deque[_Batch] = deque()
+        self._agents: set[_Agent] = set()
         self._writing: asyncio.Task[None] | None = None
         self._closing = False
         self._listeners: list[Callable[[bytes], None]] = []
 
     def listen(self, listener: Callable[[bytes], None]) -> None:
-        """Hand on the lines of every node, as they come. The listener must not wait."""
+        """Pass the lines of every node to `listener` as they come. It must not block."""
         self._listeners.append(listener)
 
     # --- who tells -------------------------------------------------------------------------------
 
     def admit(self, link: Link, hello: frames.Hello) -> None:
-        """Take a connection from the reception."""
-        if self._closing or len(self._visitors) >= MOST_VISITORS:
-            link.send(frames.Refusal("This agent gathers no more events."))
+        """Take a connection from the listener."""
+        if self._closing or len(self._agents) >= MOST_AGENTS:
+            link.send(frames.Refusal("This agent accepts no more event connections."))
             link.close()
             return
-        visitor = _Visitor(link)
-        self._visitors.add(visitor)
-        link.ended.add_done_callback(lambda _: self._visitors.discard(visitor))
+        agent = _Agent(link)
+        self._agents.add(agent)
+        link.ended.add_done_callback(lambda _: self._agents.discard(agent))
         link.send(frames.Welcome(frames.PROTOCOL, frames.VERSION, "", False, 0))
-        link.deliver_to(partial(self._hear, visitor))
+        link.deliver_to(partial(self._hear, agent))
 
-    def _hear(self, visitor: _Visitor, payload: bytes) -> None:
+    def _hear(self, agent: _Agent, payload: bytes) -> None:
         at = self._clock.now()
         head, _, rest = payload.partition(b"\n")
-        match frames.parse(head, SAID):
+        match frames.parse(head, REQUESTS):
             case Begin(node):
-                visitor.node = node
-                visitor.link.send(Heard(self.upto(node), at))
+                agent.node = node
+                agent.link.send(Heard(self.upto(node), at))
             case Lines(upto):
-                self._check(visitor, upto, rest)
-                visitor.waits = True
-                written = self.take(visitor.node, rest, upto)
-                written.add_done_callback(lambda _: self._answer(visitor, upto, at))
+                self._check(agent, upto, rest)
+                agent.waits = True
+                written = self.take(agent.node, rest, upto)
+                written.add_done_callback(lambda _: self._answer(agent, upto, at))
 
-    def _check(self, visitor: _Visitor, upto: float, lines: bytes) -> None:
-        if not visitor.node or visitor.waits:
-            raise WireError("An agent tells its events out of turn.")
+    def _check(self, agent: _Agent, upto: float, lines: bytes) -> None:
+        if not agent.node or agent.waits:
+            raise WireError("An agent sent events out of turn.")
         if len(lines) > BATCH + LONGEST_LINE or not lines.endswith(b"\n"):
-            raise WireError("What an agent tells is no lines, or too many at a time.")
+            raise WireError("An agent sent an invalid or oversized batch of events.")
         if not math.isfinite(upto):
-            raise WireError("What an agent tells has no time.")
+            raise WireError("An agent sent events without a time.")
 
-    def _answer(self, visitor: _Visitor, upto: float, at: float) -> None:
-        visitor.waits = False
-        visitor.link.send(Heard(upto, at))
+    def _answer(self, agent: _Agent, upto: float, at: float) -> None:
+        agent.waits = False
+        agent.link.send(Heard(upto, at))
 
     async def wait_alone(self, seconds: float) -> None:
-        """Give those who are telling some time to come to their end."""
-        if shipper := [visitor.link.ended for visitor in self._visitors]:
-            await asyncio.wait(shipper, timeout=seconds)
+        """Wait until the connected agents have sent the rest, at most `seconds`."""
+        if ended := [agent.link.ended for agent in self._agents]:
+            await asyncio.wait(ended, timeout=seconds)
 
     # --- what is told ----------------------------------------------------------------------------
 
     def upto(self, node: str) -> float:
-        """Up to which time, by its clock, a node's lines are here."""
+        """The time, by the node's clock, up to which its lines are here."""
         return self._has.get(node, NOTHING)
 
     def take(self, node: str, lines: bytes, upto: float) -> asyncio.Future[None]:
-        """Have lines written; done when they are, or when they cannot be."""
+        """Queue lines; the future is done when they are written, or cannot be."""
         self._has[node] = max(self.upto(node), upto)
         for listener in self._listeners:
-            with observing("Listening to gathered events"):
+            with observing("Processing collected events"):
                 listener(lines)
-        portion = _Portion(lines, asyncio.get_running_loop().create_future())
-        self._portions.append(portion)
+        batch = _Batch(lines, asyncio.get_running_loop().create_future())
+        self._batches.append(batch)
         if self._writing is None:
             self._writing = asyncio.create_task(self._write(), name="gather")
             self._writing.add_done_callback(self._wrote)
-        return portion.written
+        return batch.written
 
     async def _write(self) -> None:
-        """Write what waits, in a thread: a disk may be slow."""
+        """Write the queue, in a thread: a disk may be slow."""
         try:
-            while self._portions:
+            while self._batches:
                 if not self._closing:
                     await asyncio.sleep(PAUSE)
-                count = min(PORTIONS, len(self._portions))
-                taken = [self._portions.popleft() for _ in range(count)]
+                count = min(MOST_BATCHES, len(self._batches))
+                taken = [self._batches.popleft() for _ in range(count)]
                 try:
                     await asyncio.to_thread(self._log.write, b"".join(one.lines for one in taken))
-                finally:  # who waits for this would tell nothing more
+                finally:  # the sender waits for this
                     for one in taken:
                         if not one.written.done():
                             one.written.set_result(None)
         finally:
-            # Here, and not when the task is seen to be done: what is taken between the two would
+            # Here, and not when the task is done: a batch taken in between would
             # wait for a writer that has ended.
             self._writing = None
 
     def _wrote(self, writing: asyncio.Task[None]) -> None:
         if not writing.cancelled() and (bug := writing.exception()) is not None:
-            logger.error("Gathered events could not be written.", exc_info=bug)
+            logger.error("Could not write collected events.", exc_info=bug)
 
     async def close(self) -> None:
-        """Write what is here, and take nothing more."""
+        """Write the rest, and take nothing more."""
         self._closing = True
-        for visitor in list(self._visitors):
-            visitor.link.abort()
+        for agent in list(self._agents):
+            agent.link.abort()
         if self._writing is not None:
             done, _ = await asyncio.wait({self._writing}, timeout=LAST_WRITE)
             if not done:

@@ -1,7 +1,7 @@
-"""`--dashboard`: the agent's end of the process that shows the job in the browser.
+"""`--dashboard`: start, watch and stop the process that shows the job in the browser.
 
-A process of its own, which reads what the agent writes: nothing that happens to it, or that it is
-asked for, happens to the agent. It says where it is, and the rest of its life is its own.
+It is a separate process that only reads what the agent writes: whatever happens to it does not
+affect the agent. It reports its address once.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from torchelastic.transport.credentials import read_secret
 logger = logging.getLogger(__name__)
 
 MODULE = "torchelastic.dashboard"
-#: Seconds it has for showing how the job ended, to those who look.
+#: Seconds it has to show the end of the job to open browsers.
 GRACE = 3.0
-#: Bytes that are read at a time; its own lines are shorter.
-MUCH = 64 * 1024
+#: Bytes that are read at a time; its lines are shorter.
+READ_BYTES = 64 * 1024
 
 
 class DashboardProcess:
-    """Made before the agent does anything, so that what is wrong is refused; then started."""
+    """Create it first, so that a bad configuration is rejected early; then start it."""
 
     def __init__(self, config: LaunchConfig) -> None:
         self._config = config
@@ -51,13 +51,13 @@ class DashboardProcess:
 
     @classmethod
     def wanted(cls, config: LaunchConfig) -> DashboardProcess | None:
-        """None where nobody has asked for it. Raises `ConfigError` where it cannot be."""
+        """None if it is not configured. Raises `ConfigError` if it is not possible."""
         return cls(config) if config.dashboard else None
 
     def start(self, env: Mapping[str, str], node: str) -> set[int]:
-        """Start it; returns its pid, if it could be started.
+        """Start it; return its pid, if it could be started.
 
-        In the main thread: it dies with the thread that starts it.
+        Call in the main thread: it dies with the thread that starts it.
         """
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", MODULE, self._config.run_id, node]
@@ -68,7 +68,7 @@ class DashboardProcess:
                 pid = start_program(command, env=env, streams=streams, prepare=_prepare)
             except SpawnError as error:
                 ours.close()
-                logger.warning("no dashboard: %s The job goes on.", error)
+                logger.warning("Could not start the dashboard: %s The job goes on.", error)
                 return set()
         ours.setblocking(False)
         self._channel, self._pidfd = ours, os.pidfd_open(pid)
@@ -82,23 +82,23 @@ class DashboardProcess:
         self._ended.set_result(linux.exitcode(self._pidfd) or 0)
 
     async def watch(self, say: Callable[[str], None]) -> None:
-        """Say where the page is and, should it end before the job does, that it has."""
+        """Log the address of the page and, if it exits before the job, that."""
         if self._channel is None:
             return
         told: dict[str, str] = {}
         rest = b""
-        while data := await asyncio.get_running_loop().sock_recv(self._channel, MUCH):
-            *lines, rest = (rest[-MUCH:] + data).split(b"\n")
+        while data := await asyncio.get_running_loop().sock_recv(self._channel, READ_BYTES):
+            *lines, rest = (rest[-READ_BYTES:] + data).split(b"\n")
             for line in lines:
                 told = told or _heard(line)
         await asyncio.wait({self._ended})
         if "error" in told:
             say(f"no dashboard at {self._config.dashboard}: {told['error']}; the job goes on")
         else:
-            say(f"the dashboard has ended: {exit_words(self._ended.result())}; the job goes on")
+            say(f"the dashboard exited: {exit_words(self._ended.result())}; the job goes on")
 
     async def close(self) -> None:
-        """End it, after it has shown how the job ended to those who look."""
+        """Stop it, after open browsers have seen the end of the job."""
         if self._channel is None:
             return
         with contextlib.suppress(OSError):  # it has ended
@@ -111,7 +111,7 @@ class DashboardProcess:
         self._channel.close()
 
     def again(self, run_dir: Path) -> str:
-        """How to look at the job when the page is gone: where its events stay longest."""
+        """The command that shows the job later, where its events are kept longest."""
         kept = self._config.log_dir not in (None, os.devnull)
         return (
             f"torchelastic dashboard {shlex.quote(str(run_dir) if kept else self._config.run_id)}"
@@ -119,20 +119,19 @@ class DashboardProcess:
 
 
 def _heard(line: bytes) -> dict[str, str]:
-    """What the process says of itself; nothing if that is somebody else's: a user's start-up code
-    may print what it likes."""
+    """A message of the process; empty for other output: a user's start-up code may print, too."""
     try:
         said = json.loads(line)
     except ValueError:
         return {}
     told = said if isinstance(said, dict) and said.keys() & {"url", "error"} else {}
     if "url" in told:
-        # Not an event: the address has the token in it, and events are for others to read.
+        # Not an event: the address contains the token, and others may read events.
         logger.info("dashboard: %s", told["url"])
     return told
 
 
 def _prepare() -> None:
-    """Out of the way of training, and out of a directory whose files `-m` would import for ours."""
+    """Lower the priority, and leave a directory whose files `-m` would import instead of ours."""
     linux.give_way()
     os.chdir(Path(torchelastic.__file__).parents[1])

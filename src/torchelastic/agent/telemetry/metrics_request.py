@@ -1,4 +1,4 @@
-"""Whether a scraper gets what it asks for. Pure: a request in, a decision out."""
+"""Decide whether a scraper gets the metrics. Pure: a request in, a status out."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _FIELDS = {401: {"WWW-Authenticate": "Bearer"}, 405: {"Allow": "GET"}}
 
 
 def status_for(request: Request | None, token: bytes | None) -> int:
-    """What to answer. Who is not let in learns nothing, not even what there is.
+    """The HTTP status of the answer. A rejected client does not even learn which paths exist.
 
-    Without a token this machine alone is let in, and called by its own name: as at the page's door.
+    Without a token only this machine may ask, and only by a loopback name, as for the dashboard.
     """
     if request is None:
         return 400
@@ -27,5 +27,5 @@ def status_for(request: Request | None, token: bytes | None) -> int:
 
 
 def refusal(status: int) -> bytes:
-    """The whole answer to who does not get it."""
+    """The complete answer to a rejected request."""
     return http.response(status, fields=_FIELDS.get(status))

@@ -1,8 +1,8 @@
-"""`--metrics-address`: the agent tells a scraper how the job does, over HTTP, and nothing else.
+"""`--metrics-address`: serve Prometheus metrics over HTTP.
 
-Whoever scrapes must not matter to the job. So connections are taken one by one with a pause in
-between, few are open at a time and none for long, the oldest gives way to the newest, and the page
-is made in a thread, at most once a second, however often it is asked for.
+Scrapers must not slow the job down. So connections are taken one by one with a pause in between,
+few are open at a time and none for long, the newest replaces the oldest, and the page is made in a
+thread, at most once a second.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from torchelastic.transport.credentials import read_secret
 
 logger = logging.getLogger(__name__)
 
-#: Connections at a time, and that the kernel keeps for us.
-MOST, BACKLOG = 8, 8
-#: Seconds: between two connections, for one of them, and for which a page is good.
+#: Connections at a time, and those the kernel queues.
+MOST_CONNECTIONS, BACKLOG = 8, 8
+#: Seconds between two connections, for one connection, and for which a page is reused.
 GAP, PATIENCE, FRESH = 0.02, 5.0, 1.0
 
 Background = Callable[[Work, str], object]
 
 
 class MetricsServer:
-    """Made before the agent does anything, so that what is wrong is refused; then opened."""
+    """Create it first, so that a bad configuration is rejected early; then open it."""
 
     def __init__(self, config: LaunchConfig) -> None:
         self._host, self._port = parse_endpoint(config.metrics_address)
@@ -50,11 +50,11 @@ class MetricsServer:
 
     @classmethod
     def wanted(cls, config: LaunchConfig) -> MetricsServer | None:
-        """None where nobody has asked for it. Raises `ConfigError` where it cannot be."""
+        """None if it is not configured. Raises `ConfigError` if it is not possible."""
         return cls(config) if config.metrics_address else None
 
     def follow(self, log: EventLog) -> None:
-        """Count what happens from now on."""
+        """Count events from now on."""
         log.listen(self._happened)
 
     def _happened(self, record: Record) -> None:
@@ -62,13 +62,12 @@ class MetricsServer:
             return
         try:
             self._metrics.feed(record)
-        except Exception:  # a mistake in the counting must not end the job that is counted
-            logger.exception("The metrics are wrong from now on, and are told no more.")
+        except Exception:  # a bug in counting must not end the job
+            logger.exception("Counting metrics failed; metrics are no longer served.")
             self._metrics = None
 
     async def open(self, background: Background, say: Callable[[str], None]) -> None:
-        """Listen. A port that is taken or a library that is missing costs the metrics, never the
-        job."""
+        """Listen. If the port is taken or a library is missing, the job runs without metrics."""
         if missing := prometheus.missing():
             say(missing)
             return
@@ -98,8 +97,8 @@ class MetricsServer:
 
     async def _accept(self, listener: socket.socket) -> None:
         async for connection in http_socket.accepted(listener):
-            if len(self._talks) >= MOST:
-                next(iter(self._talks)).cancel()  # the oldest: it has had the most time
+            if len(self._talks) >= MOST_CONNECTIONS:
+                next(iter(self._talks)).cancel()  # the oldest
             talk = asyncio.create_task(self._talk(connection), name="scraper")
             self._talks[talk] = None
             talk.add_done_callback(lambda done: self._talks.pop(done))
@@ -110,9 +109,9 @@ class MetricsServer:
             try:
                 await asyncio.wait_for(self._answer(connection), PATIENCE)
             except (OSError, asyncio.TimeoutError) as error:
-                logger.debug("a scraper is gone: %r", error)
-            except Exception:  # told here: nobody waits for this task
-                logger.exception("A scraper could not be answered.")
+                logger.debug("a scraper disconnected: %r", error)
+            except Exception:  # nothing awaits this task
+                logger.exception("Could not answer a scraper.")
 
     async def _answer(self, connection: socket.socket) -> None:
         head = await http_socket.receive_head(connection)
@@ -140,14 +139,14 @@ class MetricsServer:
 
 
 def _load_token(config: LaunchConfig) -> bytes | None:
-    """What a scraper has to show; None: nothing, since only this machine can reach us."""
+    """The token a scraper must send; None on a loopback address."""
     path = config.metrics_token_file
     if path is None:
         if not loopback_addresses(parse_endpoint(config.metrics_address)[0]):
             raise ConfigError(
                 f"--metrics-address {config.metrics_address} can be reached from other machines: "
-                "give --metrics-token-file, a file with what scrapers have to show, or a loopback "
-                "address."
+                "give --metrics-token-file, a file with the token scrapers must send, or a "
+                "loopback address."
             )
         return None
     return read_secret(path, "--metrics-token-file").reveal()

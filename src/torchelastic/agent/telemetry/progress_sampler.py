@@ -1,8 +1,8 @@
-"""How far the workers have got, told about once a second while it changes.
+"""The progress sampler: reports the workers' progress about once a second while it changes.
 
-Workers write it to their slates, and what the script reports to their boards, which costs them no
-system call; the agent looks there. How often depends on how long the generation has lasted and how
-many nodes tell: a log that is read in a year must not be full of steps that went well.
+Workers write their steps to status pages and the script's metrics to metric tables, without a
+system call; the agent reads them. It does so less often the longer the generation lasts and the
+more nodes there are, so that the log does not fill up with steps that went well.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from torchelastic.worker_counters import stalls
 
 #: Seconds between two looks: at first, and at most.
 SHORTEST, LONGEST = 1.0, 60.0
-#: They become one more whenever a generation is so many seconds older, up to so many; and so many
-#: times as long for each so many nodes.
-AGE, LATER = 600.0, 15.0
-NODES = 32
+#: The interval is the generation's age over `AGE_DIVISOR`, at most `LONGEST_BY_AGE`; with more
+#: than `FULL_RATE_NODES` nodes it is longer in proportion.
+AGE_DIVISOR, LONGEST_BY_AGE = 600.0, 15.0
+FULL_RATE_NODES = 32
 
-#: Is told of a generation's progress, and of the checkpoints that are in storage.
+#: Receives a generation's progress, and the checkpoints that are in storage.
 Tell = Callable[[int, Progress | CheckpointStored], None]
 
 
 def interval(age: float, nodes: int) -> float:
-    """Seconds until the next look, in a generation of so many seconds and nodes."""
-    later = min(max(age / AGE, SHORTEST), LATER)
-    return min(later * max(1.0, nodes / NODES), LONGEST)
+    """Seconds until the next look, in a generation that is `age` seconds old."""
+    by_age = min(max(age / AGE_DIVISOR, SHORTEST), LONGEST_BY_AGE)
+    return min(by_age * max(1.0, nodes / FULL_RATE_NODES), LONGEST)
 
 
 def progress_of(shown: Iterable[Shown], reported: Sequence[Reported] = ()) -> dict[int, Progress]:
-    """By generation: what the slates and boards of a node's workers say together."""
+    """By generation: the combined progress of a node's workers."""
     ones = list(shown)
     stepping = {(one.generation, one.rank) for one in ones}
     others = [one for one in reported if (one.generation, one.rank) not in stepping]
@@ -52,8 +52,8 @@ def progress_of(shown: Iterable[Shown], reported: Sequence[Reported] = ()) -> di
 
 
 def metrics_of(generation: int, reported: Iterable[Reported]) -> dict[str, float | None]:
-    """What is new of the metrics that workers of this generation report: of each, what the worker
-    with the lowest rank says, so that it is always the same one. JSON has finite numbers only."""
+    """The new values of this generation's metrics. Each comes from the worker with the lowest rank,
+    so that it is always the same one. Infinity and NaN become None: JSON lacks them."""
     metrics: dict[str, float | None] = {}
     known: set[str] = set()
     for one in sorted(reported, key=lambda one: one.rank):
@@ -69,7 +69,7 @@ def _finite(value: float) -> float | None:
 
 
 def _without_steps(one: Reported) -> Shown:
-    """What a slate would show of a worker that has none: it tells no steps."""
+    """The status of a worker that has no status page: it reports no steps."""
     return Shown(one.generation, one.rank, -1, 0.0, (0.0,) * len(stalls.KINDS))
 
 
@@ -88,7 +88,7 @@ def _progress(ones: Sequence[Shown], metrics: Mapping[str, float | None]) -> Pro
 
 
 def _before(told: Sequence[int | None]) -> int | None:
-    """As all say, or else the least that they can: workers that differ do not go in step."""
+    """The common value; workers that differ do not train in step, so then the least."""
     known = [before for before in told if before is not None]
     if len(known) < len(told) or not known:
         return None
@@ -96,14 +96,14 @@ def _before(told: Sequence[int | None]) -> int | None:
 
 
 class ProgressSampler:
-    """Looks at the slates and boards of one node."""
+    """Samples the status pages and metric tables of one node."""
 
     def __init__(self, tell: Tell, clock: Clock) -> None:
         self._tell = tell
         self._clock = clock
-        #: What was told of those whose slates show the same still.
+        #: The statuses that have been reported.
         self._told: set[Shown] = set()
-        #: The last checkpoint that was not told of, and its generation.
+        #: The last checkpoint that has not been reported, and its generation.
         self._stored: tuple[int, CheckpointStored] | None = None
         self._generation = -1
         self._began = clock.now()
@@ -115,8 +115,8 @@ class ProgressSampler:
             self._generation, self._nodes, self._began = generation, nodes, self._clock.now()
 
     def stored(self, generation: int, rank: int, stored: orders.Stored) -> None:
-        """A checkpoint is in storage. It is told with the next look: the last one counts, and a
-        script that stores one with every step must not fill the log with them."""
+        """Note a stored checkpoint. The next look reports the last one only: a script that stores
+        one with every step must not fill the log."""
         at = round(self._clock.now(), 6)
         event = CheckpointStored(
             rank, stored.step, at=at, seconds=round(stored.seconds, 6), size=stored.size
@@ -124,8 +124,8 @@ class ProgressSampler:
         self._stored = (generation, event)
 
     def look(self, shown: Iterable[Shown], reported: Sequence[Reported] = ()) -> None:
-        """Tell what is new. Also called when workers come to rest: the last word of each
-        generation counts, and the slate is written anew in the next."""
+        """Report what is new. Also called when workers stop: the next generation overwrites the
+        status page."""
         seen = set(shown)
         news = {one.generation for one in seen - self._told}
         news |= {one.generation for one in reported if metrics_of(one.generation, reported)}
@@ -138,7 +138,7 @@ class ProgressSampler:
             self._stored = None
 
     async def run(self, look: Callable[[], None]) -> None:
-        """Have somebody look at this node's workers for as long as the agent runs."""
+        """Call `look` at intervals for as long as the agent runs."""
         while True:
             await asyncio.sleep(interval(self._clock.now() - self._began, self._nodes))
             look()

@@ -1,4 +1,4 @@
-"""What the agent tells: the event log for programs, a line on stderr for people."""
+"""The reporter: every decision goes to the event log and, as a line, to stderr."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from torchelastic.worker import orders
 
 logger = logging.getLogger("torchelastic")
 
-#: Seconds that a node may look for the others without a word in its log.
-JOINING = 5.0
+#: Seconds a node looks for the others before it logs that.
+JOINING_QUIET = 5.0
 
 
 def set_up_log(name: str = "") -> Console:
-    """The agent's own words go to stderr, marked with the node's name once it has one."""
+    """Send the agent's log to stderr, each line marked with the node's name once it has one."""
     known = [handler for handler in logger.handlers if isinstance(handler, Console)]
     handler = known[0] if known else Console()
     mark = f"torchelastic {name}".rstrip()
@@ -47,11 +47,11 @@ def set_up_log(name: str = "") -> Console:
     level = logging.getLevelName(wanted)
     logger.setLevel(level if isinstance(level, int) else logging.INFO)
     if not isinstance(level, int):
-        logger.warning("LOGLEVEL=%s is no level of logging: using INFO", wanted)
+        logger.warning("LOGLEVEL=%s is not a valid log level; using INFO", wanted)
     return handler
 
 
-def _told(failure: Failure | None) -> dict[str, Any] | None:
+def _as_json(failure: Failure | None) -> dict[str, Any] | None:
     return failure.to_json() if failure is not None else None
 
 
@@ -61,20 +61,20 @@ def _restart(world: World, kind: Kind) -> events.RestartDecided:
         restart=world.phase != "closed",
         reason=world.reason,
         kind=kind,
-        cause=_told(world.cause) if failed else None,
+        cause=_as_json(world.cause) if failed else None,
         consequences=[one.to_json() for one in world.consequences] if failed else [],
     )
 
 
 def _screen() -> Console:
-    """What the agent speaks through; nothing is shown by one that was not set up."""
+    """The console of the agent's log; one that shows nothing if the log is not set up."""
     known = (handler for handler in logger.handlers if isinstance(handler, Console))
     return next(known, None) or Console(fd=-1)
 
 
 @quiet
 class Reporter:
-    """Every decision with its reason, once, in both places. The leader's observer, too."""
+    """Reports each decision with its reason, once. Also the leader's observer."""
 
     def __init__(
         self,
@@ -87,27 +87,27 @@ class Reporter:
         prints_failure: bool,
         for_others: str = "",
     ) -> None:
-        """`for_others` is the command that the other nodes need."""
+        """`for_others` is the command to start the other nodes with."""
         self._log = log
         self._config = config
         self._entry = entry
         self._node = node
-        #: Whether nobody else is going to show the user how the job failed.
+        #: Whether this process has to print the final failure block.
         self._prints_failure = prints_failure
         self.name = ""
-        #: The last generation whose beginning was told, and whether a signal ends the job here.
+        #: The last generation that was reported, and whether a signal ends the job here.
         self._told, self._leaving = -1, False
-        #: The furthest step the job had reached before its world, and what was said of its starts.
+        #: The furthest step the job had reached before this world, and warnings given at starts.
         self._best_step = -1
         self._beginnings: set[str] = set()
         self._goodput = GoodputFold()
         log.listen(self._goodput.feed)
         self.line = WaitingLine(_screen(), clock)
-        #: Says, after a while, that this node looks for the others.
+        #: Logs, after a while, that this node looks for the others.
         self._joining: asyncio.TimerHandle | None = None
         self._clock = clock
         self._for_others = for_others
-        #: When to say next what the other nodes need.
+        #: When to log the command for the other nodes again.
         self._say_command_at = clock.now()
 
     def started(self, command: list[str], pid: int) -> None:
@@ -127,7 +127,7 @@ class Reporter:
         )
 
     def warmed_up(self, ready: float | str | None, warnings: list[str]) -> None:
-        """The zygote is there, or why it is not."""
+        """Report that the zygote is ready, or why there is none."""
         for warning in warnings:
             self.say(warning)
         if isinstance(ready, str):
@@ -137,7 +137,7 @@ class Reporter:
             self._log.emit(events.ZygoteReady(seconds=ready))
 
     def joins(self) -> None:
-        """Whoever hosts may not have been started yet."""
+        """Show that this node looks for the others: the host may not be up yet."""
         config = self._config
         if config.max_nodes == 1:
             return
@@ -145,7 +145,7 @@ class Reporter:
         patience = config.wait_for_nodes or None  # 0: for ever
         if not self.line.show(what, patience):
             said = f"{what}{limit(patience)}"
-            self._joining = asyncio.get_running_loop().call_later(JOINING, logger.info, said)
+            self._joining = asyncio.get_running_loop().call_later(JOINING_QUIET, logger.info, said)
 
     def joined(self, name: str, backend: RendezvousBackend) -> None:
         self._stop_joining()
@@ -165,12 +165,12 @@ class Reporter:
         self.name = name
         if self._config.max_nodes > 1:
             set_up_log(name)
-        where = "hosting the rendezvous now" if backend.is_host else "joined anew"
+        where = "hosting the rendezvous now" if backend.is_host else "rejoined"
         logger.info("%s at %s", where, backend.endpoint)
         self._log.emit(events.Note(text=f"{where} as {name} at {backend.endpoint}"))
 
     def without_host(self, sentence: str) -> None:
-        if not self.name and self._for_others:  # it may be that nobody has started them
+        if not self.name and self._for_others:  # they may not be started yet
             sentence = f"{sentence} Every node of this job needs: {self._for_others}"
         logger.warning("%s", sentence)
         self._log.emit(events.Note(text=sentence))
@@ -180,8 +180,8 @@ class Reporter:
             logger.warning("%s This node stops its workers and looks for another host.", store_lost)
             self._log.emit(events.LeaseLost(reason=store_lost))
             return
-        reason = f"no keep-alive has reached the rendezvous for {self._config.lease:g} s"
-        logger.warning("%s: this node counts as failed there and stops its workers", reason)
+        reason = f"no keep-alive reached the rendezvous for {self._config.lease:g} s"
+        logger.warning("%s: the others treat this node as failed; it stops its workers", reason)
         self._log.emit(events.LeaseLost(reason=reason))
 
     def say(self, sentence: str) -> None:
@@ -189,7 +189,7 @@ class Reporter:
         self._log.emit(events.Note(text=sentence))
 
     def leaves(self, signal: str) -> None:
-        """A signal that comes again, as from `timeout`, is in the events only."""
+        """Report the signal; a repeated one (`timeout` sends two) goes to the event log only."""
         again, self._leaving = self._leaving, True
         self.signal(signal, "leaving the job", again=again)
 
@@ -216,7 +216,7 @@ class Reporter:
         generation = world.generation
         if world.phase == "over":
             assert kind is not None
-            cause = _told(world.cause) if kind in FAILURES else None
+            cause = _as_json(world.cause) if kind in FAILURES else None
             over = events.GenerationOver(kind=kind, reason=world.reason, cause=cause)
             self._log.emit(over, generation=generation)
         elif world.phase == "pausing":
@@ -245,7 +245,7 @@ class Reporter:
 
     def _world_runs(self, world: World) -> None:
         if world.generation == self._told:
-            return  # its workers have turned out to be resident
+            return  # the same world, whose workers turned out to be resident
         self._told = world.generation
         names = [node.name for node in world.nodes]
         logger.info("%s%s", failure_report.world_sentence(world), self._beside(world))
@@ -262,7 +262,7 @@ class Reporter:
         self._log.emit(formed, generation=world.generation)
 
     def _beside(self, world: World) -> str:
-        """What a node does that has no place in a world: one that came too late warms up."""
+        """The end of the sentence on a node that has no place in the world."""
         if world.place(self._node) is not None:
             return ""
         for one in world.held:
@@ -271,11 +271,11 @@ class Reporter:
         is_full = world.count >= self._config.max_nodes
         if is_full or self.name in world.spares or world.spare_count > len(world.spares):
             return "; this node waits as a spare"
-        return "; this node is a newcomer and warms up for a later world"
+        return "; this node joined late and warms up for a later world"
 
     def _waits(self, world: World) -> None:
         if self._config.min_nodes == 1 and not world.count:
-            return  # a job that needs one node is not waiting for anybody, it settles
+            return  # a job that needs one node waits for no other
         missing = failure_report.listed(world.missing, world.missing_count)
         missing = f"; missing: {missing}" if missing else ""
         what = world.reason.removesuffix(limit(world.patience))
@@ -305,7 +305,9 @@ class Reporter:
         self._log.emit(started, generation=generation)
 
     def standby_started(self, local_rank: int, pid: int, seconds: float) -> None:
-        logger.info("worker %d starts (pid %d), to enter a later world", local_rank, pid)
+        logger.info(
+            "local rank %d: worker started (pid %d), on standby for a later world", local_rank, pid
+        )
         started = events.StandbyStarted(local_rank=local_rank, worker_pid=pid, seconds=seconds)
         self._log.emit(started)
 
@@ -316,7 +318,7 @@ class Reporter:
         self._log.emit(training, generation=up.generation)
 
     def begins(self, begins: orders.Begins, *, resident: bool) -> None:
-        """Nobody had the state of a training in memory; said as often as it is lost."""
+        """Warn, once per text, that training starts at step 0 or could have to."""
         told = failure_report.beginning(begins, best_step=self._best_step, resident=resident)
         if told and told not in self._beginnings:
             self._beginnings.add(told)
@@ -327,13 +329,13 @@ class Reporter:
         self._log.emit(seen, generation=generation)
 
     def hang(self, generation: int, hang: events.Hang) -> None:
-        # Where nobody waits, as at the end of a timer, who is killed is all there is to say.
+        # Where no rank waits, as when a timer expires, the line about the killed rank is enough.
         if any(row["waiting"] for row in hang.ranks):
-            logger.warning("workers stand still: %s", hang.text)
+            logger.warning("workers are hung: %s", hang.text)
         self._log.emit(hang, generation=generation)
 
     def stragglers(self, generation: int, found: Sequence[events.Straggler]) -> None:
-        """Of each node the one that costs most, for people: a slow machine has many workers."""
+        """Log the costliest straggler of each node; all of them go to the event log."""
         by_node: dict[tuple[str, bool], list[events.Straggler]] = {}
         for one in sorted(found, key=lambda one: -one.cost):
             self._log.emit(one, generation=generation)
@@ -345,9 +347,9 @@ class Reporter:
     def worker_killed(
         self, generation: int, rank: int, local_rank: int, reason: str, stack: str
     ) -> None:
-        """A worker that is in no world yet has a generation below 0."""
-        where = f"; it was here:\n{stack}" if stack else ""
-        logger.warning("rank %d (local rank %d) is killed: %s%s", rank, local_rank, reason, where)
+        """A worker that is in no world yet has generation -1."""
+        where = f"; its stack:\n{stack}" if stack else ""
+        logger.warning("killed rank %d (local rank %d): %s%s", rank, local_rank, reason, where)
         killed = events.WorkerKilled(rank=rank, local_rank=local_rank, reason=reason, stack=stack)
         self._log.emit(killed, generation=generation if generation >= 0 else None)
 
@@ -371,35 +373,35 @@ class Reporter:
         ended = events.JobEnded(
             exitcode=exitcode if exitcode is not None else EXIT_FAILED,
             reason=reason,
-            cause=_told(world.cause) if world is not None else None,
+            cause=_as_json(world.cause) if world is not None else None,
         )
         self._log.emit(ended, generation=world.generation if world is not None else None)
         if exitcode == EXIT_FAILED and world is not None:
             if self._prints_failure:
                 show(failure_report.job_failed(world, name=self._entry))
         elif self._leaving and self._told < 0:
-            pass  # Ctrl-C before the first world: the signal was told, and that is all there is
+            pass  # Ctrl-C before the first world: the signal has been reported
         elif exitcode and (world is not None or exitcode == EXIT_RENDEZVOUS_LOST):
             logger.error("ended with exit code %d: %s", exitcode, reason)
 
     async def sum_up(self, collected: Path, *, leads: bool | None) -> None:
-        """The goodput of the job, said once: by the node that has the whole story. One that does
-        not know who has says what it saw itself."""
+        """Log the job's goodput, on the node that has collected all events. A node that does not
+        know the leader logs its own view."""
         if self._told < 0 or leads is False:
             return
         found = await asyncio.to_thread(_goodput_of, collected) if leads else None
         alone = found is None and self._config.max_nodes > 1
         told = words.goodput(self._goodput.at() if found is None else found)
-        logger.info("%s%s", told, " (by the events of this node)" if alone else "")
+        logger.info("%s%s", told, " (from this node's events only)" if alone else "")
 
 
 def _goodput_of(collected: Path) -> Goodput | None:
-    """Of a gathered story; None if there is none, for want of room on the disk."""
+    """Goodput from the collected events; None if there are none (the disk was full)."""
     fold = GoodputFold()
     try:
         records = read_files([collected], thin=True)
     except OSError as error:
-        logger.debug("the gathered story cannot be read: %s", error)
+        logger.debug("cannot read the collected events: %s", error)
         return None
     for record in records:
         fold.feed(record)

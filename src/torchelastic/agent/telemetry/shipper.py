@@ -1,8 +1,8 @@
-"""This node tells the leader what happens here, so that one place has the whole job's story.
+"""The log shipper: sends this node's events to the leader, which collects those of the whole job.
 
-What happens is written to this node's own log first and is told later, some of it at a time: the
-leader may be slow, frozen, gone or another one, and nobody here waits for it. What is recent is
-kept in memory; a leader that lacks more is told it from the file.
+Events are written to this node's own log first and shipped later, in batches: the leader may be
+slow, frozen, gone or replaced, and nothing here waits for it. Recent events are kept in memory; a
+leader that lacks older ones gets them from the file.
 
     a world begins, and its host is another one; or the connection ends
         ->  look who leads  ->  another one: begin again there
@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchelastic.agent.telemetry.clock_offset import SPREAD, Offset, linger, portion
+from torchelastic.agent.telemetry.clock_offset import SPREAD, Offset, linger, next_batch
 from torchelastic.agent.telemetry.collector import (
     ANSWERS,
     NOTHING,
@@ -45,22 +45,19 @@ logger = logging.getLogger(__name__)
 
 #: Records kept in memory, and read from the file at a time.
 RECENT = 256
-#: Seconds after the beginning of a world, and more for each node, in which everybody has better
-#: things to do.
+#: Seconds after the start of a world, and more per node, before shipping: workers come first.
 SETTLING, SETTLING_MORE = 1.0, 0.002
-#: Seconds after which a node looks again who leads, though nothing has happened; and after a
-#: leader could not be told.
+#: Seconds after which a node looks for a new leader anyway, and after shipping failed.
 LOOK_AGAIN, TRY_AGAIN = 60.0, 2.0
-#: Seconds the leader has to answer a call, and to take lines: those of all may come at once.
-CALL, PATIENCE = 5.0, 60.0
-#: How often the clocks are looked at before anything is told: what is told first is told once, and
-#: with the time that is known by then.
-GREETINGS = 4
-_UNHEARD = (OSError, EOFError, asyncio.TimeoutError, NoAnswer, RendezvousError, ConfigError)
+#: Seconds the leader has to answer a connection, and to take a batch: all nodes may send at once.
+CONNECT_LIMIT, PATIENCE = 5.0, 60.0
+#: Clock measurements before the first batch, whose times are not corrected later.
+CLOCK_SAMPLES = 4
+_NOT_REACHED = (OSError, EOFError, asyncio.TimeoutError, NoAnswer, RendezvousError, ConfigError)
 
 
 class Sink(Protocol):
-    """Whoever takes what is told."""
+    """The receiver of events."""
 
     async def begin(self) -> Heard: ...
 
@@ -68,12 +65,12 @@ class Sink(Protocol):
 
     @property
     def ended(self) -> asyncio.Future[Exception | None]:
-        """Done when it listens no more."""
+        """Done when it takes no more."""
         ...
 
 
 class LocalSink:
-    """This node leads."""
+    """The sink when this node leads."""
 
     def __init__(self, collector: LogCollector, node: str, clock: Clock) -> None:
         self._collector, self._node, self._clock = collector, node, clock
@@ -89,7 +86,7 @@ class LocalSink:
 
 
 class RemoteSink:
-    """Another node leads: the other end of a connection to it."""
+    """The sink when another node leads: a connection to it."""
 
     def __init__(self, link: Link, node: str) -> None:
         self._link, self._node = link, node
@@ -108,7 +105,7 @@ class RemoteSink:
         frame = self._link.next_frame()
         done, _ = await asyncio.wait({frame}, timeout=PATIENCE)
         if not done:
-            raise TimeoutError("The leader takes nothing.")
+            raise TimeoutError("The leader does not accept events.")
         answer = frames.parse(frame.result(), ANSWERS)
         assert isinstance(answer, Heard)
         return answer
@@ -116,7 +113,7 @@ class RemoteSink:
 
 @dataclass(frozen=True)
 class Leader:
-    """The node that leads, where its agent is reached, and its name."""
+    """The leading node, its agent's address and its name."""
 
     node: str = ""
     peer: str = ""
@@ -124,7 +121,7 @@ class Leader:
 
 
 class LogShipper:
-    """Made before the first event; `open` it once this node has joined."""
+    """Ships events. Create it before the first event; `open` it once this node has joined."""
 
     def __init__(
         self,
@@ -141,16 +138,16 @@ class LogShipper:
         self._on_leader = on_leader
         self._collector = collector
         self._recent: deque[Record] = deque(maxlen=RECENT)
-        #: The time of the last record that is in the file only.
+        #: The time of the last record that is only in the file.
         self._floor = float("-inf")
         self._backend: RendezvousBackend | None = None
         #: Nodes of the world; 0 before the first.
         self._nodes = 0
-        #: Who leads, and the conversation with it.
+        #: The leader, and the task that ships to it.
         self._leader = Leader()
         self._talk: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
-        #: A world has begun; there are records to tell; there are none; no time is to be lost.
+        #: A world has begun; there are records to ship; all are shipped; ship without delay.
         self._turned = asyncio.Event()
         self._news = asyncio.Event()
         self._told = asyncio.Event()
@@ -166,32 +163,32 @@ class LogShipper:
 
     @property
     def leads(self) -> bool | None:
-        """Whether this node is the one that is told; None: it does not know who is."""
+        """True if this node collects the events; None: it does not know who leads."""
         return self._leader.node == self._node if self._leader.node else None
 
     def open(self, backend: RendezvousBackend) -> None:
-        """Be there for other nodes, and look for the leader when there is a world."""
+        """Collect events of other nodes, and look for the leader when there is a world."""
         self._backend = backend
         backend.serve(frames.EVENTS, self._collector.admit)
         self._looking = self._start(keep_up(self._look, "event-shipping", logger.warning))
 
     def turn_to(self, nodes: int, host: str = "") -> None:
-        """A world of so many nodes begins; `host` has the store and leads, where that is known.
+        """Start of a world of `nodes` nodes; `host` has the store and leads, if that is known.
 
-        Then nobody needs to ask who leads: thousands would, of who has a world to form.
+        Then no node asks for the leader: thousands would, while it forms a world.
         """
         self._nodes = max(nodes, 1)
-        if not (host and host == self._leader.node and self._is_talking):
+        if not (host and host == self._leader.node and self._is_shipping):
             self._turned.set()
 
     async def last_words(self, seconds: float) -> None:
-        """This node goes: tell what is left, within some seconds."""
+        """Ship the rest before this node ends, within `seconds`."""
         if self._looking is not None and self._nodes:
             self._hurry.set()
             await _first_of(seconds, self._told.wait(), self._looking)
 
     async def close(self) -> None:
-        """Tell nothing more."""
+        """Ship nothing more."""
         for task in (self._looking, self._talk):
             if task is not None:
                 task.cancel()
@@ -200,11 +197,11 @@ class LogShipper:
     # --- whom ------------------------------------------------------------------------------------
 
     async def _look(self) -> None:
-        """Find out who leads whenever that may have changed, and talk to it."""
+        """Find the leader whenever it may have changed, and ship to it."""
         while True:
             await self._until_it_is_time()
             leader = await self._find()
-            if leader is not None and (leader != self._leader or not self._is_talking):
+            if leader is not None and (leader != self._leader or not self._is_shipping):
                 await self._turn_to_leader(leader)
             if self._hurry.is_set():
                 if self._talk is not None:
@@ -212,8 +209,8 @@ class LogShipper:
                 return
 
     async def _until_it_is_time(self) -> None:
-        limit = LOOK_AGAIN if self._is_talking else TRY_AGAIN
-        talk = [self._talk] if self._talk is not None and self._is_talking else []
+        limit = LOOK_AGAIN if self._is_shipping else TRY_AGAIN
+        talk = [self._talk] if self._talk is not None and self._is_shipping else []
         await _first_of(
             limit if self._nodes else None, self._turned.wait(), self._hurry.wait(), *talk
         )
@@ -222,23 +219,23 @@ class LogShipper:
         await _first_of(pause, self._hurry.wait())
 
     @property
-    def _is_talking(self) -> bool:
+    def _is_shipping(self) -> bool:
         return self._talk is not None and not self._talk.done()
 
     async def _find(self) -> Leader | None:
-        """The node that leads; None while nobody does."""
+        """The leader; None if there is none."""
         assert self._backend is not None
         try:
             node = str((await self._stored(LEADER_KEY)).get("node", ""))
             member = await self._stored(MEMBER_PREFIX + node) if node else {}
         except RendezvousError as error:
-            logger.debug("who leads cannot be found out: %s", error)
+            logger.debug("cannot find the leader: %s", error)
             return None
         leader = Leader(node, str(member.get("peer", "")), str(member.get("name", "")))
         return leader if leader.peer else None
 
     async def _stored(self, key: str) -> Mapping[str, Any]:
-        """What is in the store; nothing if it is not there."""
+        """The value in the store; empty if there is none."""
         assert self._backend is not None
         item = (await self._backend.store.get(key)).items.get(key)
         return item.value if item is not None else {}
@@ -250,23 +247,23 @@ class LogShipper:
         if leader.node not in (self._node, self._leader.node):
             self._on_leader(leader.name)
         self._leader = leader
-        self._talk = self._start(self._talk_to(leader.node, leader.peer))
+        self._talk = self._start(self._ship_to(leader.node, leader.peer))
 
     # --- what ------------------------------------------------------------------------------------
 
-    async def _talk_to(self, node: str, peer: str) -> None:
-        """Tell a leader everything it lacks, as long as it listens."""
+    async def _ship_to(self, node: str, peer: str) -> None:
+        """Ship a leader everything it lacks, as long as it takes it."""
         try:
             if node == self._node:
-                await self._tell(LocalSink(self._collector, node, self._clock), leads=True)
+                await self._ship(LocalSink(self._collector, node, self._clock), leads=True)
                 return
             link = await self._call(peer)
             try:
-                await self._tell(RemoteSink(link, self._node), leads=False)
+                await self._ship(RemoteSink(link, self._node), leads=False)
             finally:
                 link.abort()
-        except _UNHEARD as error:
-            logger.debug("the leader at %s is told nothing: %r", peer, error)
+        except _NOT_REACHED as error:
+            logger.debug("cannot ship events to the leader at %s: %r", peer, error)
         except Exception as error:  # `_look` begins again
             with observing("Shipping events to the leader"):
                 raise error
@@ -274,50 +271,50 @@ class LogShipper:
     async def _call(self, peer: str) -> Link:
         assert self._backend is not None
         place = Endpoint.at(peer, self._job, self._backend.credentials)
-        link, answer = await knock(place, purpose=frames.EVENTS, timeout=CALL)
+        link, answer = await knock(place, purpose=frames.EVENTS, timeout=CONNECT_LIMIT)
         if not isinstance(answer, frames.Welcome):
             link.abort()
-            raise ConnectionError("it is not what it should be")
+            raise ConnectionError("the peer did not answer as a torchelastic agent")
         return link
 
-    async def _tell(self, ear: Sink, *, leads: bool) -> None:
+    async def _ship(self, sink: Sink, *, leads: bool) -> None:
         offset, upto = Offset(), NOTHING
-        for _ in range(GREETINGS):
+        for _ in range(CLOCK_SAMPLES):
             sent = self._clock.now()
-            heard = await ear.begin()
-            offset.note(sent, heard.at)
-            # Later than now: it is by the clock of an agent from before this machine was booted.
-            upto = heard.upto if heard.upto <= sent else NOTHING
-        while not ear.ended.done():
+            answer = await sink.begin()
+            offset.note(sent, answer.at)
+            # A later time comes from the clock of an agent before this machine rebooted.
+            upto = answer.upto if answer.upto <= sent else NOTHING
+        while not sink.ended.done():
             self._news.clear()
-            upto = await self._tell_rest(ear, offset, upto, leads=leads)
+            upto = await self._ship_rest(sink, offset, upto, leads=leads)
             if not self._news.is_set():
                 self._told.set()
-            await _first_of(None, self._news.wait(), ear.ended)
-            await _first_of(linger(self._nodes), self._hurry.wait(), ear.ended)
+            await _first_of(None, self._news.wait(), sink.ended)
+            await _first_of(linger(self._nodes), self._hurry.wait(), sink.ended)
 
-    async def _tell_rest(self, ear: Sink, offset: Offset, upto: float, *, leads: bool) -> float:
-        """All that is later than `upto`; returns up to where everything was told."""
+    async def _ship_rest(self, sink: Sink, offset: Offset, upto: float, *, leads: bool) -> float:
+        """Ship all records later than `upto`; return the time up to which all are shipped."""
         while upto < self._floor:
             behind, floor = _later_than(upto, self._path), self._floor
             while records := await asyncio.to_thread(_some, behind):
-                upto = await self._tell_all(ear, offset, records, leads=leads)
-            # What the file lacks, for want of room on the disk, is lost.
+                upto = await self._ship_all(sink, offset, records, leads=leads)
+            # Records that the file lacks (the disk was full) are lost.
             upto = max(upto, floor)
         while records := [record for record in self._recent if record.mono > upto]:
-            upto = await self._tell_all(ear, offset, records, leads=leads)
+            upto = await self._ship_all(sink, offset, records, leads=leads)
         return upto
 
-    async def _tell_all(
-        self, ear: Sink, offset: Offset, records: Sequence[Record], *, leads: bool
+    async def _ship_all(
+        self, sink: Sink, offset: Offset, records: Sequence[Record], *, leads: bool
     ) -> float:
         upto = 0.0
         while records:
-            upto, lines = portion(records, offset, self._nodes, leads=leads)
+            upto, lines = next_batch(records, offset, self._nodes, leads=leads)
             if lines:
                 sent = self._clock.now()
-                heard = await ear.take(lines, upto)
-                offset.note(sent, heard.at)
+                answer = await sink.take(lines, upto)
+                offset.note(sent, answer.at)
             records = [record for record in records if record.mono > upto]
         return upto
 
@@ -332,21 +329,21 @@ def _later_than(upto: float, path: Path) -> Iterator[Record]:
 
 
 def _some(records: Iterator[Record]) -> list[Record]:
-    """The next of them; none where the file cannot be read any further: what is recent is told."""
+    """The next records; none if the file cannot be read any further."""
     try:
         return list(islice(records, RECENT))
     except OSError as error:
-        logger.debug("what is in the file only is not told: %s", error)
+        logger.debug("cannot read older events to ship: %s", error)
         return []
 
 
 def _ended(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (bug := task.exception()) is not None:
-        logger.error("Events are not told to the leader any more.", exc_info=bug)
+        logger.error("Shipping events to the leader has stopped.", exc_info=bug)
 
 
 async def _first_of(seconds: float | None, *waited_for: Awaitable[object]) -> None:
-    """Wait until one of them is done, but no longer than that."""
+    """Wait until one of them is done, at most `seconds`."""
     given = [one for one in waited_for if isinstance(one, asyncio.Future)]
     made = [asyncio.ensure_future(one) for one in waited_for if not isinstance(one, asyncio.Future)]
     try:

@@ -1,7 +1,7 @@
-"""The leader's eye on who is slow: what all nodes tell goes in, what is said and done comes out.
+"""The straggler watch: reads the events of all nodes, reports stragglers and has them replaced.
 
-Every agent has one; it sees something where the lines of all nodes come together (`collector`), or,
-in a job of one node, where that node's events do. Who is slow is for `events.stragglers` to say.
+Every agent has one; it gets events on the leader, which collects those of all nodes (`collector`),
+or in a job of one node. `events.analysis.stragglers` decides which rank is slow.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torchelastic.events.log import EventLog
 from torchelastic.events.record import Record
 from torchelastic.events.types import Joined, Progress, Straggler
 
-#: How a line begins that has something to say here: with its type, after its version.
+#: Relevant lines have one of these types near their beginning, after the version.
 _BEGINNING = 48
 _TYPES = tuple(f'"type":"{event.type}"'.encode() for event in (Progress, Joined))
 
 
 class StragglerWatch:
-    """Of one generation after the other."""
+    """Watches one generation after the other."""
 
     def __init__(
         self,
@@ -29,26 +29,26 @@ class StragglerWatch:
         say: Callable[[int, Sequence[Straggler]], None],
         replace: Callable[[int, Set[str]], None] | None,
     ) -> None:
-        """`say` is told of a generation's stragglers, `replace` of the nodes that have any."""
+        """`say` receives a generation's stragglers, `replace` the nodes that have any."""
         self._stragglers = Stragglers(threshold)
         self._say, self._replace = say, replace
         #: Names of nodes by the ids of their agents.
         self._names: dict[str, str] = {}
 
     def turn_to(self, generation: int, size: int) -> None:
-        """A world begins, with so many workers."""
+        """Start of a world of `size` workers."""
         if generation > self._stragglers.generation:
             self._stragglers.turn_to(generation, size)
 
     def sum_up(self, before: int) -> None:
-        """Generations before this one are over: say what the stragglers of the last have cost in
-        all, if it is more than was said. Once: a job may wait for hours, and says that again."""
+        """Report the total cost of the stragglers in generations before `before`, once, if it is
+        more than was reported."""
         generation = self._stragglers.generation
         if generation < before:
             self._tell(generation, self._stragglers.sum_up())
 
     def follow(self, log: EventLog) -> None:
-        """In a job of one node its own log is the whole story."""
+        """Follow the log of the only node."""
         loop = asyncio.get_running_loop()
 
         def take(record: Record) -> None:
@@ -56,12 +56,12 @@ class StragglerWatch:
                 self._take(record)
 
         def later(record: Record) -> None:
-            loop.call_soon(take, record)  # what is said of it comes behind it in the log
+            loop.call_soon(take, record)  # so that the report follows it in the log
 
         log.listen(later)
 
-    def heard(self, lines: bytes) -> None:
-        """Lines of a node's log, as the leader gathers them."""
+    def take_lines(self, lines: bytes) -> None:
+        """Take lines of a node's log, as the leader collects them."""
         for line in lines.splitlines():
             beginning = line[:_BEGINNING]
             if any(kind in beginning for kind in _TYPES) and (record := Record.parse(line)):

@@ -1,8 +1,8 @@
-"""torch's own timers, for scripts that use those: requests by a named pipe.
+"""Support for torch's own timers: scripts send requests through a named pipe.
 
 As under torchrun, with TORCHELASTIC_ENABLE_FILE_TIMER=1: workers find the pipe's path in
-TORCHELASTIC_TIMER_FILE and give it to torch's `FileTimerClient`. What expires is treated as ours
-is, and ends the worker alone: torchrun ends the agent as well.
+TORCHELASTIC_TIMER_FILE and give it to torch's `FileTimerClient`. An expired timer is treated as
+ours are and ends only the worker; torchrun ends the agent as well.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torchelastic.timer.timer_table import Timer, printable
 logger = logging.getLogger(__name__)
 
 #: Bytes read at a time.
-_READ = 1 << 16
-#: Timers at once, of all workers: beyond that somebody makes up scopes.
-MOST = 10_000
+_READ_BYTES = 1 << 16
+#: Timers of all workers at once; more are ignored.
+MOST_TIMERS = 10_000
 
 
 class FileTimers:
-    """The timers that workers have asked for by the pipe."""
+    """The timers that workers have requested through the pipe."""
 
     ENABLED, VARIABLE = "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_TIMER_FILE"
 
@@ -39,7 +39,8 @@ class FileTimers:
             self._pipe = open_pipe(path)
         except OSError as error:
             raise ConfigError(
-                f"{self.VARIABLE}={path} cannot be a pipe ({error.strerror}): name another file."
+                f"{self.VARIABLE}={path} cannot be used as a named pipe ({error.strerror}): "
+                "choose another path."
             ) from error
 
     @classmethod
@@ -53,7 +54,7 @@ class FileTimers:
         """Take requests from now on."""
 
         def hear() -> None:
-            self._take(os.read(self._pipe, _READ), time.time(), time.monotonic())
+            self._take(os.read(self._pipe, _READ_BYTES), time.time(), time.monotonic())
             on_request()
 
         asyncio.get_running_loop().add_reader(self._pipe, hear)
@@ -63,12 +64,12 @@ class FileTimers:
         return [timer for (owner, _), timer in self._timers.items() if owner == pid]
 
     def forget(self, pid: int) -> None:
-        """This worker is being ended."""
+        """Drop the timers of a worker that is being ended."""
         for key in [key for key in self._timers if key[0] == pid]:
             del self._timers[key]
 
     def keep(self, pids: Collection[int]) -> None:
-        """Forget the timers of all others: they have ended, or are no workers."""
+        """Drop the timers of all other processes: they ended, or are not workers."""
         for key in [key for key in self._timers if key[0] not in pids]:
             del self._timers[key]
 
@@ -83,15 +84,15 @@ class FileTimers:
         for line in lines:
             asked = parse(line)
             if asked is None:
-                logger.debug("%s has something unreadable", self.path)
+                logger.debug("%s: ignored an unreadable request", self.path)
             else:
                 self._note(asked, wall, now)
 
     def _note(self, asked: FileTimerRequest, wall: float, now: float) -> None:
-        """What torch says by the wall clock counts by ours from here on."""
+        """Set or cancel a timer; torch's wall-clock time becomes monotonic time here."""
         key = (asked.worker_pid, asked.scope_id)
         after = max(0.0, asked.expiration_time - wall)
         if asked.expiration_time < 0 or asked.signal <= 0:
             self._timers.pop(key, None)
-        elif len(self._timers) < MOST or key in self._timers:
+        elif len(self._timers) < MOST_TIMERS or key in self._timers:
             self._timers[key] = Timer(-1, now + after, round(after, 3), printable(asked.scope_id))

@@ -1,4 +1,4 @@
-"""What is found out and told of a hang, once for all workers that hang together."""
+"""The report of a hang, made once for all workers that hang together."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torchelastic.events.analysis.hangs import Judgement, event_of, judge
 
 logger = logging.getLogger(__name__)
 
-#: Seconds for which what was found is not looked for again.
+#: Seconds for which the last findings are reused.
 FRESH = 5.0
 
 
 class HangReport:
-    """Looks at all ranks of the world, while there is still time, and tells what it saw."""
+    """Looks at all ranks of the world before one is killed, and reports the findings."""
 
     def __init__(
         self,
@@ -31,33 +31,33 @@ class HangReport:
         self._told: Found | None = None
 
     def begin(self) -> asyncio.Task[Found]:
-        """Look now, if that has not been done just before."""
+        """Start looking, unless that has just been done."""
         if self._looking is None or time.monotonic() - self._began > FRESH:
             self._began = time.monotonic()
             self._looking = asyncio.ensure_future(self._look_safely())
         return self._looking
 
     async def _look_safely(self) -> Found:
-        """Who only looks never ends the job: those who wait for this would."""
+        """Look; an error here must not end the job."""
         try:
             return await self._look()
         except Exception:
-            logger.exception("What the ranks do could not be looked at.")
+            logger.exception("Could not find out what the ranks are doing.")
             return Found()
 
     async def found(self, generation: int) -> Found:
-        """What was seen of this world; in seconds, since nobody who looks waits longer."""
+        """Return the findings for this world, within seconds."""
         found = await asyncio.shield(self.begin())
         if found.generation >= generation:
             return found
-        self._looking = None  # what is fresh is of the world before
+        self._looking = None  # the last findings are from an earlier world
         return await asyncio.shield(self.begin())
 
     def judge(self, found: Found) -> Judgement:
         return judge(found.doings, found.unheard)
 
     def tell(self, found: Found) -> None:
-        """Write it down, once."""
+        """Report the findings, once."""
         if found is not self._told and found.doings:
             self._told = found
             self._tell(found.generation, event_of(found.doings, found.unheard))

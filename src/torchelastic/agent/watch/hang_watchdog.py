@@ -1,9 +1,9 @@
-"""Who hangs: a worker that makes no progress for too long, or is not freed when its world is over.
+"""The hang watchdog: finds workers that make no progress, or do not leave a world that is over.
 
-When one worker hangs, all of its world stand still, waiting for it. So a worker whose time is up is
-asked before it is judged: one that waits for others is innocent; one that does not answer, or does
-something of its own, is the cause. It is killed, and treated as lost. One that alone has the state
-when its world is over is waited for (`last_copy`).
+When one worker hangs, its whole world waits for it. So a worker whose time is up is asked what it
+does: if it waits for others, it is innocent; if it does not answer or is busy elsewhere, it is the
+cause. It is killed and treated as lost. A worker that has the only copy of the state when its world
+is over gets more time (`last_copy`).
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from torchelastic.worker import orders
 
 logger = logging.getLogger(__name__)
 
-#: Where no limit is given: ten times the longest step, and no less than ten minutes. (Seconds.)
+#: The limit where none is given: ten times the longest step, at least 600 seconds.
 LEARNED_FACTOR, LEARNED_FLOOR = 10.0, 600.0
-#: The way into a world and its first step build, load and compile things: each may take so many
-#: times the limit. Not in a process that is frozen: it does nothing of all that.
+#: Entering a world and its first step build, load and compile things: the limit of each is this
+#: many times longer. Not for a frozen process.
 FIRST_STEP_FACTOR = 10.0
-#: How long before its time is up a worker is asked, and what all ranks do is looked at.
+#: Seconds before its time is up that a worker is asked, and all ranks are looked at.
 BEFOREHAND = 0.3
-#: How long a worker has for an answer.
+#: Seconds a worker has to answer.
 ANSWER = 0.05
-#: How long after "the generation is over" a worker that waits for others must be free.
+#: Seconds after "the generation is over" in which a worker that waits for others must be free.
 FREED = 0.1
-#: How long to wait for who alone has the state, where no limit is given.
+#: Seconds to wait for the only copy of the state, where no limit is given.
 PATIENCE = 600.0
-#: Where all wait and nobody is ended for it, that is told after so many times the limit.
+#: A hang in which all ranks wait is reported after this many times the limit; no rank is killed.
 ALL_WAIT = 2.0
-#: How often to look where there is nothing to wait for.
+#: Seconds between two looks.
 LOOK = 1.0
-#: How long a replacement leaves the processors to survivors of a failure, and how often to look.
+#: Seconds a replacement leaves the CPU to survivors of a failure, and between two looks.
 RECOVERY, RECOVERY_LOOK = 1.0, 0.01
 
 Doing = Literal["waiting", "stuck", "working", "silent", "frozen"]
@@ -51,21 +51,21 @@ Doing = Literal["waiting", "stuck", "working", "silent", "frozen"]
 
 @dataclass
 class Pace:
-    """How one worker has been getting on."""
+    """The progress of one worker."""
 
     generation: int = -1
     first_step: int = -1
     step: int = -1
     entered_at: float = 0.0
-    #: The world it is on its way into, since `entered_at`; -1: none, it is in a step.
+    #: The generation it has been entering since `entered_at`; -1: it is in a step.
     entering: int = -1
     longest: float = 0.0
     steps: int = 0
-    #: What was told of its hanging there; empty: nothing yet.
+    #: The report about its hang there; empty: none yet.
     told: str = ""
 
     def saw(self, generation: int, step: int, at: float, first: int) -> None:
-        """It has entered a step; the generation's first one need not have been seen."""
+        """Note the step it has entered; `first` is the generation's first step."""
         self.first_step = first
         if generation != self.generation:
             self.generation, self.steps = generation, 0
@@ -77,19 +77,19 @@ class Pace:
         self.step, self.entered_at, self.entering = step, at, -1
 
     def set_out(self, generation: int, at: float) -> None:
-        """It was told to enter a world, and is in no step of that yet."""
+        """Note that it was told to enter a world and has not entered a step there."""
         if (generation, at) != (self.entering, self.entered_at):
             self.told = ""
         self.entering, self.entered_at = generation, at
 
     def words(self, now: float) -> str:
-        """For how long it has not got on. At which step is told with every failure."""
+        """Describe how long it has made no progress. Every failure names the step."""
         way = f" on the way into generation {self.entering}" if self.entering >= 0 else ""
         return f"no progress for {now - self.entered_at:.1f} s{way}"
 
 
 def limit_for(pace: Pace, given: float | None, *, frozen: bool = False) -> float | None:
-    """Seconds that what a worker is in may take, a step or the way to it; None: any time."""
+    """Seconds the worker's step, or its way into the world, may take; None: no limit."""
     if given == 0:
         return None
     learned = max(LEARNED_FLOOR, LEARNED_FACTOR * pace.longest)
@@ -99,36 +99,36 @@ def limit_for(pace: Pace, given: float | None, *, frozen: bool = False) -> float
 
 
 def verdict(doing: Doing, stack: str, missing: str) -> str:
-    """What one that hangs is doing, and who waits for it, where somebody does (`missing`)."""
+    """Describe what a hung worker does, and which ranks wait for it (`missing`)."""
     at = where(stack)
-    if doing == "frozen":  # which is said of who is missing, too
+    if doing == "frozen":  # `missing` says so, too
         return missing or "it is frozen (stopped by a signal or a debugger)"
     if doing == "silent":
         does = f"it does not answer{f', in {at}' if at else ''}"
     else:
-        does = f"it is in {at}" if at else "it does something of its own"
+        does = f"it is in {at}" if at else "it is busy outside any collective"
     return f"{does}; {missing}" if missing else does
 
 
 @dataclass
 class HangWatchdog:
-    """Watches the resident workers of one node."""
+    """The hang watchdog of one node's resident workers."""
 
     workers: WorkerPool
     report: HangReport
     #: `--progress-timeout`: seconds, 0 for none, None to learn it.
     limit: float | None = None
-    #: Whether another node can go on after a generation; and who is told what is waited for.
+    #: Asks whether another node can go on after a generation; and logs what the job waits for.
     others_can_go_on: Callable[[int], Awaitable[bool]] | None = None
     say: Callable[[str], None] = logger.warning
     _paces: dict[int, Pace] = field(default_factory=dict)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    async def run(self, crew: Callable[[], InProcessState]) -> None:
-        """For as long as the agent runs."""
+    async def run(self, state: Callable[[], InProcessState]) -> None:
+        """Watch for as long as the agent runs."""
         try:
             while True:
-                training = crew().having(Status.TRAINING)
+                training = state().having(Status.TRAINING)
                 due = [at for rank in training if (at := await self._look(rank)) is not None]
                 await asyncio.sleep(min(max(0.0, min(due, default=LOOK)), LOOK))
         except asyncio.CancelledError:
@@ -137,7 +137,7 @@ class HangWatchdog:
             raise
 
     async def _look(self, local_rank: int) -> float | None:
-        """Judge one worker if it is time; returns in how many seconds to look again."""
+        """Judge one worker if its time is up; return the seconds until the next look."""
         left = self._time_left(local_rank)
         if left is None or left > BEFOREHAND:
             return None if left is None else left - BEFOREHAND
@@ -152,13 +152,13 @@ class HangWatchdog:
         return None
 
     async def _end(self, local_rank: int, doing: Doing) -> None:
-        """Its time is up: tell what all ranks do, and kill it."""
+        """Report what all ranks do, and kill the worker."""
         found = await self.report.found(self.workers.generation(local_rank))
         if doing == "silent":  # a busy machine may have kept its thread from answering
             doing = await self._ask(local_rank)
         left = self._time_left(local_rank)
         if left is None or left > 0 or doing in ("waiting", "stuck"):
-            return  # it has got on meanwhile, or waits for others
+            return  # it has made progress, or waits for others
         rank, stack, missing = self.workers.rank(local_rank), NOTHING, ""
         with observing("Explaining a hang"):
             self.report.tell(found)
@@ -170,7 +170,7 @@ class HangWatchdog:
         self.workers.kill(local_rank, f"{since}: {does}", stack)
 
     async def _tell_if_all_wait(self, local_rank: int) -> None:
-        """Nobody hangs, and yet nothing goes on: the agent of the first rank says so, once."""
+        """Report, once and by the agent of rank 0, that all ranks wait and none is missing."""
         pace = self._paces[local_rank]
         limit = limit_for(pace, self.limit)
         late = limit is not None and time.monotonic() > pace.entered_at + ALL_WAIT * limit
@@ -194,20 +194,20 @@ class HangWatchdog:
         elif (since := self.workers.entering_since(local_rank)) is not None:
             pace.set_out(generation, since)
         else:
-            return None  # it has told that it does not go there
+            return None  # it has reported that it does not enter
         limit = limit_for(pace, self.limit, frozen=is_frozen(pid))
         return None if limit is None else pace.entered_at + limit - time.monotonic()
 
-    async def recovered(self, crew: Callable[[], InProcessState]) -> None:
-        """Until a worker here has committed a step in a later world, or none can be formed yet."""
-        failed = crew().generation
+    async def recovered(self, state: Callable[[], InProcessState]) -> None:
+        """Wait until a worker here has committed a step in a later world, or none can form yet."""
+        failed = state().generation
         begun: int | None = None
         deadline = time.monotonic() + RECOVERY
         while time.monotonic() < deadline:
-            state = crew()
-            if state.world is not None and state.world.phase == "waiting":
+            now = state()
+            if now.world is not None and now.world.phase == "waiting":
                 return
-            for local_rank in state.having(Status.TRAINING):
+            for local_rank in now.having(Status.TRAINING):
                 generation, step, _ = self.workers.progress(local_rank) or (-1, -1, 0.0)
                 if generation > failed and begun is not None and step > begun:
                     return
@@ -218,9 +218,9 @@ class HangWatchdog:
     # --- the last resort -------------------------------------------------------------------------
 
     def told_over(self, local_rank: int, *, finished: bool = False) -> None:
-        """The worker was told that its generation is over: it must be free in no time.
+        """Check that a worker leaves a generation that is over; kill it if it does not.
 
-        With `finished` so is the training, and no world goes on from its state.
+        With `finished` the training is done, and no world goes on from its state.
         """
         seeing = self._see_freed(local_rank, finished)
         task = asyncio.create_task(seeing, name="see-freed")
@@ -232,7 +232,7 @@ class HangWatchdog:
         began, pause, stuck, said = time.monotonic(), FREED, 0, False
 
         def is_there() -> bool:
-            """Whether the process lives, and is still in that world."""
+            """True if the process lives and is still in that world."""
             here = self.workers.pid(local_rank), self.workers.generation(local_rank)
             return here == (pid, generation) and not self.workers.has_stopped(local_rank)
 
@@ -242,7 +242,7 @@ class HangWatchdog:
                 return
             doing = await self._ask(local_rank)
             waited = time.monotonic() - began
-            # Twice: on a busy machine the thread that was freed may not have run yet.
+            # Twice: on a busy machine the freed thread may not have run yet.
             stuck += doing == "stuck"
             if doing != "frozen" and stuck < 2:
                 continue
@@ -253,7 +253,7 @@ class HangWatchdog:
                 why = f"not free {waited * 1000:.0f} ms after its world was over ({doing})"
                 self.workers.kill(local_rank, why, over=True)
                 return
-            if waited >= LOOK:  # until then the others may only not be ready yet
+            if waited >= LOOK:  # before that, others may just not be ready yet
                 said = said or self._say_waiting(local_rank, doing, pid)
                 pause = LOOK
 
@@ -272,16 +272,16 @@ class HangWatchdog:
         return limit_for(pace, self.limit, frozen=True) or PATIENCE
 
     def _say_waiting(self, local_rank: int, doing: Doing, pid: int) -> bool:
-        step = self._copy(local_rank).step
-        wake = f" To wake it: kill -CONT {pid}." if doing == "frozen" else ""
+        step, limit = self._copy(local_rank).step, self._patience(local_rank)
+        wake = f" To resume it: kill -CONT {pid}." if doing == "frozen" else ""
         self.say(
-            f"Rank {self.workers.rank(local_rank)} is {doing} and alone has the state after "
-            f"{step} steps: the job waits for it, at most {self._patience(local_rank):g} s.{wake}"
+            f"Rank {self.workers.rank(local_rank)} is {doing} and has the only copy of the state "
+            f"after {step} steps: the job waits for it, at most {limit:g} s.{wake}"
         )
         return True
 
     def can_go_on(self, generation: int) -> bool:
-        """Whether a worker here has the state of a generation that is over, and is free."""
+        """True if a worker here has the state of a generation that is over, and is free."""
         return any(is_usable(self._copy(rank), generation) for rank in self.workers.alive)
 
     def _copy(self, local_rank: int) -> Copy:
@@ -298,7 +298,7 @@ class HangWatchdog:
     # --- asking ----------------------------------------------------------------------------------
 
     async def _ask(self, local_rank: int) -> Doing:
-        """What a worker is doing."""
+        """Ask a worker what it is doing."""
         if is_frozen(self.workers.pid(local_rank)):
             return "frozen"
         pong = await answered(self.workers, local_rank, ANSWER)

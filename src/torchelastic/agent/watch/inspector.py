@@ -1,4 +1,4 @@
-"""What every rank of the world is doing: this node's workers, and those of the other agents.
+"""The inspector: finds out what every rank of the world does, here and on other nodes.
 
     agent                                   every other agent of the world
     which generation                   ->
@@ -43,12 +43,12 @@ MOST_NODES, AT_A_TIME = 512, 64
 #: Bytes of an answer.
 ANSWER = 1 << 20
 #: Agents that are connected at a time, to ask. Each has as long as it waits for an answer.
-MOST_VISITORS = 64
+MOST_PEERS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Which(Message):
-    """Asks what ranks do."""
+    """Asks what the ranks of a node are doing."""
 
     kind = "which"
     generation: int
@@ -64,7 +64,7 @@ class These(Message):
 
 @dataclass(frozen=True, slots=True)
 class CanGoOn(Message):
-    """Asks whether a rank has the state of a generation that is over, and is free."""
+    """Asks for a rank that has the state of a past generation and is free."""
 
     kind = "can-go-on"
     generation: int
@@ -83,16 +83,16 @@ ASKED, TOLD = by_kind(Which, CanGoOn), by_kind(These, GoesOn)
 
 @dataclass(frozen=True)
 class Found:
-    """What is known of a world's ranks."""
+    """The findings about a world's ranks."""
 
     generation: int = -1
     doings: tuple[Doing, ...] = ()
-    #: Names of the nodes that did not answer, and how many are not known by name.
+    #: Names of the nodes that did not answer, and the number of unnamed ones.
     unheard: tuple[str, ...] = field(default=())
 
 
 class Watched(Protocol):
-    """What is needed of `agent.workers.Workers`, beside what stacks need."""
+    """The part of `WorkerPool` used here, beside what `Stacks` uses."""
 
     @property
     def alive(self) -> tuple[int, ...]: ...
@@ -101,7 +101,7 @@ class Watched(Protocol):
 
 
 class Inspector:
-    """One for each agent; `open` it once the node has joined."""
+    """Finds out what ranks do, here and on other nodes; `open` it once the node has joined."""
 
     def __init__(
         self,
@@ -113,12 +113,12 @@ class Inspector:
         world: Callable[[], World | None],
         can_go_on: Callable[[int], bool] = lambda generation: False,
     ) -> None:
-        """`can_go_on` tells of this node what `CanGoOn` asks."""
+        """`can_go_on` answers `CanGoOn` for this node."""
         self._workers, self._stacks = workers, stacks
         self._node, self._job, self._world = node, job, world
         self._can_go_on = can_go_on
         self._backend: RendezvousBackend | None = None
-        self._visitors: set[Link] = set()
+        self._peers: set[Link] = set()
         self._answers: set[asyncio.Task[None]] = set()
 
     def open(self, backend: RendezvousBackend) -> None:
@@ -127,8 +127,8 @@ class Inspector:
         backend.serve(frames.DOINGS, self._admit)
 
     async def close(self) -> None:
-        """Answer nobody any more."""
-        for link in self._visitors:
+        """Stop answering."""
+        for link in self._peers:
             link.abort()
         for task in self._answers:
             task.cancel()
@@ -138,7 +138,7 @@ class Inspector:
     # --- here ------------------------------------------------------------------------------------
 
     async def here(self, generation: int) -> list[Doing]:
-        """What this node's ranks do."""
+        """Return what this node's ranks are doing."""
         shown = {rank: self._workers.doing(rank, generation) for rank in self._workers.alive}
         known = {local: doing for local, doing in shown.items() if doing is not None}
         reading = {
@@ -156,7 +156,7 @@ class Inspector:
     # --- everywhere ------------------------------------------------------------------------------
 
     async def everywhere(self) -> Found:
-        """What all ranks of the present world do."""
+        """Return what all ranks of the current world are doing."""
         world = self._world()
         if world is None:
             return Found()
@@ -175,7 +175,7 @@ class Inspector:
         return Found(world.generation, ranks, tuple(silent))
 
     async def others_can_go_on(self, generation: int) -> bool:
-        """Whether a rank on another node has the state of a generation, and is free to go on."""
+        """True if a rank on another node has the state of a generation and is free to go on."""
         world, turn = self._world(), asyncio.Semaphore(AT_A_TIME)
         nodes = world.nodes if world is not None else ()
         pending = {
@@ -204,20 +204,20 @@ class Inspector:
     async def _there(
         self, item: WorldNode, generation: int, turn: asyncio.Semaphore
     ) -> list[Doing]:
-        """What the ranks of another node do."""
+        """Return what the ranks of another node are doing."""
         async with turn:
             _, lines = await self._ask(item.peer, Which(generation))
             return [Doing.from_json(json.loads(line)) for line in lines.splitlines()]
 
     async def _ask(self, peer: str, question: Message) -> tuple[Message, bytes]:
-        """The answer, and what follows it."""
+        """Return the answer, and the bytes that follow it."""
         if self._backend is None or not peer:
-            raise ConnectionError("it cannot be reached")
+            raise ConnectionError("the agent has no known address")
         place = Endpoint.at(peer, self._job, self._backend.credentials)
         link, answer = await knock(place, purpose=frames.DOINGS, timeout=THERE)
         try:
             if not isinstance(answer, frames.Welcome):
-                raise ConnectionError("it is not what it should be")
+                raise ConnectionError("the peer did not answer as a torchelastic agent")
             link.send(question)
             head, _, lines = (await link.next_frame()).partition(b"\n")
             return frames.parse(head, TOLD), lines
@@ -227,17 +227,17 @@ class Inspector:
     # --- answering -------------------------------------------------------------------------------
 
     def _admit(self, link: Link, hello: frames.Hello) -> None:
-        """Take a connection from the reception."""
-        if len(self._visitors) >= MOST_VISITORS:
-            link.send(frames.Refusal("This agent is asked by too many at once."))
+        """Take a connection from the listener."""
+        if len(self._peers) >= MOST_PEERS:
+            link.send(frames.Refusal("Too many agents are querying this agent at once."))
             link.close()
             return
-        self._visitors.add(link)
+        self._peers.add(link)
         leave = asyncio.get_running_loop().call_later(THERE, link.abort)
 
         def left(_: object) -> None:
             leave.cancel()
-            self._visitors.discard(link)
+            self._peers.discard(link)
 
         link.ended.add_done_callback(left)
         link.send(frames.Welcome(frames.PROTOCOL, frames.VERSION, "", False, 0))
@@ -254,7 +254,7 @@ class Inspector:
         self._answers.add(task)
         task.add_done_callback(self._answers.discard)
         link.ended.add_done_callback(lambda _: task.cancel())
-        link.deliver_to(_hear_no_more)
+        link.deliver_to(_refuse_more)
 
     async def _answer(self, link: Link, generation: int) -> None:
         try:
@@ -265,10 +265,10 @@ class Inspector:
 
 
 def lines_of(doings: Iterable[Doing]) -> bytes:
-    """One line each; without stacks where that would be too much."""
+    """One JSON line each; without stacks if that would be too long."""
     lines = [json.dumps(doing.to_json()).encode() for doing in doings]
     if sum(map(len, lines)) > ANSWER:
-        short = [replace(doing, stack="left out: too long") for doing in doings]
+        short = [replace(doing, stack="omitted: too long") for doing in doings]
         lines = [json.dumps(doing.to_json()).encode() for doing in short]
     return b"\n".join(lines)
 
@@ -277,12 +277,12 @@ def _left_out(world: World) -> int:
     return max(0, len(world.nodes) - 1 - MOST_NODES)
 
 
-def _hear_no_more(payload: bytes) -> None:
-    raise WireError("It asks again before it is answered.")
+def _refuse_more(payload: bytes) -> None:
+    raise WireError("A second query came before the answer to the first.")
 
 
 async def _outcomes(tasks: Iterable[asyncio.Task[T]], seconds: float) -> list[T | None]:
-    """What each has come to in time; None for one that has not, or has failed."""
+    """The result of each task; None for one that failed or was not done in time."""
     waited = list(tasks)
     try:
         if waited:
@@ -297,7 +297,7 @@ def _outcome(task: asyncio.Task[T]) -> T | None:
     if task.cancelled():
         return None
     if (error := task.exception()) is not None:
-        logger.debug("what %s does cannot be told: %r", task.get_name(), error)
+        logger.debug("cannot tell what %s is doing: %r", task.get_name(), error)
         return None
     return task.result()
 
@@ -312,11 +312,11 @@ def to_json(found: Found) -> dict[str, object]:
 
 
 def from_json(data: dict[str, object]) -> Found:
-    """Raises `ValueError` for what is none."""
+    """Raises `ValueError` if it is invalid."""
     doings, unheard, generation = data.get("doings"), data.get("unheard"), data.get("generation")
     if not isinstance(doings, Sequence) or not isinstance(unheard, Sequence):
-        raise ValueError("What the ranks do cannot be read.")
+        raise ValueError("The answer has no list of ranks.")
     if not isinstance(generation, int):
-        raise ValueError("What the ranks do is of no generation.")
+        raise ValueError("The answer has no generation.")
     found = tuple(Doing.from_json(one) for one in doings)
     return Found(generation, found, tuple(str(name) for name in unheard))

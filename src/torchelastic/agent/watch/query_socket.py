@@ -1,8 +1,8 @@
-"""What a user of this machine may ask an agent: over a socket that is that user's alone.
+"""The query socket: answers `torchelastic stacks` of the same user on this machine.
 
-`agent.sock` lies beside the agent's entry in the registry of jobs, in a directory and with a mode
-that let nobody else in; and whoever connects all the same is looked at. One line is asked, one
-answered, and nothing is changed by it.
+`agent.sock` lies beside the agent's entry in the job registry. Directory and file mode admit only
+that user, and the peer's user id is checked as well. A query is one line, so is the answer, and it
+changes nothing.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from torchelastic.agent.watch.inspector import Found, Inspector, from_json, to_j
 logger = logging.getLogger(__name__)
 
 SOCKET_FILE = "agent.sock"
-#: What is asked.
+#: The query.
 STACKS = b"stacks\n"
-#: Seconds an agent may take: it asks the others, which have two.
+#: Seconds an agent may take: it asks the others, which have two seconds.
 PATIENCE = 10.0
 #: Bytes of an answer.
-MOST = 64 << 20
-#: Seconds somebody has to say what it wants, and how many may at once.
-_SAY, _GUESTS = 5.0, 16
+MOST_BYTES = 64 << 20
+#: Seconds a client has to send its query, and clients at a time.
+_QUERY_LIMIT, _MOST_CLIENTS = 5.0, 16
 
 
 class QuerySocket:
     """The agent's end."""
 
-    def __init__(self, directory: Path, doings: Inspector) -> None:
+    def __init__(self, directory: Path, inspector: Inspector) -> None:
         self._path = directory / SOCKET_FILE
-        self._inspector = doings
+        self._inspector = inspector
         self._server: asyncio.AbstractServer | None = None
-        self._visitors: set[asyncio.Task[None]] = set()
+        self._clients: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Listen. A job runs without it, too: what does not work is said, and is no error."""
+        """Listen. A failure is logged, and the job runs without the socket."""
         try:
             listening = _bound(self._path)
         except OSError as error:
-            logger.warning("`torchelastic stacks` cannot ask this agent (%s).", error)
+            logger.warning("`torchelastic stacks` cannot reach this agent (%s).", error)
             return
         self._server = await asyncio.start_unix_server(self._hear, sock=listening, limit=1024)
 
@@ -54,31 +54,31 @@ class QuerySocket:
         if self._server is None:
             return
         self._server.close()
-        for task in self._visitors:
+        for task in self._clients:
             task.cancel()
-        if self._visitors:
-            await asyncio.wait(self._visitors)
+        if self._clients:
+            await asyncio.wait(self._clients)
         self._path.unlink(missing_ok=True)
 
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._visitors.add(task)
+        self._clients.add(task)
         try:
-            if len(self._visitors) <= _GUESTS and _is_ours(writer.get_extra_info("socket")):
+            if len(self._clients) <= _MOST_CLIENTS and _is_ours(writer.get_extra_info("socket")):
                 await self._answer(reader, writer)
         except (OSError, ValueError, asyncio.TimeoutError) as error:
-            logger.debug("somebody has asked in vain: %r", error)
+            logger.debug("a query failed: %r", error)
         finally:
-            self._visitors.discard(task)
+            self._clients.discard(task)
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asked = await asyncio.wait_for(reader.readline(), _SAY)
+        asked = await asyncio.wait_for(reader.readline(), _QUERY_LIMIT)
         if asked == STACKS:
             found = await self._inspector.everywhere()
             writer.write(json.dumps(to_json(found)).encode() + b"\n")
-            await asyncio.wait_for(writer.drain(), _SAY)
+            await asyncio.wait_for(writer.drain(), _QUERY_LIMIT)
 
 
 def _bound(path: Path) -> socket.socket:
@@ -96,7 +96,7 @@ def _bound(path: Path) -> socket.socket:
 
 @contextlib.contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """An address of a socket, which may have 107 bytes only, for a path of any length."""
+    """Yield a socket address, which is limited to 107 bytes, for a path of any length."""
     directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{directory}/{path.name}"
@@ -105,21 +105,21 @@ def _short(path: Path) -> Iterator[str]:
 
 
 def _is_ours(end: socket.socket) -> bool:
-    """Whether the other end is this user's, or root's."""
+    """True if the other end belongs to this user or root."""
     packed = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return struct.unpack("3i", packed)[1] in (os.geteuid(), 0)
 
 
 def ask(directory: Path) -> Found:
-    """What all ranks do, as the agent with this directory finds out; `OSError` if it cannot say."""
+    """Ask the agent of this directory what all ranks do; `OSError` if it cannot answer."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
         end.settimeout(PATIENCE)
         with _short(directory / SOCKET_FILE) as address:
             end.connect(address)
         end.sendall(STACKS)
         with end.makefile("rb") as answer:
-            line = answer.readline(MOST)
+            line = answer.readline(MOST_BYTES)
     try:
         return from_json(json.loads(line))
     except ValueError as error:
-        raise OSError(f"its answer cannot be read: {error}") from None
+        raise OSError(f"cannot parse its answer: {error}") from None

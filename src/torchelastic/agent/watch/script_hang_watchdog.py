@@ -1,12 +1,12 @@
-"""Who hangs among workers of a script: by what it commits, or else by the steps of its optimizer.
+"""The hang watchdog for scripts: watches their commits, or else the steps of their optimizers.
 
-No thread answers for such a worker, so it is judged by what all ranks of the world are doing. Ended
-is who is frozen, or missing from a collective in which others wait; and not before the limit that
-was given. A limit that is learned counts for frozen ones alone: what a script does between two
-commits, an evaluation for one, may take any time.
+No thread answers for such a worker, so it is judged by what all ranks of the world are doing. After
+`--progress-timeout` a worker is killed if it is frozen, or missing from a collective in which
+others wait. A learned limit applies to frozen workers only: what a script does between two commits,
+such as an evaluation, may take any time.
 
-Of a script that commits nothing the steps of its optimizer are known. Nobody is ended by these: it
-is told, once, who keeps the others waiting, after the limit that was given or is learned.
+Of a script that commits nothing, only optimizer steps are known. They kill no worker: the watchdog
+reports once, after the given or learned limit, which rank keeps the others waiting.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOOK = 1.0
 
 
 class Watched(Protocol):
-    """What is needed of `agent.workers.Workers`."""
+    """The part of `WorkerPool` used here."""
 
     stopping: bool
 
@@ -53,18 +53,18 @@ class Watched(Protocol):
 
 @dataclass
 class ScriptHangWatchdog:
-    """Watches the workers of one node, until they turn out to be resident."""
+    """Watches one node's workers until they turn out to be resident."""
 
     workers: Watched
     report: HangReport
     #: As for `HangWatchdog`.
     limit: float | None = None
     _paces: dict[int, Pace] = field(default_factory=dict)
-    #: What was told last, and since when nothing had gone on.
+    #: The last report, and since when there was no progress.
     _said: tuple[str, float] = ("", 0.0)
 
     async def run(self, is_over: Callable[[], bool]) -> None:
-        """For as long as a script is run."""
+        """Watch for as long as a script runs."""
         while not is_over():
             await asyncio.sleep(LOOK)
             overdue = [] if self.workers.stopping else self._overdue()
@@ -72,7 +72,7 @@ class ScriptHangWatchdog:
                 await self._judge(overdue)
 
     def _overdue(self) -> list[int]:
-        """Local ranks whose time is up and that have not been judged since."""
+        """Local ranks whose time is up and that have not been judged yet."""
         return [rank for rank in self.workers.alive if self._is_overdue(rank)]
 
     def _is_overdue(self, local_rank: int) -> bool:
@@ -88,7 +88,7 @@ class ScriptHangWatchdog:
         return limit is not None and time.monotonic() > pace.entered_at + limit and not pace.told
 
     def _seen(self, local_rank: int) -> tuple[int, int, float, int] | None:
-        """What it was seen to do in its generation, as `Pace.saw` takes it."""
+        """The worker's progress, as `Pace.saw` takes it."""
         if (seen := self._committed(local_rank)) is not None:
             return (*seen, self.workers.first_step(local_rank))
         counted = self.workers.counted.seen(local_rank)
@@ -114,15 +114,15 @@ class ScriptHangWatchdog:
         causes = {local: doing for local, doing in still.items() if is_cause(doing, judged)}
         ended = {local: doing for local, doing in causes.items() if self._may_be_ended(local)}
         said = (judged.text, self._paces[min(still)].entered_at)
-        # Who waits for nobody, and commits nothing, may have trained enough.
+        # A worker that waits for no rank and commits nothing may have finished training.
         hangs = judged.waited or any(map(self._may_be_ended, still))
         ours = not judged.missing and hangs and 0 in {self.workers.rank(each) for each in still}
         if ended or ((causes or ours) and said != self._said):
             self.report.tell(found)
             self._said = said
-        if judged.sure:  # otherwise all are looked at again: more may be seen then
+        if judged.sure:  # otherwise look again: more may be visible then
             for local in still:
-                self._paces[local].told = judged.text  # until it gets on
+                self._paces[local].told = judged.text  # until it makes progress
         for local, doing in ended.items():
             if doing is not None:
                 since = self._paces[local].words(time.monotonic())
@@ -135,5 +135,5 @@ def _verdict(doing: Doing, judged: Judgement) -> str:
 
 
 def is_cause(doing: Doing | None, judged: Judgement) -> bool:
-    """Whether this is who keeps the others waiting."""
+    """True if this rank keeps the others waiting."""
     return doing is not None and (doing.frozen or (judged.waited and doing.rank in judged.missing))

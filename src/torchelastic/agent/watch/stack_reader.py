@@ -1,12 +1,12 @@
-"""What the threads of this node's workers are doing.
+"""Stack traces of this node's workers.
 
     torchelastic.train, and it answers   the control thread writes it, under the GIL
     any other Python worker              its main thread writes its own at a signal
                                          (`worker/stack_dump.py`)
     frozen, or it does not get that      read from outside by py-spy, where that is installed
 
-All of them are safe at any time. At the signal a thread shows nothing but itself: the frames of
-others, which run meanwhile, cannot be read without harm.
+All are safe at any time. At the signal a thread writes only its own stack: the others run on, and
+reading their frames could crash the worker.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from torchelastic.worker import orders, stack_dump
 
 logger = logging.getLogger(__name__)
 
-#: How long reading a stack from outside may take, and how much of one is read.
-STACK, STACK_BYTES = 2.0, 1 << 16
+#: Seconds that py-spy may take, and bytes of a stack that are read.
+PY_SPY_LIMIT, STACK_BYTES = 2.0, 1 << 16
 #: Seconds that a worker has to write its stacks, and a control thread to answer; between two looks.
 WRITTEN, ANSWER, LOOK = 1.0, 0.2, 0.005
 
@@ -41,51 +41,51 @@ NOTHING = "no stack could be read"
 
 
 def is_frozen(pid: int | None) -> bool:
-    """Whether a process is stopped by a signal or a debugger."""
+    """True if a process is stopped by a signal or a debugger."""
     return _state(Path(f"/proc/{pid}")) in ("T", "t")
 
 
 def is_busy(pid: int) -> bool:
-    """Whether a thread of a process runs, would run if there were a processor, or reads a disk."""
+    """True if a thread of a process runs, waits for a CPU, or reads a disk."""
     with suppress(OSError):
         return any(_state(task) in ("R", "D") for task in Path(f"/proc/{pid}/task").iterdir())
     return False
 
 
 def _state(process: Path) -> str:
-    """The kernel's letter for what a process or a thread does; empty where it is gone."""
+    """The kernel's state letter of a process or a thread; empty if it is gone."""
     with suppress(OSError):
         return (process / "stat").read_text().rpartition(")")[2].split()[0]
     return ""
 
 
 async def stack_of(pid: int | None, helpers: set[int]) -> str:
-    """The Python stacks of a process, read from outside; empty where py-spy does not do that.
+    """Read the Python stacks of a process with py-spy; empty if that fails.
 
-    `helpers` are the agent's processes that are no workers: what reads is one of them, lest its end
-    be taken for that of a worker's orphan.
+    `helpers` are the agent's children that are not workers. py-spy becomes one of them, so that its
+    exit is not taken for that of a worker's orphan.
     """
     program = shutil.which("py-spy")
     if program is None or pid is None:
         return ""
-    # Memory, not a pipe: nobody has to read it meanwhile.
+    # Memory, not a pipe: it needs no reader.
     memory = os.memfd_create("torchelastic-py-spy", os.MFD_CLOEXEC)
     try:
         command = [program, "dump", "--nonblocking", "--pid", str(pid)]
         with open(os.devnull, "r+b", buffering=0) as null:
             streams = (null.fileno(), memory, null.fileno())
-            running = run_program(command, env.snapshot(), streams, helpers, STACK)
+            running = run_program(command, env.snapshot(), streams, helpers, PY_SPY_LIMIT)
             is_read = await running is not None
         return os.pread(memory, STACK_BYTES, 0).decode(errors="replace") if is_read else ""
     except SpawnError as error:
-        logger.warning("%s Mend or remove it.", error)
+        logger.warning("%s Repair or remove it.", error)
         return ""
     finally:
         os.close(memory)
 
 
 class Workers(Protocol):
-    """What is needed of `agent.workers.Workers`."""
+    """The part of `WorkerPool` used here."""
 
     pongs: dict[int, orders.Pong]
 
@@ -95,13 +95,13 @@ class Workers(Protocol):
     def pid(self, local_rank: int) -> int | None: ...
 
     def is_resident(self, local_rank: int) -> bool:
-        """Whether a control thread answers for it."""
+        """True if a control thread answers for it."""
         ...
 
     def stack_memory(self, local_rank: int) -> int | None: ...
 
     def last_stack(self, local_rank: int) -> str | None:
-        """What one that is to be killed did: it stands still, and no signal must wake it."""
+        """The stack of a worker that is about to be killed; it must get no more signals."""
         ...
 
     def tell(self, local_rank: int, order: orders.Order, fds: Iterable[int] = ()) -> None: ...
@@ -111,7 +111,7 @@ _numbers = count(1)
 
 
 async def answered(workers: Workers, local_rank: int, seconds: float) -> orders.Pong | None:
-    """What a control thread says of its worker; None if it does not in time."""
+    """The control thread's answer about its worker; None if it does not answer in time."""
     number = next(_numbers)
     workers.tell(local_rank, orders.Ping(number))
     deadline = time.monotonic() + seconds
@@ -124,14 +124,14 @@ async def answered(workers: Workers, local_rank: int, seconds: float) -> orders.
 
 
 class Stacks:
-    """Reads those of one node's workers, one request at a time for each."""
+    """Reads the stacks of one node's workers, one request at a time for each."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
         self._reading: dict[int, asyncio.Lock] = {}
 
     async def of(self, local_rank: int) -> str:
-        """For people; says why where there is none. Returns within seconds."""
+        """Return the stack, or a sentence that says why there is none, within seconds."""
         async with self._reading.setdefault(local_rank, asyncio.Lock()):
             pid = self._workers.pid(local_rank)
             if pid is None:
@@ -147,7 +147,7 @@ class Stacks:
         return await stack_of(pid, self._workers.helpers)
 
     async def _told(self, local_rank: int) -> str:
-        """As the control thread writes it; empty if there is none, or it does not in time."""
+        """Have the control thread write the stack; empty if there is none or it is late."""
         if not self._workers.is_resident(local_rank):
             return ""
         descriptor = os.memfd_create("torchelastic-stack", os.MFD_CLOEXEC)
@@ -171,17 +171,17 @@ class Stacks:
 
 
 async def written_stack(pid: int, memory: int) -> str:
-    """What a process writes to this memory when it gets the signal; empty if it does not."""
+    """Have a process write its stack to this memory by a signal; empty if it does not."""
     if not _may_signal(pid, memory):
         return ""
     os.ftruncate(memory, stack_dump.STACKS_AT)
     os.lseek(memory, stack_dump.STACKS_AT, os.SEEK_SET)  # where the worker writes: it is shared
-    main = Path(f"/proc/{pid}")  # what it shows of masks is the main thread's
-    if not _signals(main, "SigPnd"):  # of a request before: it would write twice
+    main = Path(f"/proc/{pid}")  # its signal masks are the main thread's
+    if not _signals(main, "SigPnd"):  # still pending from an earlier request
         try:
             linux.signal_thread(pid, pid, stack_dump.SIGNAL)
         except OSError as error:
-            logger.debug("process %d cannot be asked for its stack: %r", pid, error)
+            logger.debug("cannot ask process %d for its stack: %r", pid, error)
             return ""
 
     def is_written() -> bool:
@@ -203,14 +203,14 @@ async def _until(is_so: Callable[[], bool], seconds: float) -> None:
 
 
 def _end_of(descriptor: int, begin: int) -> str:
-    """Of too much, the end: the main thread, the oldest, is written last."""
+    """Read the end of a long dump: the main thread is written last."""
     begin = max(begin, os.fstat(descriptor).st_size - STACK_BYTES)
     return os.pread(descriptor, STACK_BYTES, begin).decode(errors="replace")
 
 
 def _may_signal(pid: int, memory: int) -> bool:
-    """Whether the worker is prepared: otherwise the signal would end it, or, where the script has
-    closed all descriptors, its stacks would be written to a file of the script's."""
+    """True if the worker is prepared: otherwise the signal would kill it or, if the script has
+    closed all descriptors, the stack would go to one of the script's files."""
     number = stack_dump.written_to(memory)
     if number is None or not _signals(Path(f"/proc/{pid}"), "SigCgt"):
         return False
@@ -220,7 +220,7 @@ def _may_signal(pid: int, memory: int) -> bool:
 
 
 def _signals(process: Path, mask: str) -> bool:
-    """Whether our signal is in one of the kernel's masks of a process."""
+    """True if our signal is in this signal mask of a process."""
     with suppress(OSError, ValueError):
         for line in (process / "status").read_text().splitlines():
             name, _, value = line.partition(":")

@@ -1,8 +1,8 @@
-"""The timers of this node's workers: who has not come out of a block in time is ended.
+"""The timers of this node's workers: a worker that does not leave a block in time is killed.
 
 The agent reads every worker's table (`timer/timer_table.py`) every quarter of a second, or when the
 next timer expires if that is sooner, and not at all before a worker has its first timer.
-Once it has decided, the worker writes its stacks, and is killed: nothing spares it any more.
+When a timer has expired, the worker writes its stacks and is killed, whatever it does then.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two looks: how late a timer can be seen that is shorter than this.
+#: Seconds between two looks, and so the greatest delay for a shorter timer.
 LOOK = 0.25
-#: Seconds that a worker has to write its stacks, and between two looks at what is written. After so
-#: many looks at the same, all is, even if the worker is busy.
+#: Seconds that a worker has to write its stacks, and between two looks at them. After this many
+#: looks without a change they are complete, even if the worker is busy.
 WRITTEN, LOOK_AGAIN, SAME = 5.0, 0.02, 25
 
 
@@ -50,31 +50,31 @@ class Watched:
     pid: int
     #: Its table.
     descriptor: int
-    #: What it writes its stacks at.
+    #: The signal that makes it write its stacks.
     signum: int
 
 
 class Timers:
-    """Watches the tables that workers hand over, and what they ask torch's timers for."""
+    """Watches the workers' timer tables and their requests for torch's timers."""
 
     def __init__(self) -> None:
         self._watched: dict[int, Watched] = {}
         self._file: FileTimers | None = None
         #: From the first timer on.
         self._some = asyncio.Event()
-        #: Tells what all ranks were doing when a timer expired, where somebody can find out.
+        #: Reports what all ranks were doing when a timer expired.
         self.report: HangReport | None = None
 
-    # --- what workers say ------------------------------------------------------------------------
+    # --- tables of workers -----------------------------------------------------------------------
 
     def handed(
         self, local_rank: int, pid: int | None, message: Mapping[str, Any], descriptor: int
     ) -> None:
-        """A worker has handed over its table."""
+        """Take over a worker's timer table."""
         signum: Any = message.get("signal")
         known = message.get("type") == MESSAGE and _may_be_sent(signum)
         if pid is None or not known or not linux.is_memory(descriptor):
-            logger.debug("worker %d handed over something unreadable", local_rank)
+            logger.debug("worker %d sent an invalid timer table", local_rank)
             os.close(descriptor)
             return
         self.ended(local_rank)
@@ -82,12 +82,12 @@ class Timers:
         self._some.set()
 
     def take_also(self, file: FileTimers) -> None:
-        """Torch's timers, too, which are closed with these."""
+        """Watch torch's timers, too; they are closed with these."""
         self._file = file
         file.listen(self._some.set)
 
     def ended(self, local_rank: int) -> None:
-        """The worker is gone, and its timers with it."""
+        """Drop the timers of a worker that has exited."""
         watched = self._watched.pop(local_rank, None)
         if watched is not None:
             os.close(watched.descriptor)
@@ -102,7 +102,7 @@ class Timers:
     # --- watching --------------------------------------------------------------------------------
 
     async def watch(self, workers: WorkerPool) -> None:
-        """For as long as the agent runs."""
+        """Watch for as long as the agent runs."""
         while True:
             await self._some.wait()
             now = time.monotonic()
@@ -122,7 +122,7 @@ class Timers:
         return found
 
     async def _end(self, local_rank: int, timer: Timer, workers: WorkerPool) -> None:
-        """Have the stacks written of a worker whose timer has expired, then end it."""
+        """Read the stacks of a worker whose timer has expired, then kill it."""
         pid, stack = workers.pid(local_rank), NOTHING
         with observing("Reading the stack of a worker whose timer expired"):
             stack = await self._last_stack(local_rank, timer, workers)
@@ -133,13 +133,13 @@ class Timers:
             workers.kill(local_rank, words(timer), stack)
 
     async def _last_stack(self, local_rank: int, timer: Timer, workers: WorkerPool) -> str:
-        """What it does, after all has been told that is seen of it."""
+        """The worker's stack, after the hang report."""
         pid, watched = workers.pid(local_rank), self._watched.get(local_rank)
         if watched is None:
             stack = await self._seen(local_rank, workers)
             stack = stack or await stack_of(pid, workers.helpers) or NOTHING
         else:
-            # Its threads run while it reads their frames, which may end it before we do.
+            # Its threads run while it reads their frames, which may crash it before we kill it.
             workers.condemn(local_rank, words(timer))
             own = os.dup(watched.descriptor)  # the worker may end meanwhile
             try:
@@ -152,7 +152,7 @@ class Timers:
         return stack
 
     async def _seen(self, local_rank: int, workers: WorkerPool) -> str:
-        """Tell what all ranks were doing; the stack of this one."""
+        """Report what all ranks were doing; return the stack of this one."""
         if self.report is None:
             return ""
         found = await self.report.found(workers.generation(local_rank))
@@ -162,7 +162,7 @@ class Timers:
 
 
 def first(timers: Iterable[Timer], now: float) -> Timer | None:
-    """Of the timers that have expired, the one that did first."""
+    """The timer that expired first; None if none has."""
     expired = [timer for timer in timers if timer.expires_at <= now]
     return min(expired, key=lambda timer: timer.expires_at, default=None)
 
@@ -174,7 +174,7 @@ def pause(timers: Iterable[Timer], now: float) -> float:
 
 
 def words(timer: Timer) -> str:
-    """What the worker has failed by."""
+    """The sentence on the worker's failure."""
     return f"timer '{timer.scope}' expired after {timer.after:g} s"
 
 
@@ -183,7 +183,7 @@ def _all(found: Iterable[list[Timer]]) -> list[Timer]:
 
 
 def _may_be_sent(signum: object) -> bool:
-    """A signal for this purpose, and none that would do something else to the worker."""
+    """True for a real-time signal: any other would do something else to the worker."""
     return isinstance(signum, int) and signal.SIGRTMIN <= signum <= signal.SIGRTMAX
 
 
@@ -191,7 +191,7 @@ def _may_be_sent(signum: object) -> bool:
 
 
 async def _stack(watched: Watched, helpers: set[int]) -> str:
-    """What the worker's threads are doing: as it writes itself, else read from outside."""
+    """The stacks of the worker's threads, written by itself or read by py-spy."""
     if is_frozen(watched.pid):
         return await stack_of(watched.pid, helpers) or FROZEN
     written = tidy(await _written_stack(watched))
@@ -199,7 +199,7 @@ async def _stack(watched: Watched, helpers: set[int]) -> str:
 
 
 async def _written_stack(watched: Watched) -> str:
-    """What the worker writes when it gets the signal; the thread that gets it stops there."""
+    """Have the worker write its stacks by a signal; the thread that gets it stops there."""
     begin = max(os.fstat(watched.descriptor).st_size, STACKS_AT)
     try:
         os.kill(watched.pid, watched.signum)
@@ -211,7 +211,7 @@ async def _written_stack(watched: Watched) -> str:
         before, size = size, os.fstat(watched.descriptor).st_size
         same = same + 1 if size == before > begin else 0
         if same and not is_busy(watched.pid):
-            break  # who has written stands still: it does not wait for a processor to go on
-    # Of too much, the end: the main thread, the oldest, is written last.
+            break  # it has stopped after writing, and does not just wait for a CPU
+    # The end of a long dump: the main thread is written last.
     begin = max(begin, size - STACK_BYTES)
     return os.pread(watched.descriptor, STACK_BYTES, begin).decode(errors="replace")

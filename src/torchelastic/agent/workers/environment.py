@@ -10,18 +10,18 @@ from torchelastic.rendezvous.world import World, WorldNode
 
 
 def node_env(environ: Mapping[str, str], config: LaunchConfig) -> dict[str, str]:
-    """What every worker of this node has, in every world: also what the zygote imports under.
+    """The variables of every worker of this node, in every world; also those of the zygote.
 
     The OpenMP variable acts when torch is imported, so it must be right before the first fork.
     """
     env = dict(environ)
-    # Whatever a worker starts inherits its environment: it gets the secret by a descriptor.
+    # A worker's children inherit its environment, so it gets the secret by a descriptor.
     env.pop("TORCHELASTIC_SECRET", None)
     if config.nproc_per_node > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    # TCPStore asks for the name of every address it sees. Where nobody answers that takes glibc 5 s
-    # a question, on the way into every world; 1 s is plenty for a name that is only logged.
+    # TCPStore looks up the name of every address. Without a DNS server each takes glibc 5 s, on the
+    # way into every world; 1 s is enough for a name that is only logged.
     env.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     env["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(config.signals_to_handle)
     return env
@@ -34,7 +34,7 @@ def worker_env(
     node: WorldNode,
     local_rank: int,
 ) -> dict[str, str]:
-    """The environment of one worker in one world, but for its error file."""
+    """The environment of one worker in one world, without its error file."""
     host, port = parse_endpoint(_store_shown(config, world, node))
     env = dict(base)
     env.update(
@@ -64,8 +64,8 @@ def worker_env(
 def _store_shown(config: LaunchConfig, world: World, node: WorldNode) -> str:
     """The store's address as the worker sees it.
 
-    With torchrun `--master-addr` and `--master-port` reach the workers. One node keeps that: its
-    agent passes workers on that come there. Where nodes may be lost, that of the store itself.
+    As with torchrun, workers of a single node see `--master-addr` and `--master-port`; the agent
+    forwards connections from there. With several nodes they see the store's own address.
     """
     if config.rdzv_backend != "static" or config.max_nodes > 1 or world.host != node.node:
         return world.store
@@ -77,7 +77,7 @@ def standby_env(
 ) -> dict[str, str]:
     """The environment of a worker that starts beside a world, to enter a later one.
 
-    It shows where the worker would stand if its node came last; `torchelastic.train` makes it true.
+    Its ranks are those of a last node; `torchelastic.train` sets the real ones.
     """
     nproc, role = config.nproc_per_node, config.role
     node = WorldNode(
@@ -102,7 +102,7 @@ def standby_env(
 
 
 def _one_device(base: Mapping[str, str], local_rank: int) -> dict[str, str]:
-    """Every worker believes that it is local rank 0 and sees its own device only."""
+    """The variables that make a worker local rank 0 with one visible device."""
     visible = base.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else []
     device = devices[local_rank] if local_rank < len(devices) else str(local_rank)

@@ -1,4 +1,4 @@
-"""`--numa-binding`: which CPUs a worker runs on. A pure choice over what /sys says."""
+"""`--numa-binding`: which CPUs a worker runs on. Pure, given the contents of /sys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Cpu:
-    """One logical CPU and what it shares with others."""
+    """One logical CPU, its core, node and cache."""
 
     number: int
     core: int
@@ -23,7 +23,7 @@ class Cpu:
 def choose(
     binding: str, cpus: Sequence[Cpu], local_rank: int, nproc: int, gpu_nodes: Sequence[int] = ()
 ) -> frozenset[int]:
-    """The CPUs of one worker.
+    """Choose the CPUs of one worker.
 
     A worker belongs to the NUMA node of the GPU with its number; without GPUs the workers are
     spread over the nodes in blocks.

@@ -1,9 +1,8 @@
-"""Whether a worker ended for want of memory, and how certain that is.
+"""Find out whether a worker was killed because memory ran out, and how certain that is.
 
-The kernel says nothing to whom it kills: the end looks like anybody's `kill -9`. But it counts, in
-the container (cgroup) and on the machine, and it counts before it kills; and where its log may be
-read, that names the process. What it says is read here (`Memory`) and put into words by a pure
-function (`memory_hint`).
+An out-of-memory kill looks like any `kill -9`. But the kernel counts such kills before it kills, in
+the container (cgroup) and on the machine, and its log, where readable, names the process. `Memory`
+reads these; the pure `memory_hint` puts them into words.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from torchelastic.system import cgroup
 
 logger = logging.getLogger(__name__)
 
-#: SIGKILL, and what a shell makes of it.
+#: SIGKILL, and a shell's code for it.
 _KILLED = (-9, 128 + 9)
-#: torch's words for a DataLoader's process that was killed; the worker raises them.
+#: torch's error in the worker when a DataLoader's process was killed.
 _CHILD_KILLED = "is killed by signal: Killed"
-#: More than this is no limit: version 1 writes a very large number instead of none.
+#: A higher limit means none: cgroup version 1 shows a very large number then.
 _NO_LIMIT = 1 << 60
-#: The inode of the first pid namespace: the kernel's log has its pids, which are others elsewhere.
+#: The inode of the first pid namespace: the kernel log has its pids, which differ in others.
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC
-#: Records of the kernel's log that one look reads at most.
-_RECORDS = 20_000
+#: Records of the kernel log read at a time.
+_MOST_RECORDS = 20_000
 
-#: An error that says so itself: its beginning, and what it means.
-_SAID = (
+#: Errors that name the cause themselves: their beginning, and the hint.
+_MEMORY_ERRORS = (
     (
         re.compile(r"([\w.]*\.)?OutOfMemoryError\b|RuntimeError: .*(CUDA|HIP) out of memory"),
-        "out of memory on the device: it had no room for an allocation",
+        "out of memory on the device: an allocation failed",
     ),
     (
         re.compile(
@@ -43,38 +42,38 @@ _SAID = (
             r"|OSError: \[Errno 12\]"
             r"|(RuntimeError: )?std::bad_alloc"
         ),
-        "out of memory: an allocation in main memory was refused",
+        "out of memory: an allocation in main memory failed",
     ),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of the end of a worker."""
+    """The facts about a worker's exit."""
 
     exitcode: int
     message: str = ""
-    #: Kills for want of memory that explain no other worker's end, in its container and on its
-    #: machine; None where the kernel does not tell.
+    #: Out-of-memory kills that explain no other worker's exit, in its container and on its
+    #: machine; None if unknown.
     in_container: int | None = None
     on_machine: int | None = None
-    #: The kernel's log says that it killed this very process.
+    #: The kernel log names this process.
     named: bool = False
-    #: Bytes that the container may use.
+    #: The container's memory limit in bytes.
     limit: int | None = None
 
 
 def memory_hint(facts: Facts) -> str:
-    """What the facts say about memory; empty where they say nothing.
+    """The hint about memory that follows from the facts; empty: none.
 
     >>> memory_hint(Facts(exitcode=-9, in_container=1, limit=2 << 30))
-    "out of memory: the kernel killed it (limit 2.0 GiB; the container's count of such kills rose)"
+    "out of memory: the kernel killed it (limit 2.0 GiB; the container's oom_kill count rose)"
     """
     if _CHILD_KILLED in facts.message:
         return _of_kill(facts, "a process it had started")
     if facts.exitcode in _KILLED:
-        return _of_kill(facts, "it") or _of_somebody(facts)
-    for pattern, words in _SAID:
+        return _of_kill(facts, "it") or _not_counted(facts)
+    for pattern, words in _MEMORY_ERRORS:
         if pattern.match(facts.message):
             return words
     return ""
@@ -83,24 +82,24 @@ def memory_hint(facts: Facts) -> str:
 def _of_kill(facts: Facts, whom: str) -> str:
     limit = f"limit {_size(facts.limit)}; " if facts.limit is not None else ""
     if facts.named and whom == "it":
-        return f"out of memory: the kernel killed it ({limit}its log names the process)"
+        return f"out of memory: the kernel killed it ({limit}the kernel log names the process)"
     if facts.in_container:
-        count = "the container's count of such kills rose"
+        count = "the container's oom_kill count rose"
         return f"out of memory: the kernel killed {whom} ({limit}{count})"
     if facts.on_machine and facts.in_container is None:
         return (
-            "perhaps out of memory: the kernel has killed a process of this machine for want of "
-            "it meanwhile, which may have been another one"
+            "perhaps out of memory: the kernel killed a process on this machine to free memory, "
+            "but it may have been a different one"
         )
     return ""
 
 
-def _of_somebody(facts: Facts) -> str:
-    """Of a kill that the kernel does not count: for whatever reason, which may be memory still."""
+def _not_counted(facts: Facts) -> str:
+    """The hint for a SIGKILL that the kernel did not count as out of memory."""
     if facts.in_container == 0 or facts.on_machine == 0:
         return (
-            "somebody sent SIGKILL: the kernel counts no kill for want of memory; a guard of "
-            "memory such as systemd-oomd is not counted either"
+            "the kernel reports no out-of-memory kill; a user, the scheduler or systemd-oomd may "
+            "have sent SIGKILL"
         )
     return ""
 
@@ -119,11 +118,11 @@ def _size(number: int) -> str:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the kernel tells of memory."""
+    """The files with the kernel's counts and limits."""
 
-    #: The directory of the memory cgroup that this process is in; None: it is in none.
+    #: The directory of this process's memory cgroup; None: it has none.
     group: Path | None
-    #: Whether that counts what happens in the groups below, too: version 2 does.
+    #: Whether it also counts kills in the groups below, as version 2 does.
     whole: bool = True
     vmstat: Path = Path("/proc/vmstat")
     log: Path = Path("/dev/kmsg")
@@ -141,7 +140,7 @@ class Sources:
         return cls(None)
 
     def killed_in_container(self) -> int | None:
-        """How many processes the kernel has killed there for want of memory, ever."""
+        """The number of out-of-memory kills in the container so far."""
         if self.group is None:
             return None
         name = "memory.events" if self.whole else "memory.oom_control"
@@ -151,21 +150,21 @@ class Sources:
         return _count(self.vmstat)
 
     def limit(self) -> int | None:
-        """The least that this group or one above it may use; None: as much as there is."""
+        """The lowest memory limit of this group and its parents; None: no limit."""
         name = "memory.max" if self.whole else "memory.limit_in_bytes"
         found = [_number(directory / name) for directory in _upwards(self.group)]
         return min((size for size in found if size is not None and size < _NO_LIMIT), default=None)
 
 
 def _upwards(directory: Path | None) -> Iterator[Path]:
-    """It and all above it: a cgroup is limited by each of them."""
+    """A cgroup and all its parents, each of which limits it."""
     if directory is not None:
         yield directory
         yield from directory.parents
 
 
 def _count(path: Path) -> int | None:
-    """The number behind `oom_kill` in a file of such lines; None where there is none."""
+    """The number after `oom_kill` in a file; None if there is none."""
     try:
         lines = path.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -183,7 +182,7 @@ def _number(path: Path) -> int | None:
 
 
 class Memory:
-    """Follows the kernel's counts. One kill explains the end of one worker."""
+    """Follows the kernel's counts. One kill explains one worker's exit."""
 
     def __init__(self, sources: Sources | None = None) -> None:
         self._sources = sources or Sources.find()
@@ -192,8 +191,8 @@ class Memory:
         self._log = _KernelLog(self._sources.log)
 
     def look(self, pid: int, exitcode: int, message: str) -> Facts:
-        """What there is to know about the end of this worker. A look costs a few small reads, and
-        is taken only where the kernel may have had to do with it."""
+        """Return the facts about this worker's exit. It costs a few small reads, and only if the
+        kernel may have killed it."""
         if exitcode not in _KILLED and _CHILD_KILLED not in message:
             return Facts(exitcode=exitcode, message=message)
         in_container = _since(self._sources.killed_in_container(), self._explained_in_container)
@@ -203,7 +202,7 @@ class Memory:
         if on_machine and self._explained_on_machine is not None:
             self._explained_on_machine += 1
         if not in_container and not self._sources.whole and on_machine:
-            in_container = None  # it may have been in a group below, which version 1 leaves out
+            in_container = None  # version 1 does not count kills in groups below
         return Facts(
             exitcode=exitcode,
             message=message,
@@ -222,7 +221,7 @@ def _since(now: int | None, before: int | None) -> int | None:
 
 
 class _KernelLog:
-    """What the kernel writes from now on about processes it kills."""
+    """The kernel log's records about killed processes, from now on."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor: int | None = None
@@ -233,12 +232,12 @@ class _KernelLog:
             flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
             self._descriptor = os.open(path, flags)
             os.lseek(self._descriptor, 0, os.SEEK_END)
-        except OSError as error:  # most users may not read it
-            logger.debug("the kernel's log is not read: %s", error)
+        except OSError as error:  # usually only root may read it
+            logger.debug("cannot read the kernel log: %s", error)
             self.close()
 
     def names(self, pid: int) -> bool:
-        """Whether it has killed this process; said once, for another may get its pid."""
+        """True, once, if the kernel killed this process: its pid may be reused."""
         for record in self._new():
             if (found := re.search(r"Killed process (\d+) \(", record)) is not None:
                 self._named.add(int(found[1]))
@@ -249,15 +248,15 @@ class _KernelLog:
     def _new(self) -> Iterator[str]:
         if self._descriptor is None:
             return
-        for _ in range(_RECORDS):
+        for _ in range(_MOST_RECORDS):
             try:
                 record = os.read(self._descriptor, 8192)
             except BlockingIOError:
                 return
             except BrokenPipeError:
-                continue  # older ones have been overwritten: the next read has what is there
+                continue  # older records were overwritten: read on
             except OSError as error:
-                logger.debug("the kernel's log is not read any more: %s", error)
+                logger.debug("stopped reading the kernel log: %s", error)
                 self.close()
                 return
             if not record:

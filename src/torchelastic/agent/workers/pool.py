@@ -1,6 +1,6 @@
-"""The worker processes of one node: started, spoken to, listened to and stopped.
+"""The worker pool: starts, talks to and stops the worker processes of one node.
 
-What becomes of them is told as events; what to do about it is decided elsewhere.
+It reports what happens to them as events; `lifecycle` decides what to do.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from torchelastic.worker.bootstrap import TOLD_MESSAGE, TOLD_TRACEBACK, result_p
 
 logger = logging.getLogger(__name__)
 
-#: How long the last output of ended workers is waited for.
+#: Seconds to wait for the last output of exited workers.
 LAST_WORDS = 2.0
 
 
 class WorkerPool:
-    """Everything about this node's workers that is not a decision."""
+    """This node's workers, without the decisions about them."""
 
     def __init__(
         self,
@@ -87,45 +87,45 @@ class WorkerPool:
             secret=secret,
         )
         factory.serve(self._supervisor)
-        #: Of those workers that use timers.
+        #: The timers of workers that use them.
         self.timers = Timers()
-        #: Of those that report metrics.
+        #: The metric tables of workers that report metrics.
         self._metric_tables = MetricTables()
-        #: From the order to stop them on: their ends are no failures then.
+        #: Set when they are told to stop: their exits are not failures then.
         self.stopping = False
-        #: Local ranks that were ending by themselves when that order came.
+        #: Local ranks that were already exiting at that time.
         self._ending: set[int] = set()
-        #: Local ranks that we have killed because they did not leave a world that was over.
+        #: Local ranks we killed because they did not leave a world that was over.
         self._cut_off: set[int] = set()
-        #: What the kernel says of workers that it kills.
+        #: The kernel's out-of-memory counts.
         self._memory = Memory()
-        #: Local ranks that have stopped since they were told that their world is over.
+        #: Local ranks that have left their world since they were told that it is over.
         self._stopped: set[int] = set()
         #: Those that were told that the training is done.
         self._done: set[int] = set()
         #: By local rank: the generation and the rank each worker has now.
         self._places: dict[int, tuple[int, int]] = {}
-        #: By local rank: the generation it was told to enter, and when, until it tells of its end.
+        #: By local rank: the generation it was told to enter, and when, until it leaves that.
         self._told_to_enter: dict[int, tuple[int, float]] = {}
-        #: By local rank: the generation it has told that it trains in, until it tells that it left.
+        #: By local rank: the generation in which it reported to train, until it leaves that.
         self._inside: dict[int, int] = {}
         self._steps: dict[int, int] = {}
-        #: What failing workers said on their channels; all there is where no files are wanted.
+        #: Errors that workers sent on their channels: the only source if log files are off.
         self._last_words_of: dict[int, error_file.ErrorRecord] = {}
-        #: Why we have killed a worker ourselves, and its stack.
+        #: Why we killed a worker, and its stack.
         self._verdicts: dict[int, error_file.ErrorRecord] = {}
         self._logs_of: dict[int, log_files.GenerationLogs] = {}
         #: Memory that outlives a worker, for its replacement.
         self._status_pages: dict[int, int] = {}
         #: By local rank: the progress of the worker before it.
         self.inherited: dict[int, tuple[int, int, float]] = {}
-        #: Of those that tell no steps.
+        #: Optimizer steps of workers that report no steps.
         self.counted = CountedSteps()
         #: The last answer to a `Ping`.
         self.pongs: dict[int, orders.Pong] = {}
         #: Local ranks for which a control thread answers.
         self._resident: set[int] = set()
-        #: Global rank -> where a function's pickled result lies.
+        #: Global rank -> path of the function's pickled result.
         self.results: dict[int, str] = {}
 
     @property
@@ -134,12 +134,12 @@ class WorkerPool:
 
     @property
     def helpers(self) -> set[int]:
-        """Children of ours that are no workers: who starts one adds it, before it awaits."""
+        """Pids of our children that are not workers. Add one before the next await."""
         return self._supervisor.exempt
 
     @property
     def best_step(self) -> int:
-        """The highest step a worker has reported. Steps counted from outside may begin anew."""
+        """The highest step a worker has reported, without counted optimizer steps."""
         steps = (self._told_step(local_rank) for local_rank in self._places)
         return max((step for step in steps if step is not None), default=-1)
 
@@ -147,11 +147,11 @@ class WorkerPool:
         return self._supervisor.pid(local_rank)
 
     def is_resident(self, local_rank: int) -> bool:
-        """Whether it has called `torchelastic.train`: a thread of its own answers for it."""
+        """True if it has called `torchelastic.train`, and a control thread answers for it."""
         return local_rank in self._resident
 
     def rank(self, local_rank: int) -> int:
-        """Of the world it is in, or was told to enter."""
+        """The rank in the world it is in, or was told to enter."""
         return self._places[local_rank][1]
 
     def stack_memory(self, local_rank: int) -> int | None:
@@ -160,9 +160,9 @@ class WorkerPool:
     # --- starting --------------------------------------------------------------------------------
 
     def reached_at(self, addr: str) -> None:
-        """Let gloo listen where other nodes reach this one, unless the user has said where.
+        """Let gloo listen at the address other nodes use, unless the user has set one.
 
-        Left alone, it takes what the machine's name means here, which may be a loopback address.
+        By default it resolves the host name, which may give a loopback address.
         """
         if (interface := interface_of(addr)) is not None:
             self._env = {"GLOO_SOCKET_IFNAME": interface, **self._env}
@@ -201,7 +201,7 @@ class WorkerPool:
             self._reporter.standby_started(local_rank, pids[local_rank], seconds)
 
     def _forget(self, local_rank: int) -> None:
-        """What was known of the worker that had this local rank before."""
+        """Forget the worker that had this local rank before."""
         self._resident.discard(local_rank)
         self._cut_off.discard(local_rank)
         self.counted.forget(local_rank)
@@ -216,7 +216,7 @@ class WorkerPool:
         envs: Mapping[int, Mapping[str, str]],
         generation: int | None = None,
     ) -> dict[int, int] | None:
-        """Open logs and start; None, and a failure told, when that does not work."""
+        """Open logs and start; on failure report it and return None."""
         generation = attempt if generation is None else generation
         self._places.update((local, (generation, rank)) for local, rank in ranks.items())
         try:
@@ -229,7 +229,7 @@ class WorkerPool:
                 opened.started()
         except (SpawnError, OSError) as error:
             local_rank = next(iter(ranks))
-            self.fail(local_rank, f"workers could not be started: {error}")
+            self.fail(local_rank, f"could not start the workers: {error}")
             return None
 
     def _spawn(
@@ -254,7 +254,7 @@ class WorkerPool:
     # --- speaking and listening ------------------------------------------------------------------
 
     def tell(self, local_rank: int, order: orders.Order, fds: Iterable[int] = ()) -> None:
-        """Give an order; a worker that is gone does not hear it, and its end is told elsewhere."""
+        """Send an order; a worker that has exited is ignored."""
         if isinstance(order, orders.Enter):
             self._places[local_rank] = (order.generation, order.rank)
             self._told_to_enter[local_rank] = (order.generation, time.monotonic())
@@ -270,20 +270,20 @@ class WorkerPool:
         return self._places[local_rank][0]
 
     def entering_since(self, local_rank: int) -> float | None:
-        """When a worker set out for the world it was last told to enter; None: it is not on its
-        way, because it has entered a step there or has told that it will not. Infinite: it runs
-        through a step of the world before, and has said that this may take any time."""
+        """When a worker started to enter the world it was last told to enter. None: it has entered
+        a step there, or will not enter. Infinite: it finishes a step of the world before, which
+        it said may take any time."""
         generation, told = self._told_to_enter.get(local_rank, (-1, 0.0))
         shown, _, entered = self.progress(local_rank) or (-1, -1, math.inf)
         if shown >= generation:
             return None
         if entered == math.inf:
-            # Else an evaluation would be taken for a hang, of all workers of the world at once.
+            # Otherwise an evaluation would look like a hang of all workers.
             return math.inf if local_rank in self._inside else told
         return max(told, entered)
 
     def has_stopped(self, local_rank: int) -> bool:
-        """Whether it has since it was told that its world is over."""
+        """True if it has left its world since it was told that it is over."""
         return local_rank in self._stopped
 
     def progress(self, local_rank: int) -> tuple[int, int, float] | None:
@@ -292,12 +292,12 @@ class WorkerPool:
         return status_page.read_progress(descriptor) if descriptor is not None else None
 
     def first_step(self, local_rank: int) -> int:
-        """The first one of the generation that `progress` tells."""
+        """The first step of the generation that `progress` returns."""
         descriptor = self._status_pages.get(local_rank)
         return status_page.read_first_step(descriptor) if descriptor is not None else -1
 
     def doing(self, local_rank: int, generation: int) -> Doing | None:
-        """What a worker shows that it does, without its stack; None if it is not in this world."""
+        """Return what a worker is doing, without its stack; None if it is not in this world."""
         own, rank = self._places.get(local_rank, (-1, -1))
         if own != generation:
             return None
@@ -315,7 +315,7 @@ class WorkerPool:
         )
 
     def look(self) -> None:
-        """Have told what the slates and boards of all workers show that is new."""
+        """Report what is new on the status pages and metric tables of all workers."""
         with observing("Reading the progress of the workers"):
             shown = {
                 local: status_page.read(descriptor)
@@ -334,7 +334,7 @@ class WorkerPool:
             self._reported(local_rank, message)
 
     def _handed(self, local_rank: int, message: dict[str, Any], descriptor: int) -> None:
-        """What comes with a descriptor: a board of metrics, steps, or a table of timers."""
+        """Take a message with a descriptor: a metric table, counted steps, or timers."""
         if message.get("type") == metric_table.MESSAGE and linux.is_memory(descriptor):
             self._metric_tables.handed(local_rank, self._places[local_rank], descriptor)
             return
@@ -346,8 +346,8 @@ class WorkerPool:
     def _reported(self, local_rank: int, message: dict[str, Any]) -> None:
         try:
             report = orders.from_json(message)
-        except ValueError as error:  # no worker's garbage ends the agent
-            logger.debug("worker %d sent something unreadable: %s", local_rank, error)
+        except ValueError as error:  # an invalid message must not end the agent
+            logger.debug("ignored an invalid message from worker %d: %s", local_rank, error)
             return
         if isinstance(report, orders.Stopped | orders.Finished | orders.Erred | orders.PeerLost):
             self._out_of(local_rank, report.generation)
@@ -355,14 +355,14 @@ class WorkerPool:
         match report:
             case orders.Enlisted() as enlisted:
                 self._resident.add(local_rank)
-                self._give_slate(local_rank)
+                self._give_status_page(local_rank)
                 self._tell_event(in_process.Said(local_rank, enlisted))
             case orders.Keeps():
-                self._give_slate(local_rank)
+                self._give_status_page(local_rank)
             case orders.Pong() as pong:
                 self.pongs[local_rank] = pong
             case orders.PeerLost() if local_rank in self._done:
-                pass  # its peer heard first that the training is done, and has left
+                pass  # its peer learned first that the training is done, and left
             case orders.Erred() | orders.PeerLost() as erred:
                 self._steps[local_rank] = erred.step
                 self._erred(local_rank, erred)
@@ -384,13 +384,13 @@ class WorkerPool:
     def _answer(
         self, local_rank: int, pid: int | None, answer: dict[str, Any], fds: Sequence[int]
     ) -> None:
-        """To the worker that has asked, and to no other that has its local rank meanwhile."""
+        """Answer the worker that asked, unless another one has its local rank now."""
         if pid == self.pid(local_rank):
             self._supervisor.tell(local_rank, answer, fds)
 
     def _out_of(self, local_rank: int, generation: int) -> None:
-        """Nothing of this generation goes on in the worker: nobody waits for it to enter that, and
-        if it was told to enter the next one, it sets out now."""
+        """Note that the worker has left this generation; if it was told to enter the next one, it
+        starts to enter now."""
         if self._inside.get(local_rank, -1) <= generation:
             self._inside.pop(local_rank, None)
         entering = self._told_to_enter.get(local_rank, (-1, 0.0))[0]
@@ -399,8 +399,8 @@ class WorkerPool:
         else:
             self._told_to_enter[local_rank] = (entering, time.monotonic())
 
-    def _give_slate(self, local_rank: int) -> None:
-        """A replacement gets the memory of the worker it stands in for."""
+    def _give_status_page(self, local_rank: int) -> None:
+        """Give a replacement the status page of the worker it replaces."""
         self.counted.forget(local_rank)
         if local_rank not in self._status_pages:
             self._status_pages[local_rank] = status_page.create()
@@ -412,7 +412,7 @@ class WorkerPool:
     # --- ends ------------------------------------------------------------------------------------
 
     def _exited(self, exit: WorkerExit) -> None:
-        """Tell the event first: whatever is wrong with what is observed, the end is known."""
+        """Report the exit first, whatever else fails."""
         generation, rank = self._places[exit.local_rank]
         failure = self._failure_of(exit) if exit.exitcode != 0 else None
         if exit.exitcode == 0:
@@ -422,7 +422,7 @@ class WorkerPool:
         elif failure is not None:
             self._tell_event(script.WorkerFailed(failure))
         self.look()
-        with observing("Closing what a worker that ended has shown"):
+        with observing("Closing the memory of a worker that exited"):
             self.timers.ended(exit.local_rank)
             self._metric_tables.ended(exit.local_rank)
         self._reporter.worker_exited(rank, exit, generation)
@@ -430,7 +430,7 @@ class WorkerPool:
             self._reporter.worker_failed(failure)
 
     def _failure_of(self, exit: WorkerExit) -> Failure | None:
-        """What is known of a failed worker's end; the exit code at least."""
+        """The failure of a worker that exited; at least its exit code."""
         told, path, hint = None, "", ""
         log_lines: tuple[str, ...] = ()
         with observing("Reading the error file of a worker"):
@@ -454,11 +454,11 @@ class WorkerPool:
         )
 
     def _is_stopped(self, local_rank: int) -> bool:
-        """Whether the end of a worker is our doing, and tells nothing of what came before."""
+        """True if we stopped the worker, so that its exit code means nothing."""
         return local_rank in self._cut_off or (self.stopping and local_rank not in self._ending)
 
     def _hint(self, exit: WorkerExit, message: str) -> str:
-        """What the kernel knows of an end that is not our doing."""
+        """The kernel's hint about an exit that we did not cause."""
         if self._is_stopped(exit.local_rank) or exit.local_rank in self._verdicts:
             return ""
         return memory_hint(self._memory.look(exit.pid, exit.exitcode, message))
@@ -468,7 +468,7 @@ class WorkerPool:
         return opened.last_lines(local_rank, besides) if opened is not None else ()
 
     def _told(self, local_rank: int) -> tuple[str, error_file.ErrorRecord | None]:
-        """Where a failing worker wrote what went wrong, and what it said; our own verdict first."""
+        """A failed worker's error file and error; our own reason for killing it first."""
         if local_rank in self._verdicts:
             return "", self._verdicts[local_rank]
         opened = self._logs_of.get(local_rank)
@@ -476,15 +476,15 @@ class WorkerPool:
         return path, error_file.read(path) if path else self._last_words_of.get(local_rank)
 
     def fail(self, local_rank: int, message: str, *, alive: bool = False) -> None:
-        """A failure that no worker told: something of ours that they need is not there.
+        """Report a failure on our side, of something the workers need.
 
-        With `alive` the worker itself is well: its generation ends, and nobody replaces it.
+        With `alive` the worker itself is fine: its generation ends, and it is not replaced.
         """
         pid = (self.pid(local_rank) or 0) if alive else 0
         self._fail(local_rank, pid=pid, exitcode=1, message=message, alive=alive)
 
     def _erred(self, local_rank: int, erred: orders.Erred | orders.PeerLost) -> None:
-        """A worker that lives on tells of an error."""
+        """Report an error of a worker that is still alive."""
         lost = isinstance(erred, orders.PeerLost)
         log_lines: tuple[str, ...] = ()
         if not lost:
@@ -499,7 +499,7 @@ class WorkerPool:
             place="" if isinstance(erred, orders.PeerLost) else erred.place,
             alive=True,
             fatal=isinstance(erred, orders.Erred) and not erred.retry,
-            # Every survivor of a failure tells of a lost peer, and the next world waits for it.
+            # Every survivor of a failure reports a lost peer, and the next world waits for that.
             hint="" if lost else memory_hint(Facts(exitcode=1, message=erred.message)),
             log_lines=log_lines,
         )
@@ -510,7 +510,7 @@ class WorkerPool:
             self._reporter.worker_failed(failure)
 
     def _failure(self, local_rank: int, **what: Any) -> Failure | None:
-        """None if its end is our doing, and it said nothing."""
+        """None if we stopped it and it reported nothing."""
         generation, rank = self._places[local_rank]
         shown: dict[str, Any] = {}
         with observing("Reading the last step of a worker"):
@@ -530,7 +530,7 @@ class WorkerPool:
         return failure if failure.told or not failure.stopped else None
 
     def _step(self, local_rank: int) -> int | None:
-        """The step the worker was in, or had last reported, or had taken by its optimizer."""
+        """The step the worker was in, had last reported, or its optimizer had taken."""
         told, counted = self._told_step(local_rank), self.counted.seen(local_rank)
         return counted[1] if told is None and counted is not None else told
 
@@ -547,8 +547,8 @@ class WorkerPool:
         self._supervisor.signal(signum)
 
     def begin_to_stop(self) -> None:
-        """From now on they end because we say so; but for who has ended already, and only has not
-        been looked at, or is ending: its peers may have told of it before it is gone."""
+        """Treat exits from now on as ordered, except of workers that have exited or are exiting
+        already: their peers may have reported them first."""
         self.stopping = True
         self._ending = {
             local_rank
@@ -557,16 +557,16 @@ class WorkerPool:
         }
 
     def condemn(self, local_rank: int, why: str, stack: str = "") -> None:
-        """However one worker ends from now on, `why` is how it failed."""
+        """Set `why` as the failure of a worker, however it exits from now on."""
         self._verdicts[local_rank] = error_file.ErrorRecord(why, stack or why)
 
     def last_stack(self, local_rank: int) -> str | None:
-        """What one that is condemned did; None for others."""
+        """The stack of a condemned worker; None for others."""
         return verdict.traceback if (verdict := self._verdicts.get(local_rank)) else None
 
     def kill(self, local_rank: int, why: str, stack: str = "", *, over: bool = False) -> None:
-        """End one worker at once; `why` is then how it failed. With `over` its world has ended
-        before, by somebody else's failure."""
+        """Kill one worker at once, with `why` as its failure. With `over` its world was already
+        over by another failure."""
         if over:
             self._cut_off.add(local_rank)
         self.condemn(local_rank, why, stack)
@@ -574,7 +574,7 @@ class WorkerPool:
         self._reporter.worker_killed(*self._places[local_rank], local_rank, why, stack)
 
     async def stop(self, signum: int, generation: int, told: Collection[int]) -> None:
-        """Stop them all, after those that were told to go; returns when nothing of them is left."""
+        """Stop them all, after those that were told to leave; return when all are gone."""
         began = self._clock.now()
         await self._supervisor.stop(signum, self._config.shutdown_timeout, told)
         with observing("Draining the output of the workers"):
@@ -588,8 +588,8 @@ class WorkerPool:
         self._supervisor.kill_everything()
 
     async def close(self) -> None:
-        """When the agent ends: leave nothing behind."""
-        if self.alive:  # only after an error of our own
+        """Stop and release everything when the agent ends."""
+        if self.alive:  # only after an internal error
             await self._supervisor.stop(SIGTERM, self._config.shutdown_timeout)
         self._supervisor.close()
         self._metric_tables.close()

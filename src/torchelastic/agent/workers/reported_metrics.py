@@ -1,4 +1,4 @@
-"""What this node's workers report: the boards they have handed over, and what is new on them."""
+"""The metric tables of this node's workers, and the new values in them."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from torchelastic.metrics import metric_table
 
 @dataclass(frozen=True)
 class Reported:
-    """What one worker reports: the last value of each metric."""
+    """The metrics of one worker: the last value of each."""
 
     generation: int
     rank: int
     metrics: dict[str, float]
-    #: Those of which there was a new value since the last look.
+    #: Metrics with a new value since the last look.
     fresh: frozenset[str]
 
 
 @dataclass
 class _Handed:
     descriptor: int
-    #: The generation and the rank that the worker had when it reported something first.
+    #: The worker's generation and rank at its first report.
     place: tuple[int, int]
-    #: By name, which value was read last.
+    #: By name, the number of the last value that was read.
     numbers: dict[str, int] = field(default_factory=dict)
 
 
 class MetricTables:
-    """By local rank. A worker that reports nothing has none."""
+    """Metric tables by local rank. A worker that reports nothing has none."""
 
     def __init__(self) -> None:
         self._handed: dict[int, _Handed] = {}
 
     def handed(self, local_rank: int, place: tuple[int, int], descriptor: int) -> None:
-        """A worker has handed over its board."""
+        """Take over a worker's metric table."""
         self.ended(local_rank)
         self._handed[local_rank] = _Handed(descriptor, place)
 
     def ended(self, local_rank: int) -> None:
-        """The worker is gone: what it has reported was looked at before."""
+        """Drop the table of a worker that has exited, after the last look."""
         known = self._handed.pop(local_rank, None)
         if known is not None:
             os.close(known.descriptor)
@@ -50,8 +50,8 @@ class MetricTables:
             self.ended(local_rank)
 
     def look(self, stepped: dict[int, tuple[int, int]]) -> list[Reported]:
-        """What is reported. `stepped` has the generation and the rank in which workers have entered
-        a step last: a resident one goes on from world to world."""
+        """Return the metrics. `stepped` has the generation and rank of each worker's last step: a
+        resident worker goes from world to world."""
         found = []
         for local_rank, known in self._handed.items():
             rows = metric_table.read(known.descriptor)

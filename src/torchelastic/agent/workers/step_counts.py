@@ -1,4 +1,4 @@
-"""Steps of scripts that tell none: the slates on which their workers count them."""
+"""Optimizer steps of scripts that report none: status pages on which workers count them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Handed:
 
 
 class CountedSteps:
-    """By local rank. They say that a worker gets on, and how far it is; nobody is ended by them."""
+    """Counted steps by local rank. They show progress; no worker is killed because of them."""
 
     def __init__(self) -> None:
         self._handed: dict[int, _Handed] = {}
@@ -25,13 +25,13 @@ class CountedSteps:
         self.newest = -1
 
     def handed(self, local_rank: int, place: tuple[int, int], descriptor: int) -> None:
-        """A worker has taken its first step."""
+        """Take over the status page of a worker that has taken its first step."""
         self.forget(local_rank)
         self._handed[local_rank] = _Handed(descriptor, place)
         self.newest = max(self.newest, place[0])
 
     def forget(self, local_rank: int) -> None:
-        """Another worker is to come in its place, or it tells its steps itself from now on."""
+        """Drop a worker that is replaced, or reports its steps itself from now on."""
         known = self._handed.pop(local_rank, None)
         if known is not None:
             os.close(known.descriptor)
@@ -41,7 +41,7 @@ class CountedSteps:
             self.forget(local_rank)
 
     def shown(self) -> dict[int, status_page.Shown]:
-        """By local rank, as if each had a slate of the agent's."""
+        """The status of each worker by local rank, as on the agent's own status pages."""
         looked = {local_rank: self._look(local_rank) for local_rank in self._handed}
         return {local_rank: one[0] for local_rank, one in looked.items() if one is not None}
 
@@ -62,6 +62,6 @@ class CountedSteps:
                 status_page.read(known.descriptor),
                 status_page.read_first_step(known.descriptor),
             )
-        except struct.error:  # the worker has cut its memory off, which is its own mistake
+        except struct.error:  # the worker has truncated its memory
             return None
         return replace(shown, generation=generation, rank=rank, before=before), first

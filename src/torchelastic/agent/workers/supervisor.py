@@ -1,4 +1,4 @@
-"""The workers of one generation: start them, see them end, stop them and all they have started."""
+"""Start, watch and stop the workers of one generation and all they have started."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Supervisor", "WorkerExit", "WorkerSpawn"]
 
 logger = logging.getLogger(__name__)
 
-#: How often to say that a process does not die, in seconds.
+#: Seconds between two warnings about a process that does not die.
 PATIENCE = 10.0
 #: Messages read from one worker before another one gets its turn.
 BURST = 64
@@ -34,7 +34,7 @@ BURST = 64
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """The end of a worker."""
+    """The exit of a worker."""
 
     local_rank: int
     pid: int
@@ -72,11 +72,11 @@ class Supervisor:
 
         A message that comes with a descriptor goes to `on_handed`, which has to close it.
         """
-        #: Children that are no workers and must not be taken for strays of workers. A helper's
-        #: owner adds it at once, before anything else is awaited.
+        #: Children that are not workers and must not be taken for their orphans. Add a helper
+        #: before anything else is awaited.
         self.exempt: set[int] = set(linux.children())
         if zygote is not None:
-            self.exempt -= zygote.blanks()  # it is asked each time
+            self.exempt -= zygote.preforks()  # it is asked each time
         self._zygote: Zygote | None = None
         self._cgroup = cgroup
         if zygote is not None:
@@ -87,7 +87,7 @@ class Supervisor:
         self._python = python or default_python()
         self._secret = secret
         self._workers: dict[int, _Worker] = {}
-        #: Of the workers of this generation, those that have ended included.
+        #: Of this generation's workers, including those that have exited.
         self._cgroups: list[Cgroup] = []
         #: Set when a worker has ended, and when the last one has.
         self._one_less = asyncio.Event()
@@ -97,7 +97,7 @@ class Supervisor:
         self._giving_up = False
 
     def use_zygote(self, zygote: Zygote) -> None:
-        """Copy workers from this one from now on."""
+        """Fork workers from this zygote from now on."""
         self._zygote = zygote
         self._said_plain = False
         if self._cgroup is not None:
@@ -122,7 +122,7 @@ class Supervisor:
             raise
 
     async def _give_up(self) -> None:
-        self._giving_up = True  # their ends are our doing, not failures
+        self._giving_up = True  # we stop them: not failures
         try:
             await self.stop(SIGKILL, 0.0)
         finally:
@@ -166,28 +166,28 @@ class Supervisor:
 
     def _say_plain(self, reason: str) -> None:
         if not self._said_plain:
-            logger.warning("Workers start as plain processes, not warm: %s.", reason)
+            logger.warning("Workers start as plain processes (slower): %s.", reason)
         self._said_plain = True
 
     # --- speaking --------------------------------------------------------------------------------
 
     def pid(self, local_rank: int) -> int | None:
-        """Of a worker that has not ended."""
+        """The pid of a worker that has not exited."""
         worker = self._workers.get(local_rank)
         return worker.pid if worker is not None else None
 
     def stack_memory(self, local_rank: int) -> int | None:
-        """What a worker that has not ended writes its stacks to (`stack_dump`)."""
+        """The memory to which a worker that has not exited writes its stacks (`stack_dump`)."""
         worker = self._workers.get(local_rank)
         return worker.stacks if worker is not None else None
 
     def has_ended(self, local_rank: int) -> bool:
-        """Whether a worker has, though that has not been told of yet."""
+        """True if a worker has exited, even if that is not reported yet."""
         worker = self._workers.get(local_rank)
         return worker is not None and linux.has_ended(worker.pidfd)
 
     def tell(self, local_rank: int, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """Send to a worker, descriptors along with it; one that is gone does not hear it."""
+        """Send a message and descriptors to a worker; ignore one that has exited."""
         worker = self._workers.get(local_rank)
         if worker is None:
             return
@@ -195,12 +195,12 @@ class Supervisor:
         try:
             channel.transmit(worker.channel, data, fds)
         except ConnectionError:
-            return  # it has ended, which is told elsewhere
-        except OSError as error:  # it does not read any more; if it hangs, that is noticed
-            logger.warning("worker %d does not hear: %s", local_rank, error)
+            return  # it has exited, which is reported elsewhere
+        except OSError as error:  # it no longer reads; the hang watchdog notices a hang
+            logger.warning("cannot send to worker %d: %s", local_rank, error)
 
     def kill(self, local_rank: int) -> None:
-        """One worker's process group, at once."""
+        """Kill one worker's process group."""
         worker = self._workers.get(local_rank)
         if worker is not None:
             self._signal(worker, SIGKILL)
@@ -214,7 +214,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         loop.remove_reader(worker.pidfd)
         os.close(worker.pidfd)
-        while self._hear(worker):  # its last words come before its end
+        while self._hear(worker):  # its last messages come before its exit
             continue
         loop.remove_reader(worker.channel)
         worker.channel.close()
@@ -230,7 +230,7 @@ class Supervisor:
             self._bury(worker)
 
     def _bury(self, worker: _Worker) -> None:
-        """What a failed worker has started must not live on beside its replacement."""
+        """Kill what a failed worker has started, so that it does not disturb its replacement."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(worker.pid, SIGKILL)
         if self._cgroup is not None:
@@ -257,31 +257,31 @@ class Supervisor:
         return True
 
     def _pass_on(self, local_rank: int, message: dict[str, Any] | None, fds: list[int]) -> None:
-        """A mistake in what is done about one message must not cost the next, or the end."""
+        """Handle a message; an error in it must not affect the next, or the exit."""
         try:
             self._take(local_rank, message, fds)
         except Exception:
-            logger.exception("A message of worker %d could not be handled.", local_rank)
+            logger.exception("Could not handle a message from worker %d.", local_rank)
 
     def _take(self, local_rank: int, message: dict[str, Any] | None, fds: list[int]) -> None:
         if message is not None and fds and self._on_handed is not None:
             self._on_handed(local_rank, message, fds[0])
             return
-        _close_all(fds)  # nobody has asked for it
+        _close_all(fds)  # unexpected
         if message is None:
-            logger.debug("worker %d sent something unreadable", local_rank)
+            logger.debug("ignored an invalid message from worker %d", local_rank)
         else:
             self._on_message(local_rank, message)
 
     def _reap_strays(self) -> None:
-        """A worker's orphan that has ended is a zombie of ours until we look."""
+        """Reap exited orphans of workers."""
         if self._zygote is None or not self._zygote.in_flight:  # else it may be a worker
             linux.reap(keep=self.exempt | {worker.pid for worker in self._workers.values()})
 
     # --- stopping --------------------------------------------------------------------------------
 
     def signal(self, signum: int) -> None:
-        """To every worker's process group."""
+        """Send a signal to every worker's process group."""
         for worker in self._workers.values():
             self._signal(worker, signum)
 
@@ -294,10 +294,10 @@ class Supervisor:
     async def stop(
         self, signum: int = SIGTERM, timeout: float = 30.0, told: Collection[int] = ()
     ) -> None:
-        """End the workers, by force after `timeout` seconds, and whatever they have started.
+        """Stop the workers and whatever they have started; kill them after `timeout` seconds.
 
-        The signal is sent once those that were `told` to go have done so: the end of the others
-        would end them. Returns when all of it is gone.
+        The signal is sent once those that were `told` to leave have exited: the exit of the
+        others would end them. Returns when all are gone.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -310,7 +310,7 @@ class Supervisor:
             if self._workers and signum != SIGKILL:
                 ranks = ", ".join(map(str, self.alive))
                 after = f"{timeout:g} s after {_asking(signum)}"
-                logger.info("killing local ranks that have not ended %s: %s", after, ranks)
+                logger.info("killing local ranks that have not exited %s: %s", after, ranks)
         self.signal(SIGKILL)
         for cgroup in self._cgroups:
             cgroup.kill()
@@ -335,10 +335,12 @@ class Supervisor:
                 await asyncio.wait_for(self._none_left.wait(), PATIENCE)
             except asyncio.TimeoutError:
                 pids = sorted(worker.pid for worker in self._workers.values())
-                logger.warning("Killed, but still there: pids %s. Waiting for the kernel.", pids)
+                logger.warning(
+                    "Killed with SIGKILL but still alive: pids %s. Waiting for the kernel.", pids
+                )
 
     async def _kill_strays(self) -> None:
-        """What workers have left behind is ours now: kill our children until none comes back."""
+        """Kill the orphans of workers, which are our children now, until there are none."""
         clean = 0
         while clean < 2:  # twice: see `linux.children`
             in_flight = self._zygote is not None and self._zygote.in_flight
@@ -347,11 +349,11 @@ class Supervisor:
                 await asyncio.sleep(0.001)
 
     def _helpers(self) -> set[int]:
-        """Children of ours that are neither workers nor strays."""
-        return self.exempt | (self._zygote.blanks() if self._zygote is not None else set())
+        """Our children that are neither workers nor their orphans."""
+        return self.exempt | (self._zygote.preforks() if self._zygote is not None else set())
 
     def kill_everything(self) -> None:
-        """At once and without the event loop: for an agent whose guard is gone."""
+        """Kill all at once, without the event loop: the guard is gone."""
         if self._cgroup is not None:
             self._cgroup.kill()
         linux.kill_descendants()
@@ -359,14 +361,14 @@ class Supervisor:
             self._cgroup.remove()
 
     def close(self) -> None:
-        """When everything is stopped: remove the cgroup."""
+        """Remove the cgroup, when everything is stopped."""
         if self._cgroup is not None:
             self._cgroup.remove()
 
 
 def _asking(signum: int) -> str:
-    """How workers were asked to end: by a signal, or, with 0, by an order beforehand."""
-    return signal_name(signum) if signum else "they were told to go"
+    """Describe how workers were asked to exit: by a signal or, with 0, by an order."""
+    return signal_name(signum) if signum else "they were told to leave"
 
 
 def _close_all(descriptors: Iterable[int]) -> None:

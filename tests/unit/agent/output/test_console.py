@@ -71,14 +71,14 @@ def test_a_reader_that_waits_gets_everything_in_its_order(pipe):
 
 def test_what_nobody_reads_is_bounded_and_its_end_is_not_waited_for(pipe, monkeypatch):
     read_end, write_end = pipe
-    monkeypatch.setattr(console, "MOST", 10_000)
+    monkeypatch.setattr(console, "MOST_BYTES", 10_000)
     words = Console(write_end)
     for _ in range(100):
         words.say("x" * 999)
     words.drain(0.01)
-    data = read_until(read_end, b"nobody read them.)\n")
+    data = read_until(read_end, b"stderr was not read.)\n")
     shown = data.count(b"\n") - 1
-    assert data.endswith(b"(%d lines are left out: nobody read them.)\n" % (100 - shown))
+    assert data.endswith(b"(%d lines omitted: stderr was not read.)\n" % (100 - shown))
     words.drain(60)
 
 

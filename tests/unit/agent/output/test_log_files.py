@@ -391,7 +391,7 @@ def test_a_full_disk_costs_the_file_and_not_the_stream(caplog):
     backlog.append(b"one", shown=False)
     backlog.append(b"two", shown=False)
     assert (backlog.take(), backlog.size) == (b"onetwo", 0)
-    assert caplog.messages == ["Output is missing in /dev/full: No space left on device."]
+    assert caplog.messages == ["Worker output is missing in /dev/full: No space left on device."]
     backlog.append(b"x" * CHUNK, shown=False)
     assert backlog.full
     backlog.close()
@@ -421,7 +421,7 @@ def test_a_log_file_goes_on_when_there_is_room_again(tmp_path, monkeypatch, file
     backlog.append(b"five\n", shown=True)
     backlog.close()
     missing = len("o\nthree\nfour\n")
-    note = f"\n({missing} bytes are missing here: there was no room for them.)\n"
+    note = f"\n({missing} bytes are missing here: the disk was full.)\n"
     assert path.read_text() == f"one\ntw{note}five\n"
 
 

@@ -94,7 +94,7 @@ def store_host_of(script):
     [
         ("read -r verb; printf 40; kill -9 $$", "has ended"),
         ("read -r verb; exec >&-; exec <&-; sleep 60", "has ended"),
-        ("echo Welcome to torch; sleep 60", "answered 'Welcome to torch'"),
+        ("echo Welcome to torch; sleep 60", "invalid answer: 'Welcome to torch'"),
         ("sleep 60", "has not answered for 0.2 s and is killed"),
     ],
     ids=["half a number", "it lives and is deaf", "garbage", "frozen"],
@@ -154,7 +154,7 @@ async def test_a_store_host_that_ends_early_counts_as_a_failure(lived, raises):
     clock.advance(lived)
     os.kill(first, signal.SIGKILL)
     if raises:
-        with pytest.raises(SpawnError, match=r"has ended \(killed by SIGKILL\)"):
+        with pytest.raises(SpawnError, match=r"exited \(killed by SIGKILL\)"):
             await keeping
         assert kept.session.member.store == ""
     else:

@@ -47,7 +47,7 @@ def test_variables_that_act_at_import_must_be_the_zygotes(env, zygotes, cpus, na
 
 def test_a_program_is_no_copy():
     program = WorkerSpawn(local_rank=0, entry=Entry("program", "./train"), env=BASE, cpus=None)
-    assert "no Python" in unlike(program, BASE)
+    assert "not a Python" in unlike(program, BASE)
 
 
 COMMANDS = {

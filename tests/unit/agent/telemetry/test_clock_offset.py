@@ -5,7 +5,13 @@ import math
 import pytest
 
 from torchelastic.agent.telemetry import clock_offset
-from torchelastic.agent.telemetry.clock_offset import Offset, batch_size, is_told, linger, portion
+from torchelastic.agent.telemetry.clock_offset import (
+    Offset,
+    batch_size,
+    is_shipped,
+    linger,
+    next_batch,
+)
 from torchelastic.events.record import Record
 
 
@@ -45,10 +51,10 @@ def test_the_more_nodes_the_rarer_and_smaller(nodes, seconds, size):
 
 
 def test_what_all_would_say_alike_the_leader_says_for_many():
-    assert is_told("world-formed", 256, leads=False)
-    assert not is_told("world-formed", 257, leads=False)
-    assert is_told("world-formed", 257, leads=True)
-    assert is_told("worker-failed", 10_000, leads=False)
+    assert is_shipped("world-formed", 256, leads=False)
+    assert not is_shipped("world-formed", 257, leads=False)
+    assert is_shipped("world-formed", 257, leads=True)
+    assert is_shipped("worker-failed", 10_000, leads=False)
 
 
 def record(mono: float, kind: str = "note", text: str = "x") -> Record:
@@ -61,7 +67,7 @@ def record(mono: float, kind: str = "note", text: str = "x") -> Record:
 def told(records, nodes=1, *, leads=False):
     offset = Offset()
     offset.note(0.0, 100.0)
-    upto, lines = portion(records, offset, nodes, leads=leads)
+    upto, lines = next_batch(records, offset, nodes, leads=leads)
     return upto, [Record.parse(line) for line in lines.splitlines()]
 
 

@@ -74,7 +74,7 @@ def test_where_it_is_goes_to_the_terminal_only_whatever_else_is_printed(
 ):
     caplog.set_level("INFO")
     instead(code)
-    assert watched(made()) == [f"the dashboard has ended: exit code {exitcode}; the job goes on"]
+    assert watched(made()) == [f"the dashboard exited: exit code {exitcode}; the job goes on"]
     assert ("dashboard: http://127.0.0.1:1/" in caplog.text) is (exitcode == 0)
 
 
@@ -98,7 +98,7 @@ def test_one_that_cannot_be_started_costs_nothing_else(monkeypatch, caplog):
 
     monkeypatch.setattr(dashboard_process, "start_program", refuse)
     assert watched(made()) == []
-    assert "no dashboard: no more processes. The job goes on." in caplog.text
+    assert "Could not start the dashboard: no more processes. The job goes on." in caplog.text
 
 
 def test_it_runs_out_of_the_way_and_why_it_is_nowhere_is_said(instead):

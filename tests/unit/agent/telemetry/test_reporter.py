@@ -63,8 +63,8 @@ def gather(tmp_path) -> None:
     [
         (2, True, True, ["of 10 s: training 7"]),
         (2, False, True, []),
-        (2, None, True, ["in 3.0 s", "(by the events of this node)"]),
-        (2, True, False, ["in 3.0 s", "(by the events of this node)"]),
+        (2, None, True, ["in 3.0 s", "(from this node's events only)"]),
+        (2, True, False, ["in 3.0 s", "(from this node's events only)"]),
         (1, None, False, ["in 3.0 s"]),
     ],
 )
@@ -78,7 +78,7 @@ def test_the_goodput_is_said_by_the_node_that_has_the_whole_story(
     assert len(said) == bool(expected)
     for words in expected:
         assert words in said[0]
-    assert ("by the events" in "".join(said)) == (len(expected) == 2)
+    assert ("events only" in "".join(said)) == (len(expected) == 2)
 
 
 def test_a_job_without_a_world_has_no_goodput(tmp_path, said):
@@ -101,7 +101,7 @@ def test_a_node_that_looks_for_the_others_for_a_while_says_so(tmp_path, said, mo
             await asyncio.sleep(0)
         await asyncio.sleep(0)
 
-    monkeypatch.setattr("torchelastic.agent.telemetry.reporter.JOINING", 0.0)
+    monkeypatch.setattr("torchelastic.agent.telemetry.reporter.JOINING_QUIET", 0.0)
     reporter = narrator_of(tmp_path, generation=-1)
     asyncio.run(look())
     expected = f"looking for job {reporter._config.run_id} at 127.0.0.1:1, for 1 h more"
@@ -114,7 +114,7 @@ def test_a_hang_in_which_nobody_waits_is_written_down_and_not_said(tmp_path, sai
         assert said == []
         rank = {"rank": 0, "node": "a", "step": 3, "collective": "", "waiting": waiting}
         reporter.hang(0, events.Hang("rank 1 is missing", [1], [rank]))
-    assert said == ["workers stand still: rank 1 is missing"]
+    assert said == ["workers are hung: rank 1 is missing"]
 
 
 def test_whether_nodes_are_waited_for_or_only_get_ready_is_told(tmp_path, said):
@@ -148,8 +148,8 @@ def test_a_node_that_finds_no_host_names_the_command_until_it_has_joined(tmp_pat
 @pytest.mark.parametrize(
     ("count", "spares", "spare_count", "expected"),
     [
-        (1, (), 0, "; this node is a newcomer and warms up for a later world"),
-        (1, ("other",), 1, "; this node is a newcomer and warms up for a later world"),
+        (1, (), 0, "; this node joined late and warms up for a later world"),
+        (1, ("other",), 1, "; this node joined late and warms up for a later world"),
         (1, ("a",), 1, "; this node waits as a spare"),
         (1, ("other",), 2, "; this node waits as a spare"),
         (2, (), 0, "; this node waits as a spare"),
@@ -170,7 +170,7 @@ def test_a_node_that_is_held_out_says_so(tmp_path, said):
     world = World(generation=3, phase="running", count=1, reason="it grows", held=held)
     reporter.world_seen(world)
     reporter.world_seen(replace(world, generation=4, held=held_out.end_all_but(held, ())))
-    ends = ["; this node is a spare, held out for 60 s", "; this node is a newcomer"]
+    ends = ["; this node is a spare, held out for 60 s", "; this node joined late"]
     assert [end in line for end, line in zip(ends, said, strict=True)] == [True, True]
 
 
@@ -180,11 +180,11 @@ def test_a_training_that_begins_without_a_checkpoint_is_told_once_and_each_loss(
     reporter.begins(begins, resident=True)
     reporter.begins(Begins(1, 0, stored=False), resident=True)
     assert len(said) == 1
-    assert said[0].startswith("No checkpoint directory: ")
+    assert said[0].startswith("No checkpoint directory is set: ")
     lost = World(generation=2, phase="over", ledger=RestartLedger(best_step=9))
     reporter.world_seen(lost)
     reporter.begins(Begins(3, 0, stored=False), resident=True)
-    assert said[-1].startswith("All copies of the state were lost: training begins again")
+    assert said[-1].startswith("All copies of the training state were lost: training restarts")
     told = [record.event for record in read_files([tmp_path / "events.jsonl"])]
     notes = [event.text for event in told if isinstance(event, events.Note)]
     assert notes == [said[0], said[-1]]

@@ -291,7 +291,7 @@ async def test_a_store_that_is_lost_is_looked_at_again(tmp_path):
         await until(a.has)
 
 
-@pytest.mark.parametrize("mistake", ["_find", "_tell"])
+@pytest.mark.parametrize("mistake", ["_find", "_ship"])
 @in_loop
 async def test_a_mistake_of_ours_is_told_once_and_telling_begins_again(
     tmp_path, monkeypatch, caplog, mistake
@@ -381,13 +381,13 @@ async def test_who_does_not_keep_to_the_rules_is_sent_away(frames, tmp_path):
 
 @in_loop
 async def test_only_so_many_are_listened_to(tmp_path, monkeypatch):
-    monkeypatch.setattr(gathering_module, "MOST_VISITORS", 1)
+    monkeypatch.setattr(gathering_module, "MOST_AGENTS", 1)
     async with nodes(tmp_path, "a") as (_, a):
         link = await call(a)
-        with pytest.raises(RendezvousRefused, match="no more events"):
+        with pytest.raises(RendezvousRefused, match="no more event connections"):
             await call(a)
         link.abort()
-        await until(lambda: not a.collector._visitors)
+        await until(lambda: not a.collector._agents)
         (await call(a)).abort()
 
 

@@ -48,10 +48,12 @@ def watch(said, wished):
 
 
 def hear(watch: StragglerWatch, looks: int, generation: int = 3) -> None:
-    watch.heard(line(Joined("node-a", "", True), "a") + line(Joined("node-b", "", False), "b"))
+    watch.take_lines(line(Joined("node-a", "", True), "a") + line(Joined("node-b", "", False), "b"))
     for look in range(1, looks + 1):
-        watch.heard(line(Note("nothing"), "a") + line(progress(0, look, 0.125), "a", generation))
-        watch.heard(line(progress(1, look, 0.5), "b", generation))
+        watch.take_lines(
+            line(Note("nothing"), "a") + line(progress(0, look, 0.125), "a", generation)
+        )
+        watch.take_lines(line(progress(1, look, 0.5), "b", generation))
 
 
 def test_a_straggler_is_told_of_by_the_name_of_its_node(watch, said, wished):
@@ -65,16 +67,16 @@ def test_a_straggler_is_told_of_by_the_name_of_its_node(watch, said, wished):
 def test_a_node_that_keeps_up_again_is_wished_away_no_more(watch, wished):
     hear(watch, 5)
     for look in range(6, 10):
-        watch.heard(line(progress(0, look, 0.125), "a", 3))
+        watch.take_lines(line(progress(0, look, 0.125), "a", 3))
         well = Progress([1], [10 * look], [10.0 * look], own=[25.0 + 1.25 * (look - 5)])
-        watch.heard(line(well, "b", 3))
+        watch.take_lines(line(well, "b", 3))
     assert wished == [(3, {"b"}), (3, set())]
 
 
 def test_other_generations_and_junk_say_nothing(watch, said):
     hear(watch, 9, generation=2)
     watch.turn_to(2, 2)  # told late
-    watch.heard(b'{"v":1,"type":"progress","ranks":[1]\n\xff\xfe\n\n')
+    watch.take_lines(b'{"v":1,"type":"progress","ranks":[1]\n\xff\xfe\n\n')
     hear(watch, 5)
     assert len(said) == 1
 

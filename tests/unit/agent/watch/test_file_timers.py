@@ -74,7 +74,7 @@ def test_lines_come_in_pieces_and_with_junk(made):
 
 
 def test_scopes_are_bounded_and_can_be_shown(made, monkeypatch):
-    monkeypatch.setattr(file_timers, "MOST", 2)
+    monkeypatch.setattr(file_timers, "MOST_TIMERS", 2)
     made._take(ask(1, "a\nb") + ask(1, "c") + ask(1, "d") + ask(1, "c", 1070.0), 1000.0, 50.0)
     assert [(timer.scope, timer.after) for timer in made.of(1)] == [("a?b", 60.0), ("c", 70.0)]
 
@@ -101,5 +101,7 @@ def test_it_is_there_when_the_environment_says_so(tmp_path):
     assert it.path == tmp_path / "timers"
     asyncio.run(closed(it))
     nowhere = {"TORCHELASTIC_TIMER_FILE": str(tmp_path / "no" / "where")}
-    with pytest.raises(ConfigError, match=r"cannot be a pipe .*: name another file"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be used as a named pipe .*: choose another path"
+    ):
         FileTimers.wanted(enabled | nowhere, tmp_path)

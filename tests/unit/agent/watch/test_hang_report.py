@@ -42,5 +42,5 @@ async def test_an_error_in_looking_is_logged_and_nothing_is_told(caplog):
     found = await report.found(0)
     report.tell(found)
     assert (found, told) == (Found(), [])
-    assert "could not be looked at" in caplog.text
+    assert "Could not find out" in caplog.text
     assert "too deep" in caplog.text

@@ -95,7 +95,7 @@ FROZEN_ONE = MISSING.replace("rank 1", "rank 1 (frozen)")
     [
         ("working", FRAME, MISSING, f"it is in load (data.py, line 12); {MISSING}"),
         ("working", FRAME, "", "it is in load (data.py, line 12)"),
-        ("working", NOTHING, "", "it does something of its own"),
+        ("working", NOTHING, "", "it is busy outside any collective"),
         ("silent", FRAME, MISSING, f"it does not answer, in load (data.py, line 12); {MISSING}"),
         ("silent", NOTHING, "", "it does not answer"),
         ("frozen", FRAME, FROZEN_ONE, FROZEN_ONE),
@@ -147,9 +147,9 @@ class Workers:
 def watch(workers, *, limit=0.1, until):
     @in_loop
     async def main():
-        crew = SimpleNamespace(having=lambda *_: () if workers.killed else (0,))
+        state = SimpleNamespace(having=lambda *_: () if workers.killed else (0,))
         report = HangReport(workers.look, lambda generation, event: workers.told.append(event))
-        task = asyncio.create_task(HangWatchdog(workers, report, limit).run(lambda: crew))
+        task = asyncio.create_task(HangWatchdog(workers, report, limit).run(lambda: state))
         while not until() and not task.done():
             await asyncio.sleep(0.002)
         task.cancel()
@@ -329,8 +329,8 @@ def test_who_alone_has_the_state_is_waited_for(
     main()
     assert bool(workers.killed) is killed
     expected = (
-        f"Rank 0 is frozen and alone has the state after 7 steps: the job waits for it, at most "
-        f"{limit:g} s. To wake it: kill -CONT {os.getpid()}."
+        f"Rank 0 is frozen and has the only copy of the state after 7 steps: the job waits for "
+        f"it, at most {limit:g} s. To resume it: kill -CONT {os.getpid()}."
     )
     assert told == ([expected] if said else [])
     if said and limit == 10:

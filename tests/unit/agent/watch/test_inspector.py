@@ -204,7 +204,7 @@ async def test_of_a_world_of_which_some_nodes_are_known_the_others_are_counted()
         assert await a.doings.everywhere() == Found(), "without a world nobody does anything"
 
 
-async def guest(node):
+async def connect(node):
     place = Endpoint.at(f"127.0.0.1:{node.port}", "job", ANONYMOUS)
     link, _ = await knock(place, purpose=frames.DOINGS, timeout=5.0)
     return link
@@ -212,15 +212,15 @@ async def guest(node):
 
 @in_loop
 async def test_who_says_nothing_is_counted(monkeypatch):
-    monkeypatch.setattr(inspector, "MOST_VISITORS", 2)
+    monkeypatch.setattr(inspector, "MOST_PEERS", 2)
     async with nodes([0]) as (_, a):
-        first, second = await guest(a), await guest(a)
-        with pytest.raises(RendezvousRefused, match="too many at once"):
-            await guest(a)
+        first, second = await connect(a), await connect(a)
+        with pytest.raises(RendezvousRefused, match="Too many agents"):
+            await connect(a)
         first.abort()
-        while len(a.doings._visitors) == 2:
+        while len(a.doings._peers) == 2:
             await asyncio.sleep(0.001)
-        (await guest(a)).abort()
+        (await connect(a)).abort()
         second.abort()
 
 
@@ -228,8 +228,8 @@ async def test_who_says_nothing_is_counted(monkeypatch):
 async def test_who_says_nothing_is_sent_away(monkeypatch):
     monkeypatch.setattr(inspector, "THERE", 0.05)
     async with nodes([0]) as (_, a):
-        await (await guest(a)).ended
-        while a.doings._visitors:
+        await (await connect(a)).ended
+        while a.doings._peers:
             await asyncio.sleep(0.001)
 
 
@@ -237,10 +237,10 @@ async def test_who_says_nothing_is_sent_away(monkeypatch):
 async def test_who_asks_again_is_sent_away_without_an_answer():
     async with nodes([0]) as (_, a):
         a.slow.add(0)
-        link = await guest(a)
+        link = await connect(a)
         link.send(frames.pack(Which(GENERATION)) * 100)
         await link.ended
-        while a.doings._answers or a.doings._visitors:
+        while a.doings._answers or a.doings._peers:
             await asyncio.sleep(0.001)
         assert len(a.asked) <= 1
 
@@ -248,7 +248,7 @@ async def test_who_asks_again_is_sent_away_without_an_answer():
 @in_loop
 async def test_junk_ends_the_connection_and_so_does_the_end_of_the_agent():
     async with nodes([0]) as (_, a):
-        junk, link = await guest(a), await guest(a)
+        junk, link = await connect(a), await connect(a)
         junk.send(frames.pack_before(Which(1), b"junk"))
         await junk.ended
     await link.ended

@@ -103,5 +103,5 @@ async def test_a_directory_that_cannot_be_used_costs_the_answers_only(deep, capl
     made = QuerySocket(deep, Inspector())
     await made.open()
     await made.close()
-    assert "`torchelastic stacks` cannot ask this agent" in caplog.text
+    assert "`torchelastic stacks` cannot reach this agent" in caplog.text
     assert os.listdir(deep / SOCKET_FILE) == ["x"]

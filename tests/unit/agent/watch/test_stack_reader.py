@@ -231,7 +231,7 @@ def reader(tmp_path, monkeypatch):
     )
     program.chmod(0o755)
     monkeypatch.setattr(stack_reader.shutil, "which", lambda name: str(program))
-    monkeypatch.setattr(stack_reader, "STACK", 60.0)
+    monkeypatch.setattr(stack_reader, "PY_SPY_LIMIT", 60.0)
     return go, told
 
 

@@ -11,13 +11,13 @@ from torchelastic.agent.workers.oom import Facts, Memory, Sources, memory_hint
 
 GIGABYTE = 1 << 30
 OUTSIDE = (
-    "somebody sent SIGKILL: the kernel counts no kill for want of memory; a guard of memory such "
-    "as systemd-oomd is not counted either"
+    "the kernel reports no out-of-memory kill; a user, the scheduler or systemd-oomd may have sent "
+    "SIGKILL"
 )
-DEVICE = "out of memory on the device: it had no room for an allocation"
-REFUSED = "out of memory: an allocation in main memory was refused"
-COUNTED = "the container's count of such kills rose"
-PERHAPS = "perhaps out of memory: the kernel has killed a process of this machine"
+DEVICE = "out of memory on the device: an allocation failed"
+REFUSED = "out of memory: an allocation in main memory failed"
+COUNTED = "the container's oom_kill count rose"
+PERHAPS = "perhaps out of memory: the kernel killed a process on this machine"
 
 
 KILLED = "out of memory: the kernel killed"
@@ -31,7 +31,7 @@ LOADER = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. "
         (-9, {"in_container": 1}, f"{KILLED} it ({COUNTED})"),
         (-9, {"in_container": 2, "limit": 2 << 30}, f"{KILLED} it (limit 2.0 GiB; {COUNTED})"),
         (137, {"in_container": 1, "limit": 300 << 20}, f"{KILLED} it (limit 300 MiB; {COUNTED})"),
-        (-9, {"in_container": 0, "named": True}, f"{KILLED} it (its log names the process)"),
+        (-9, {"in_container": 0, "named": True}, f"{KILLED} it (the kernel log names the process)"),
         (-9, {"in_container": 0, "on_machine": 0}, OUTSIDE),
         (-9, {"on_machine": 0}, OUTSIDE),
         # Somebody else's container.

@@ -260,7 +260,7 @@ def test_a_kill_by_the_kernel(in_world, killed, told):
 def test_a_kill_from_outside(in_world, told):
     ends(in_world, -9)
     assert told[0].message == "killed by SIGKILL"
-    assert told[0].hint.startswith("somebody sent SIGKILL: the kernel counts no kill")
+    assert told[0].hint.startswith("the kernel reports no out-of-memory kill")
 
 
 def test_a_kill_of_ours_is_not_the_kernel_s(in_world, killed, told):
@@ -309,7 +309,7 @@ def test_who_told_why_or_was_dead_before_the_order_to_stop_was_not_stopped(in_wo
 def test_an_error_of_a_worker_that_lives_on(in_world, told):
     in_world._erred(0, Erred(3, 7, "MemoryError: ", "Traceback", True))
     in_world._erred(0, PeerLost(3, 7, "Connection closed by peer"))
-    refused = "out of memory: an allocation in main memory was refused"
+    refused = "out of memory: an allocation in main memory failed"
     assert [(one.hint, one.alive) for one in told] == [(refused, True), ("", True)]
 
 

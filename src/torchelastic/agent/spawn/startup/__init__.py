@@ -1,8 +1,8 @@
-"""How our code gets into `python -u train.py` without being on its command line.
+"""Run our code in `python -u train.py` without being on its command line.
 
 While Python starts, before it looks at train.py, it imports a module named `sitecustomize` if it
-finds one. `environment` puts the directory of ours at the head of PYTHONPATH, and all it does is
-call `begin`. Everything a program could see of this is gone when `begin` ends, and Python itself
+finds one. `environment` puts the directory of ours at the head of PYTHONPATH; it only calls
+`begin`. Everything a program could see of this is gone when `begin` ends, and Python itself
 goes on to run train.py: no `runpy`, no imitation of `__main__`, no frame of ours below it.
 
 A worker gets its failure report here. The zygote never gets further: it forks, and the copies do.

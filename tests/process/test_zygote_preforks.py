@@ -33,16 +33,17 @@ def others():
 def made(tmp_path, environ, others):
     (tmp_path / "train.py").write_text("import signal; signal.pause()")
     with bench(tmp_path) as made:
-        made.start_zygote(Entry("script", str(tmp_path / "train.py")), environ, blanks=COUNT)
+        made.start_zygote(Entry("script", str(tmp_path / "train.py")), environ, preforks=COUNT)
         assert made.supervisor.alive == ()
-        wait_for_blanks(made)
+        wait_for_preforks(made)
         yield made
 
 
-def wait_for_blanks(made):
-    made.until(lambda: len(made.zygote.blanks()) == COUNT, "blanks")
+def wait_for_preforks(made):
+    made.until(lambda: len(made.zygote.preforks()) == COUNT, "preforks")
     poll_for(
-        lambda: made.zygote.blanks() <= set(linux.children()), what="blanks that are our children"
+        lambda: made.zygote.preforks() <= set(linux.children()),
+        what="preforks that are our children",
     )
 
 
@@ -54,12 +55,12 @@ def start(made, environ, count):
 
 def test_they_become_the_workers_and_are_replaced(made, environ, others):
     for _ in range(3):
-        ready = made.zygote.blanks()
+        ready = made.zygote.preforks()
         assert start(made, environ, COUNT) == ready
-        wait_for_blanks(made)
+        wait_for_preforks(made)
         made.do(made.supervisor.stop(timeout=60))
-        assert len(made.zygote.blanks()) == COUNT, "stopping workers leaves them alone"
-        assert set(linux.children()) - others == {made.zygote.pid, *made.zygote.blanks()}
+        assert len(made.zygote.preforks()) == COUNT, "stopping workers leaves them alone"
+        assert set(linux.children()) - others == {made.zygote.pid, *made.zygote.preforks()}
 
 
 @pytest.mark.needs("cgroup")
@@ -68,29 +69,29 @@ def test_they_are_where_the_workers_will_be(tmp_path, environ):
     assert cgroup is not None
     (tmp_path / "train.py").write_text("import signal; signal.pause()")
     with bench(tmp_path, cgroup) as made:
-        made.start_zygote(Entry("script", str(tmp_path / "train.py")), environ, blanks=COUNT)
+        made.start_zygote(Entry("script", str(tmp_path / "train.py")), environ, preforks=COUNT)
         assert made.supervisor.alive == ()
         for _ in range(2):
-            wait_for_blanks(made)
-            ready = made.zygote.blanks()
-            poll_for(lambda: ready <= set(cgroup.processes()), what="blanks in the cgroup")  # noqa: B023
+            wait_for_preforks(made)
+            ready = made.zygote.preforks()
+            poll_for(lambda: ready <= set(cgroup.processes()), what="preforks in the cgroup")  # noqa: B023
             assert start(made, environ, COUNT) == ready
-            wait_for_blanks(made)
+            wait_for_preforks(made)
             made.do(made.supervisor.stop(timeout=60))
-            ready = made.zygote.blanks()  # only workers were killed
-            poll_for(lambda: set(cgroup.processes()) == ready, what="blanks alone")  # noqa: B023
+            ready = made.zygote.preforks()  # only workers were killed
+            poll_for(lambda: set(cgroup.processes()) == ready, what="preforks alone")  # noqa: B023
             assert {
                 int(path.name) for path in Path(cgroup.path).iterdir() if path.is_dir()
             } == ready
 
 
-def test_more_workers_than_blanks_are_forked_as_well(made, environ):
-    ready = made.zygote.blanks()
+def test_more_workers_than_preforks_are_forked_as_well(made, environ):
+    ready = made.zygote.preforks()
     assert start(made, environ, COUNT + 1) > ready
 
 
 def test_one_that_was_killed_is_not_used(made, environ):
-    victim = min(made.zygote.blanks())
+    victim = min(made.zygote.preforks())
     os.kill(victim, signal.SIGKILL)
     poll_for(lambda: state_of(victim) == "Z", what="its end")
     started = start(made, environ, COUNT)
@@ -104,7 +105,7 @@ def state_of(pid):
 
 
 def test_they_end_with_the_zygote(made, environ, others):
-    ready = made.zygote.blanks()
+    ready = made.zygote.preforks()
     os.kill(made.zygote.pid, signal.SIGKILL)
     poll_for(lambda: all(state_of(pid) == "Z" for pid in ready), what="their end")
     workers = start(made, environ, COUNT)  # plain processes
@@ -114,14 +115,14 @@ def test_they_end_with_the_zygote(made, environ, others):
 
 
 def test_closing_the_zygote_ends_them(made):
-    ready = made.zygote.blanks()
+    ready = made.zygote.preforks()
     made.do(made.zygote.close())
     assert not ready & set(linux.children())
-    assert made.zygote.blanks() == set()
+    assert made.zygote.preforks() == set()
 
 
 def test_they_show_what_they_are(made):
-    for pid in made.zygote.blanks():
+    for pid in made.zygote.preforks():
         with open(f"/proc/{pid}/cmdline") as file:
             assert file.read().startswith("torchelastic-zygote\0")
 
@@ -133,8 +134,8 @@ def test_a_worker_that_comes_later_finds_our_modules_imported(tmp_path):
     script = f"import sys; open({str(tmp_path / 'told')!r}, 'w').write(str({there}))"
     (tmp_path / "train.py").write_text(script)
     with bench(tmp_path) as made:
-        made.start_zygote(Entry("script", str(tmp_path / "train.py")), env.snapshot(), blanks=1)
-        made.until(lambda: len(made.zygote.blanks()) == 1, "a blank")
+        made.start_zygote(Entry("script", str(tmp_path / "train.py")), env.snapshot(), preforks=1)
+        made.until(lambda: len(made.zygote.preforks()) == 1, "a prefork")
         entry = Entry("script", str(tmp_path / "train.py"))
         spawn = WorkerSpawn(local_rank=0, entry=entry, env=env.snapshot())
         made.do(made.supervisor.start([spawn]))
