@@ -41,8 +41,8 @@ class RendezvousParameters:
     ) -> None:
         if not 1 <= min_nodes <= max_nodes:
             raise ConfigError(
-                f"min_nodes={min_nodes}, max_nodes={max_nodes} is no range of nodes: "
-                "1 <= min_nodes <= max_nodes must hold."
+                f"min_nodes={min_nodes}, max_nodes={max_nodes} is not a valid range: it must "
+                "hold that 1 <= min_nodes <= max_nodes."
             )
         self.backend = backend
         self.endpoint = endpoint
@@ -85,7 +85,7 @@ def check_backend(backend: str, conf: Mapping[str, Any]) -> None:
     """Refuse a rendezvous this version does not have."""
     if backend not in BACKENDS:
         raise ConfigError(
-            f"The rendezvous '{backend}' is not available: write {', '.join(BACKENDS[:-1])} or "
+            f"Unknown rendezvous backend '{backend}': use {', '.join(BACKENDS[:-1])} or "
             f"{BACKENDS[-1]}; c10d needs no server."
         )
     if backend in ETCD_BACKENDS:
@@ -123,7 +123,7 @@ def _whole(key: str, value: Any) -> int:
     try:
         return int(value)
     except (TypeError, ValueError):
-        raise ConfigError(f"Rendezvous key {key}: {value!r} is no whole number.") from None
+        raise ConfigError(f"Rendezvous key {key}: {value!r} is not a whole number.") from None
 
 
 def _seconds(conf: Mapping[str, Any], key: str) -> float:
@@ -133,6 +133,7 @@ def _seconds(conf: Mapping[str, Any], key: str) -> float:
         value = math.nan
     if not 0 <= value < math.inf:
         raise ConfigError(
-            f"Rendezvous key {key}: {conf[key]!r} is no time: write a number of seconds, 0 or more."
+            f"Rendezvous key {key}: {conf[key]!r} is not a valid duration: write a number of "
+            "seconds, 0 or more."
         )
     return value

@@ -209,7 +209,7 @@ def _beginning(last: World) -> str:
         return "the job starts"
     if last.phase != "waiting":
         return last.reason
-    return f"enough {'workers' if last.resident else 'nodes'} are there again"
+    return f"enough {'workers' if last.resident else 'nodes'} are available again"
 
 
 def _wait(rules: RoundRules, state: RoundState, now: float) -> Decision:
@@ -278,7 +278,7 @@ def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
         return f"waiting for a majority: {_who_agrees(state)} (--quorum){_tie(state)}", False
     every = [item.member for item in state.members.values() if not item.member.leaving]
     staying = [member for member in every if not member.unfit]
-    there = f"{len(staying)} of at least {rules.min_nodes} there{_unfit(every)}"
+    there = f"{len(staying)} of at least {rules.min_nodes} joined{_unfit(every)}"
     if len(staying) < rules.min_nodes:
         return f"waiting for nodes: {there}", False
     starting = sum(member.starting for member in staying)
@@ -287,12 +287,13 @@ def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
     if not all(member.ready for member in staying):
         return f"warming up: {there}", True
     if len(candidates(state)) < rules.min_nodes:
-        return "waiting for nodes: two of them claim the same --node-rank", False
+        return "waiting for nodes: two nodes have the same --node-rank", False
     if choose(rules, in_order(candidates(state), state.world), state):
         return f"settling: {there}", True
     workers = sum(member.nproc for member in staying)
     return (
-        f"waiting for nodes: --world-sizes {rules.world_sizes} has no use for {workers} workers",
+        f"waiting for nodes: --world-sizes {rules.world_sizes} allows no world of {workers} "
+        "workers",
         False,
     )
 
@@ -301,7 +302,7 @@ def _who_agrees(state: RoundState) -> str:
     """How many of those who must agree can be reached, who that is, and whom of them that are there
     the others wait for."""
     world, given = the_world(state), votes(state)
-    assert state.roll is not None, "nobody is asked"
+    assert state.roll is not None, "no majority is needed"
     asked = next(each for each in reversed(state.roll.electorates) if not each.agrees(given))
     there = asked.nodes & (given | state.members.keys())
     nodes = f"{len(there)} of the {len(asked.nodes)} nodes"
@@ -312,7 +313,7 @@ def _who_agrees(state: RoundState) -> str:
     else:
         nodes += f" of generation {world.generation}"
     slow = names_of(state, sorted(there - given))
-    busy = f", but the workers of {slow} are not reported to have ended" if slow else ""
+    busy = f", but the workers of {slow} have not been reported as stopped" if slow else ""
     return f"{nodes} can be reached{busy}"
 
 
@@ -324,7 +325,7 @@ def _tie(state: RoundState) -> str:
     if holders := [refused[each.witness] for each in wanted if each.witness in refused]:
         return f"; the witness voted for {names_of(state, holders)}"
     may_tie = all(len(each.voters) % 2 == 0 for each in wanted)
-    return "; with --witness either half of the nodes could go on" if may_tie else ""
+    return "; with --witness, either half of the nodes could continue" if may_tie else ""
 
 
 def _unfit(members: Iterable[Member]) -> str:

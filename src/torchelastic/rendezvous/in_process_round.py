@@ -68,7 +68,7 @@ def _decide(rules: RoundRules, state: RoundState, now: float) -> Decision:
         if world.phase == "running" and _have_all_enlisted(state):
             return Decision(replace(world, resident=True))
         if world.phase == "running" and _have_some_gone_home(state):
-            reason = "some nodes have ended without calling torchelastic.train, others wait in it"
+            reason = "some nodes exited without calling torchelastic.train while others wait in it"
             return Decision(replace(world, phase="closed", exitcode=EXIT_FAILED, reason=reason))
         return script.decide(rules, state, now)
     if world.phase == "running":
@@ -95,7 +95,7 @@ def _await_agreement(state: RoundState, now: float) -> Decision:
         return Decision(replace(world, phase="running"))
     at = state.since + SAY_EVERY
     if now >= at or not can_be_settled(state):
-        reason = f"too few nodes of the last world have confirmed generation {world.generation}"
+        reason = f"too few nodes of the last world confirmed generation {world.generation}"
         return script.over_by(state, "node-failure", reason)
     return Decision(wake_at=at)
 
@@ -146,7 +146,7 @@ def _who_comes(rules: RoundRules, state: RoundState) -> str:
 def _broken(state: RoundState) -> Decision | None:
     """What ends a generation at once."""
     if state.finished >= 0:
-        done = script.over_by(state, "finished", "the training is done").world
+        done = script.over_by(state, "finished", "training is done").world
         assert done is not None
         return Decision(replace(done, after=state.finished - 1), "finished")
     if state.failures:
@@ -240,7 +240,7 @@ def _finish(state: RoundState, now: float) -> Decision:
             exitcode=EXIT_FAILED,
             cause=cause,
             consequences=script.brief(consequences),
-            reason=f"after the training was done: {what}",
+            reason=f"after training was done: {what}",
         )
         return Decision(closed, "failure")
     staying = [node.node for node in world.nodes if node.node in state.members]
@@ -256,7 +256,7 @@ def _still_lost(state: RoundState) -> list[str]:
 def _await_return(state: RoundState, now: float) -> Decision | None:
     """Wait for lost nodes; None once it has been said for long enough, or another has failed."""
     world = the_world(state)
-    reason = f"the training is done; waiting for {names_of(state, state.lost)} to come back"
+    reason = f"training is done; waiting for {names_of(state, state.lost)} to come back"
     if _dead(state):
         return None
     if world.reason != reason:

@@ -53,8 +53,9 @@ class Agreement:
         release = theirs.get("release")
         if release is not None and series(str(release)) != series(self.release):
             return (
-                f"This node runs torchelastic {self.release}, the job {release}: only releases "
-                "with the same first two numbers mix. Install the same release on every node."
+                f"This node runs torchelastic {self.release}, but the job runs {release}: only "
+                "releases with the same first two numbers work together. Install the same "
+                "release on every node."
             )
         flags = theirs.get("flags") or {}
         differing = [
@@ -65,8 +66,8 @@ class Agreement:
         if not differing:
             return ""
         return (
-            f"This node and the job disagree about {' and '.join(differing)}: give every node of a "
-            "job the same."
+            f"This node and the job disagree about {' and '.join(differing)}: use the same value "
+            "on every node."
         )
 
 

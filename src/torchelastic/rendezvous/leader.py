@@ -259,7 +259,7 @@ class Leader:
 
     async def _claim(self, votes: Iterable[str]) -> None:
         """Ask the witness for votes, one after the other until it refuses one."""
-        assert self._witness is not None, "a vote of the witness, and no witness"
+        assert self._witness is not None, "a witness vote needs a witness"
         try:
             for vote in votes:
                 if not await self._witness.claim(vote, self._term):
@@ -273,7 +273,7 @@ class Leader:
 
     async def _publish(self, world: World, kind: Kind | None) -> bool:
         if self._store.lease_lost.is_set():
-            raise LeaseExpired("This node is no leader any more: its lease has ended.")
+            raise LeaseExpired("This node is no longer the leader: its lease expired.")
         world = world.in_parts(self._store.most_beside - 1)
         following = round_state.published(self._state, world, self._clock.now())
         beside = None
@@ -292,7 +292,7 @@ class Leader:
             provided=(LEADER_KEY, self._elected),
         )
         if revision is None:
-            logger.warning("somebody else has published a world meanwhile: looking again")
+            logger.warning("another leader has published a world: reading again")
             return False
         self._world_revision = revision
         self._state = following
@@ -328,7 +328,7 @@ class Leader:
         if slow - self._told_to_stay and not why_to_replace(self._rules, self._state):
             self._told_to_stay |= slow
             names = round_state.names_of(self._state, holding_up(self._state))
-            self._observer.say(f"there is no spare node that could take the place of {names}")
+            self._observer.say(f"no spare node can replace the slow {names}")
 
     async def _next_change(self, decision: Decision, watching: asyncio.Task[None]) -> None:
         """Wait for a member to change or for the time the decision named, and take it up."""

@@ -232,11 +232,11 @@ def refusal(elector: Elector, asked: Candidacy) -> str:
         return "its host answers"
     if elector.leaving:
         # The host it said so to counts on it for whatever it does without this node.
-        return "it leaves, and has agreed to what its last host does"
+        return "it is leaving, and has agreed to what its last host does"
     if asked.generation < elector.generation:
-        return f"it knows generation {elector.generation}, a newer one"
+        return f"it knows a newer generation, {elector.generation}"
     if asked.term < elector.term or (asked.term == elector.term and asked.node != elector.chosen):
-        return f"it has voted in term {elector.term}"
+        return f"it has already voted in term {elector.term}"
     return ""
 
 

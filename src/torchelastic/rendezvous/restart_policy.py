@@ -79,20 +79,20 @@ def judge(ending: Ending, ledger: RestartLedger, *, budget: int, count_resizes: 
 
     >>> judge(Ending(kind="resize", lifetime=9.0), RestartLedger(), budget=0, count_resizes=False)
     Verdict(go_on=True, ledger=RestartLedger(used=0, repeats=0, signature='', best_step=-1, \
-in_vain=0), sentence='a resize spends no restart')
+in_vain=0), sentence='a resize uses no restart')
     """
     ledger = _credit_progress(ending, _note_haste(ending, ledger))
     failure = ending.failure
     if failure is not None and failure.fatal:
-        return Verdict(False, ledger, "trying again cannot help")
+        return Verdict(False, ledger, "a restart cannot help")
     if failure is not None and failure.incurable and _is_hopeless(ending, ledger, failure):
-        return Verdict(False, ledger, f"no restart cures this {failure.kind}; giving up")
+        return Verdict(False, ledger, f"a restart cannot fix this {failure.kind}; giving up")
     if failure is not None and failure.incurable and ending.without:
-        return Verdict(True, _note_failure(ending, ledger), "no restart is spent")
+        return Verdict(True, _note_failure(ending, ledger), "no restart used")
     if ending.kind == "error":
         return _judge_error(ending, ledger, budget)
     if ending.kind != "failure" and not count_resizes:
-        return Verdict(True, ledger, f"a {_words(ending.kind)} spends no restart")
+        return Verdict(True, ledger, f"a {_words(ending.kind)} uses no restart")
     ledger = _note_failure(ending, ledger)
     if failure is not None and ledger.repeats >= SAME_FAILURE_LIMIT:
         return Verdict(False, ledger, _same(failure, ledger.repeats))
@@ -120,18 +120,18 @@ def pause(ledger: RestartLedger) -> float:
 def why_pause(ledger: RestartLedger) -> str:
     """What to say meanwhile."""
     return (
-        f"the last {ledger.in_vain} generations failed as soon as they began, without a step: "
-        f"the next one begins in {pause(ledger):g} s"
+        f"the last {ledger.in_vain} generations failed right after start, before their first "
+        f"step; the next one starts in {pause(ledger):g} s"
     )
 
 
 def _judge_error(ending: Ending, ledger: RestartLedger, budget: int) -> Verdict:
     """A worker raised, rolled back and lives on: the step is tried again, but not for ever."""
-    assert ending.failure is not None, "an error is somebody's"
+    assert ending.failure is not None, "an error needs a failure"
     signature = _signature(ending.failure)
     if signature == ledger.signature:
-        sentence = f"the same error came back at step {ending.failure.step} after a rollback"
-        return Verdict(False, ledger, f"{sentence}: trying again does not mend it")
+        sentence = f"same error again at step {ending.failure.step} after a rollback"
+        return Verdict(False, ledger, f"{sentence}; giving up")
     if ledger.used >= budget:
         return Verdict(False, ledger, _spent(budget))
     ledger = replace(ledger, used=ledger.used + 1, repeats=1, signature=signature)
@@ -154,7 +154,7 @@ def _same(failure: Failure, times: int) -> str:
 def _spent(budget: int) -> str:
     if budget == 0:
         return "no restarts are allowed (--max-restarts 0)"
-    return f"all {budget} restarts are used (--max-restarts)"
+    return f"all {budget} restarts used (--max-restarts)"
 
 
 def _words(kind: Kind) -> str:

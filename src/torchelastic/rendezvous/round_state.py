@@ -279,7 +279,7 @@ def hosted(
             )
         if world.term != term and world.phase in ("agreeing", "running", "pausing"):
             # Those who voted have stopped their workers, and the others cannot go on without them.
-            reason = "the host of the rendezvous is gone"
+            reason = "the rendezvous host was lost"
             world = replace(world, phase="over", after=None, ending="node-failure", reason=reason)
     return replace(state, world=world, host=host, term=term, roll=roll)
 
@@ -517,5 +517,5 @@ def _name_of(state: RoundState, node: str) -> str:
 
 
 def the_world(state: RoundState) -> World:
-    assert state.world is not None, "asked before the first world"
+    assert state.world is not None, "read before the first world"
     return state.world

@@ -40,7 +40,7 @@ from torchelastic.rendezvous.world import World
 
 #: How many consequences of a failure are told.
 CONSEQUENCES = 32
-_GONE = "its connection or its lease has ended, without a word from it"
+_GONE = "its connection or lease ended without notice"
 
 
 def decide(rules: RoundRules, state: RoundState, now: float) -> Decision:
@@ -222,7 +222,7 @@ def wait_for_stop(state: RoundState, slow: list[str], now: float) -> Decision:
     at = state.said_at + SAY_EVERY
     if now < at:
         return Decision(wake_at=at)
-    reason = f"waiting for the workers of {names_of(state, slow)} to end"
+    reason = f"waiting for the workers of {names_of(state, slow)} to stop"
     return Decision(replace(the_world(state), reason=reason), the_world(state).ending)
 
 
@@ -276,8 +276,6 @@ def why(state: RoundState, kind: Kind, cause: Failure | None) -> str:
         return f"{names_of(state, state.lost)} failed"
     if kind in ("failure", "error") and cause is not None:
         if cause.alive and root_cause.waited_for_others(cause):
-            return (
-                f"rank {cause.rank} on {cause.node} has lost a peer"  # which one is not known yet
-            )
+            return f"rank {cause.rank} on {cause.node} lost a peer"  # which one is not known yet
         return cause.sentence()
     return the_world(state).reason

@@ -24,9 +24,8 @@ def why_to_replace(rules: RoundRules, state: RoundState) -> str:
     coming = [offer.node for offer in chosen if world.place(offer.node) is None]
     if not giving or not coming or workers(chosen) < world.size:
         return ""
-    places = "its place" if len(giving) == 1 else "their places"
-    verb = "is slow and gives" if len(giving) == 1 else "are slow and give"
-    return f"{names_of(state, giving)} {verb} {places} to {names_of(state, coming)}"
+    verb = "replaces" if len(coming) == 1 else "replace"
+    return f"{names_of(state, coming)} {verb} slow {names_of(state, giving)}"
 
 
 def holding_up(state: RoundState) -> list[str]:

@@ -147,7 +147,7 @@ def _hold_all(
         return None
     longest = max(out, key=lambda one: one.seconds).span()
     named = names_of(state, [node.node for node in nodes])
-    return Finding(held, every, f"going on without {named} for {longest}", instead)
+    return Finding(held, every, f"continuing without {named} for {longest}", instead)
 
 
 def _unable(rules: RoundRules, state: RoundState, held: Held, failure: Failure) -> Finding | None:
@@ -251,5 +251,5 @@ def _counted(
         why = f"{one.name} {what}"
         if one.node in state.unreachable:
             why = f"other nodes could not reach {one.name}"
-        said.append(f"{why}: going on without it for {one.span()}")
+        said.append(f"{why}: continuing without it for {one.span()}")
     return Finding(held, gone, "; ".join(said), instead)

@@ -334,7 +334,7 @@ class World:
         """The world as a node has it that was given up, and has joined anew since it began."""
         if self.place(node) is None or self.phase not in ("running", "pausing"):
             return self
-        reason = "this node was given up"
+        reason = "the rendezvous dropped this node"
         return replace(self, phase="over", after=None, ending="node-failure", reason=reason)
 
     def with_nodes(self, nodes: Iterable[WorldNode], handing_over: Iterable[str] = ()) -> World:

@@ -174,8 +174,8 @@ def _is_this_machine(host: str) -> bool:
     local = [NETWORK.get().is_local(family, address) for family, address in found]
     if any(local) and not all(local):
         log.warning(
-            "'%s' names this machine and others; this agent leaves hosting the rendezvous to "
-            "them. Use a name of one machine in --rdzv-endpoint.",
+            "'%s' resolves to this machine and others, so this agent does not host the "
+            "rendezvous. Use the name of one machine in --rdzv-endpoint.",
             host,
         )
     return all(local)

@@ -44,8 +44,8 @@ class Secret:
         key = key.strip()
         if not SHORTEST <= len(key) <= LONGEST:
             raise ConfigError(
-                f"A secret has {SHORTEST} to {LONGEST} bytes, not {len(key)}: make one with "
-                "openssl rand -hex 32."
+                f"A secret must have {SHORTEST} to {LONGEST} bytes, not {len(key)}: create one "
+                "with openssl rand -hex 32."
             )
         self._key = key
 
@@ -69,7 +69,7 @@ class Secret:
         return "<Secret>"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("A secret is not pickled: hand it over by a descriptor.")
+        raise TypeError("A secret cannot be pickled: pass it through a file descriptor.")
 
 
 @dataclass(frozen=True)

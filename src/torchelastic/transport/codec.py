@@ -64,7 +64,7 @@ class Codec(Generic[M]):
         ...     generation: int
         >>> Codec(Ask).from_json({"type": "ask", "generation": "7"})
         Traceback (most recent call last):
-        ValueError: 'generation' of a message 'ask' is not what it should be: '7'.
+        ValueError: 'generation' of a message 'ask' has the wrong value: '7'.
         """
         name = str(data.get("type"))
         kind = self._kinds.get(name)
@@ -81,7 +81,7 @@ def read(cls: type[T], data: Mapping[str, Any], what: str) -> T:
                 given[name] = reader(data[name])
             except _Misfit:
                 found = f"{data[name]!r:.80}"
-                sentence = f"'{name}' of {what} is not what it should be: {found}."
+                sentence = f"'{name}' of {what} has the wrong value: {found}."
                 raise ValueError(sentence) from None
         elif name in shape.required:
             raise ValueError(f"'{name}' of {what} is missing.")
@@ -128,7 +128,7 @@ def _reader(hint: Any) -> _Reader:
         return _list_of(_reader(args[0]), tuple)
     if origin is tuple:
         return _fixed([_reader(arg) for arg in args])
-    raise TypeError(f"A field cannot be declared as {hint}: it would be read unchecked.")
+    raise TypeError(f"A field cannot have the type {hint}: it would be read unchecked.")
 
 
 #: By the very type: a bool is an int to Python, and to nobody else.

@@ -139,8 +139,8 @@ def _verdict(
 ) -> RendezvousLost | RendezvousRefused:
     if again:
         return RendezvousLost(
-            f"The rendezvous at {endpoint} was lost and does not answer ({_words(vain.problem)}): "
-            "its host has ended, is frozen or cannot be reached."
+            f"Lost the rendezvous at {endpoint} ({_words(vain.problem)}): its host has exited, "
+            "is frozen or is unreachable."
         )
     why = obstacle(vain.place, vain.problem)
     if isinstance(vain.problem, NoAnswer):
@@ -179,9 +179,9 @@ def _words(problem: Exception) -> str:
     if isinstance(problem, NoAnswer):
         return "no answer to our hello"
     if isinstance(problem, _Nowhere):
-        return "nobody hosts it"
+        return "no node hosts it"
     if isinstance(problem, socket.gaierror):
-        return "its name is not known"
+        return "host name not known"
     if isinstance(problem, asyncio.TimeoutError):
         return "no answer"
     if isinstance(problem, ConnectionRefusedError):
@@ -263,7 +263,9 @@ async def _connect(link: Link, endpoint: Endpoint) -> None:
             lambda: link, final, endpoint.port, happy_eyeballs_delay=stagger
         )
     except UnicodeError as error:
-        raise ConfigError(f"'{endpoint.host}' is no host name: correct --rdzv-endpoint.") from error
+        raise ConfigError(
+            f"'{endpoint.host}' is not a host name: correct --rdzv-endpoint."
+        ) from error
     except OSError as error:
         if is_refused_everywhere(error):
             raise ConnectionRefusedError(errno.ECONNREFUSED, str(error)) from error
@@ -305,16 +307,16 @@ def _prove(link: Link, endpoint: Endpoint, hello: bytes, challenge: frames.Messa
     assert secret is not None
     if not isinstance(challenge, frames.Challenge):
         raise RendezvousRefused(
-            f"This node has a secret, the rendezvous at {endpoint} has none: give every node of "
-            "the job the same (--rdzv-secret-file or TORCHELASTIC_SECRET)."
+            f"This node has a secret, but the rendezvous at {endpoint} has none: give every node "
+            "of the job the same secret (--rdzv-secret-file or TORCHELASTIC_SECRET)."
         )
     known = is_nonce(challenge.nonce) and secret.proves(
         challenge.proof, "server", hello, challenge.nonce
     )
     if not known:
         raise RendezvousRefused(
-            f"The rendezvous at {endpoint} and this node have different secrets: give every node "
-            "of the job the same (--rdzv-secret-file or TORCHELASTIC_SECRET)."
+            f"The rendezvous at {endpoint} has a different secret: give every node of the job "
+            "the same secret (--rdzv-secret-file or TORCHELASTIC_SECRET)."
         )
     link.send(frames.Proof(secret.proof("client", hello, challenge.nonce)))
 
@@ -326,8 +328,8 @@ async def _answer(link: Link, endpoint: Endpoint, timeout: float) -> frames.Mess
         answer = frames.parse(frame, frames.ANSWERS_TO_HELLO)
     except TlsError as error:
         raise RendezvousRefused(
-            f"TLS with {endpoint} does not come about ({error}): give every node certificates of "
-            "one authority (--rdzv-tls-ca, --rdzv-tls-cert, --rdzv-tls-key), or none."
+            f"TLS handshake with {endpoint} failed ({error}): give every node a certificate from "
+            "the same CA (--rdzv-tls-ca, --rdzv-tls-cert, --rdzv-tls-key), or none."
         ) from error
     except WireError as error:
         raise RendezvousRefused(_no_rendezvous(endpoint)) from error
@@ -341,6 +343,6 @@ async def _answer(link: Link, endpoint: Endpoint, timeout: float) -> frames.Mess
 
 def _no_rendezvous(endpoint: Endpoint) -> str:
     return (
-        f"The port of {endpoint} is used by something that is not a torchelastic rendezvous: "
+        f"The port of {endpoint} is in use by something other than a torchelastic rendezvous: "
         "choose another port in --rdzv-endpoint."
     )

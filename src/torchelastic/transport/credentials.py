@@ -41,11 +41,13 @@ def doubts(config: LaunchConfig, secret: Secret | None) -> list[str]:
     """What is unwise about a job's secret, a sentence each."""
     path = config.rdzv_secret_file
     if path and os.stat(path).st_mode & (stat.S_IROTH | stat.S_IWOTH):
-        return [f"Every user of this machine has access to the secret: chmod 600 {path}."]
+        return [
+            f"Every user of this machine can read or write the secret file: run chmod 600 {path}."
+        ]
     if secret is None and _is_open(config):
         return [
-            f"This job has no secret: whoever can reach {_danger(config)}. Give every node the "
-            f"same --rdzv-secret-file or {VARIABLE}."
+            f"This job has no secret: anyone who can reach {_danger(config)}. Give every node "
+            f"the same --rdzv-secret-file or {VARIABLE}."
         ]
     return []
 
@@ -71,7 +73,7 @@ def read_secret(path: str, flag: str) -> Secret:
             return Secret(file.read(2 * LONGEST))
     except OSError as error:
         raise ConfigError(
-            f"{flag} {path} cannot be read ({error.strerror}): name a file that has the secret."
+            f"Cannot read {flag} {path} ({error.strerror}): name a file that contains the secret."
         ) from None
     except ConfigError as error:
         raise ConfigError(f"{flag} {path}: {error}") from None
@@ -87,7 +89,7 @@ def _is_open(config: LaunchConfig) -> bool:
 
 def _danger(config: LaunchConfig) -> str:
     if config.rdzv_backend in ETCD_BACKENDS:
-        return "the agents of its nodes can pass for one of them"
+        return "its agents can impersonate one of them"
     return f"{config.rdzv_endpoint} can join it and stop it"
 
 
@@ -112,6 +114,6 @@ def _tls(config: LaunchConfig, *, server: bool) -> ssl.SSLContext:
     except (OSError, ssl.SSLError, ValueError) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"{flag} {path} cannot be used ({reason}): name PEM files, the key unencrypted."
+            f"Cannot use {flag} {path} ({reason}): name PEM files, with an unencrypted key."
         ) from None
     return context

@@ -333,18 +333,18 @@ def _row(item: Any, what: str) -> Row:
     match item:
         case [str(key), str() | None as text, int(created), int(modified)]:
             return Row(key, text, created, modified)
-    raise WireError(f"{what} holds something that is no row.")
+    raise WireError(f"{what} contains something that is not a row.")
 
 
 def _list_of_texts(value: Any, what: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise WireError(f"{what} is not a list of texts.")
+        raise WireError(f"{what} is not a list of strings.")
     return value
 
 
 def _texts(value: Any, what: str) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise WireError(f"{what} is no object of texts.")
+        raise WireError(f"{what} is not an object of strings.")
     return value
 
 
@@ -354,7 +354,7 @@ def _key_and_revision(value: Any, what: str) -> tuple[str, int] | None:
             return None
         case [str(key), int(revision)]:
             return key, revision
-    raise WireError(f"{what} is no key with a revision.")
+    raise WireError(f"{what} is not a key with a revision.")
 
 
 _READERS: dict[Any, Reader] = {
@@ -420,8 +420,7 @@ def _frame(content: str | bytes) -> bytes:
     payload = content.encode() if isinstance(content, str) else content
     if len(payload) > FRAME_LIMIT:
         raise WireError(
-            f"A message of {len(payload)} bytes is too large for the rendezvous, which takes "
-            f"{FRAME_LIMIT}."
+            f"A message of {len(payload)} bytes is too large: the limit is {FRAME_LIMIT}."
         )
     return _LENGTH.pack(len(payload)) + payload
 
@@ -450,12 +449,12 @@ def encode_value(key: str, value: Mapping[str, Any]) -> str:
     """A value as the text that is stored, refused here if no frame could carry it."""
     text = _encode_finite(value)
     if not key or len(key) > KEY_LIMIT:
-        raise WireError(f"A key has 1 to {KEY_LIMIT} characters, not {len(key)}.")
+        raise WireError(f"A key must have 1 to {KEY_LIMIT} characters, not {len(key)}.")
     # In a message its quotes are escaped: at most it doubles, which is not worth a look at most.
     size = 2 * len(text) if 2 * len(text) < FRAME_LIMIT - ROOM else len(_encode(text))
     if size > FRAME_LIMIT - ROOM:
         raise WireError(
-            f"The value of '{key}' takes {size} bytes; the rendezvous takes {FRAME_LIMIT - ROOM}."
+            f"The value of '{key}' has {size} bytes: the limit is {FRAME_LIMIT - ROOM}."
         )
     return text
 
@@ -498,7 +497,7 @@ class Unpacker:
         (length,) = _LENGTH.unpack_from(self._buffer)
         if length > self.limit:
             # Before it is waited for: text of another protocol reads as a length of gigabytes.
-            raise WireError(f"A frame of {length} bytes is announced; {self.limit} is the limit.")
+            raise WireError(f"A frame of {length} bytes exceeds the limit of {self.limit}.")
         end = _LENGTH.size + length
         if len(self._buffer) < end:
             return None
@@ -514,7 +513,7 @@ def _load(payload: bytes | str, what: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise WireError(f"{what} is not JSON: {error}.") from error
     if end != len(text):
-        raise WireError(f"{what} is JSON with something behind it.")
+        raise WireError(f"{what} has trailing data after its JSON.")
     if not isinstance(content, dict):
         raise WireError(f"{what} is JSON, but not an object.")
     return content
@@ -525,7 +524,7 @@ def parse(payload: bytes, kinds: Kinds) -> Message:
     content = _load(payload, "A frame")
     cls = kinds.get(str(content.pop("kind", None)))
     if cls is None:
-        raise WireError(f"A frame is none of: {', '.join(kinds)}.")
+        raise WireError(f"A frame is not one of: {', '.join(kinds)}.")
     return _message(cls, content)
 
 
@@ -539,7 +538,7 @@ def _message(cls: type[M], content: Mapping[str, Any]) -> M:
             value = reader(value, f"'{name}' of a '{cls.kind}' message")
         elif type(value) not in reader:
             found = type(value).__name__
-            raise WireError(f"'{name}' of a '{cls.kind}' message is of the wrong type: {found}.")
+            raise WireError(f"'{name}' of a '{cls.kind}' message has the wrong type: {found}.")
         made.append(value)
     # Fields nobody here knows are left alone: a later release of this version may say more.
     return cls(*made)
@@ -549,7 +548,7 @@ def parse_hello(payload: bytes) -> Hello | OtherVersion:
     """The hello of a client, or the other version of the protocol that it speaks."""
     content = _load(payload, "A frame")
     if content.get("kind") != Hello.kind or content.get("protocol") != PROTOCOL:
-        raise WireError(f"The first frame of a connection is no hello of {PROTOCOL}.")
+        raise WireError(f"The first frame of a connection is not a hello of {PROTOCOL}.")
     if content.get("version") != VERSION:
         return OtherVersion(str(content.get("version"))[:_SHOWN])
     return _message(Hello, content)

@@ -39,7 +39,7 @@ async def accepted(listener: socket.socket) -> AsyncIterator[socket.socket]:
         try:
             connection, _ = await loop.sock_accept(listener)
         except OSError as error:
-            logger.debug("nobody can be taken: %s", error)
+            logger.debug("cannot accept a connection: %s", error)
             await asyncio.sleep(TRY_AGAIN)
             continue
         yield connection

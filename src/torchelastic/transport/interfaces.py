@@ -39,7 +39,7 @@ def placed_addresses() -> list[Placed]:
         return [found for answer in _answers() for found in _parse(answer)]
     except OSError as error:
         # Some sandboxes have no netlink. What follows from this list can be set by hand.
-        log.debug("The addresses of this machine are not known: %s.", error)
+        log.debug("Cannot list the addresses of this machine: %s.", error)
         return []
 
 
@@ -76,7 +76,7 @@ def _answers() -> Iterator[bytes]:
                 elif kind == _END:
                     return
                 else:
-                    raise OSError(f"the kernel answers with {kind}")
+                    raise OSError(f"the kernel answered with {kind}")
 
 
 def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:

@@ -25,8 +25,8 @@ _SOCKET_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, PEER_TIMEOUT * 1000),
 )
 _OTHER_KIND = (
-    "Nodes with TLS and nodes without do not meet: give every node --rdzv-tls-cert, --rdzv-tls-key "
-    "and --rdzv-tls-ca, or none."
+    "Some nodes use TLS and some do not: give every node --rdzv-tls-cert, --rdzv-tls-key and "
+    "--rdzv-tls-ca, or none."
 )
 
 
@@ -151,9 +151,9 @@ class Link(asyncio.BufferedProtocol):
         `WireError` if bytes are on their way in it: they would be lost, or come twice.
         """
         if self._transport is None or self._transport.is_closing():
-            raise WireError("The connection is over.")
+            raise WireError("The connection is closed.")
         if self._early or self._unpacker.is_amid or self._transport.get_write_buffer_size():
-            raise WireError("The peer speaks before it is asked, or does not listen.")
+            raise WireError("The peer sends before it is asked, or does not read.")
         taken: socket.socket = self._transport.get_extra_info("socket").dup()
         # Closes asyncio's own descriptor, not the connection: another one is open.
         self._transport.abort()
@@ -212,7 +212,9 @@ class Link(asyncio.BufferedProtocol):
     def _part_from_the_other_kind(self) -> None:
         """One end speaks TLS, the other does not. Both can tell, in their own way, from this."""
         assert self._transport is not None
-        self._error = TlsError("it speaks TLS" if self._tls is None else "it speaks no TLS")
+        self._error = TlsError(
+            "the peer uses TLS" if self._tls is None else "the peer does not use TLS"
+        )
         self._transport.write(pack(Refusal(_OTHER_KIND)))
         self.close()
 
@@ -242,7 +244,7 @@ class Link(asyncio.BufferedProtocol):
     def pause_writing(self) -> None:
         """The peer reads slower than we write: rather lose it than our memory or our time."""
         if self._backlog is not None:
-            self.abort(ConnectionError("it does not read what it is sent"))
+            self.abort(ConnectionError("the peer does not read what it is sent"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         error = self._error or exc

@@ -125,7 +125,7 @@ class Listener:
             task.cancel()
         ends = [visitor.link.ended for visitor in self._visitors]
         for visitor in self._visitors:
-            visitor.refuse("This agent has ended.")
+            visitor.refuse("This agent has exited.")
         if ends:
             await asyncio.wait(ends, timeout=CLOSING_PATIENCE)
         for visitor in self._visitors:
@@ -161,11 +161,11 @@ class Listener:
         link.deliver_to(partial(self._greet, visitor))
         displaced = self._visitors.enter(visitor, visitor.source)
         if displaced is not None:
-            self._tell(displaced, "opens more connections than are looked at")
+            self._tell(displaced, "too many connections without a hello")
             displaced.link.abort()
 
     def _tired_of(self, link: Link) -> None:
-        link.abort(WireError("it has not said who it is"))
+        link.abort(WireError("no hello in time"))
 
     def _gone(self, visitor: _Visitor, ended: asyncio.Future[Exception | None]) -> None:
         visitor.time_is_up.cancel()
@@ -175,12 +175,12 @@ class Listener:
         # Whoever just looks whether the port is open, as load balancers do, is not worth a line.
         if isinstance(ended.result(), WireError) and not self._closing:
             tls = isinstance(ended.result(), TlsError)
-            self._tell(visitor, "has no TLS that is ours" if tls else "does not speak as a node")
+            self._tell(visitor, "TLS handshake failed" if tls else "not a torchelastic node")
 
     def _tell(self, visitor: _Visitor, what: str) -> None:
         if self._told.first_time(visitor.source, what):
             log.warning(
-                "Somebody at %s %s: sent away, as all that follow. This is logged once.",
+                "Rejected a connection from %s: %s. Further ones for this reason are not logged.",
                 visitor.source,
                 what,
             )
@@ -197,23 +197,23 @@ class Listener:
         if isinstance(hello, frames.OtherVersion):
             self._refuse(
                 visitor,
-                "speaks another version of the protocol",
-                f"This node speaks version {hello.version} of the rendezvous protocol, the job "
-                f"version {frames.VERSION}: install the same torchelastic on every node.",
+                "another version of the rendezvous protocol",
+                f"This node uses version {hello.version} of the rendezvous protocol, but the job "
+                f"uses version {frames.VERSION}: install the same torchelastic on every node.",
             )
         elif self._secret is not None and not hello.nonce:
             self._refuse(
                 visitor,
-                "has no secret",
-                "This job has a secret, and this node none: give every node of the job the same "
-                "(--rdzv-secret-file or TORCHELASTIC_SECRET).",
+                "no secret",
+                "This job has a secret, but this node has none: give every node of the job the "
+                "same secret (--rdzv-secret-file or TORCHELASTIC_SECRET).",
             )
         elif self._secret is None and hello.nonce:
             self._refuse(
                 visitor,
-                "has a secret, and this agent has none",
-                "This node has a secret, and the rendezvous none: give every node of the job the "
-                "same (--rdzv-secret-file or TORCHELASTIC_SECRET).",
+                "it has a secret, but this agent has none",
+                "This node has a secret, but the rendezvous has none: give every node of the "
+                "job the same secret (--rdzv-secret-file or TORCHELASTIC_SECRET).",
             )
         elif self._secret is not None:
             self._challenge(self._secret, visitor, hello, payload)
@@ -224,7 +224,7 @@ class Listener:
         self, secret: Secret, visitor: _Visitor, hello: frames.Hello, payload: bytes
     ) -> None:
         if not is_nonce(hello.nonce):
-            raise WireError("The nonce of a hello is none.")
+            raise WireError("The nonce of a hello is invalid.")
         nonce = new_nonce()
         visitor.link.send(frames.Challenge(nonce, secret.proof("server", payload, nonce)))
 
@@ -235,7 +235,7 @@ class Listener:
                 self._admit(visitor, hello)
             else:
                 # Without a word: who has the secret would not have come so far with another.
-                self._tell(visitor, "does not have this job's secret")
+                self._tell(visitor, "wrong secret")
                 visitor.link.abort()
 
         visitor.link.deliver_to(hear)
@@ -246,16 +246,16 @@ class Listener:
         if self._job is not None and hello.job != self._job:
             self._refuse(
                 visitor,
-                "means another job",
+                "it belongs to another job",
                 f"The rendezvous belongs to job '{self._job}', not to '{hello.job[:QUOTED]}': "
-                "give every node of a job the same --rdzv-id, and every job a port of its own.",
+                "give every node of a job the same --rdzv-id, and every job its own port.",
             )
         elif handler is None:
             self._refuse(
                 visitor,
-                "comes for something that is not served",
-                f"Nobody here serves '{hello.purpose[:QUOTED]}': install the same torchelastic on "
-                "every node.",
+                "unknown purpose of the connection",
+                f"This agent does not serve '{hello.purpose[:QUOTED]}': install the same "
+                "torchelastic on every node.",
             )
         else:
             visitor.time_is_up.cancel()

@@ -49,7 +49,7 @@ async def call(port: int, timeout: float = 10.0) -> frames.Welcome:
 @story
 async def test_a_purpose_nobody_serves_is_refused():
     async with receiving() as listener:
-        with pytest.raises(RendezvousRefused, match="Nobody here serves 'store'"):
+        with pytest.raises(RendezvousRefused, match="This agent does not serve 'store'"):
             await call(listener.port)
 
 

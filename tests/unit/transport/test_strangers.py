@@ -82,7 +82,7 @@ async def test_thousands_who_say_nothing_keep_nobody_out(caplog):
                 assert await echoed(await call(listener.port, SHOWN))
         assert await echoed(member)
         await soon(lambda: listener.guests == 20, "half of the room is left to other sources")
-    assert caplog.text.count("opens more connections than are looked at") == 1
+    assert caplog.text.count("too many connections without a hello") == 1
 
 
 @story
@@ -96,7 +96,7 @@ async def test_each_source_is_logged_once(caplog):
         async with stranger(listener.port):
             pass  # a look whether the port is open, as load balancers have
     assert len(caplog.records) == 1
-    assert "Somebody at 127.0.0.1 does not speak as a node" in caplog.text
+    assert "Rejected a connection from 127.0.0.1: not a torchelastic node" in caplog.text
 
 
 @story

@@ -169,7 +169,7 @@ async def proclaim(place: Endpoint, reign: Reign) -> Noted | None:
     try:
         link, noted = await _exchange(place, reign, PATIENCE)
     except _TROUBLE as error:
-        log.debug("nobody to be told who hosts at %s: %r", place, error)
+        log.debug("could not announce the host at %s: %r", place, error)
         return None
     link.abort()
     assert isinstance(noted, Noted)

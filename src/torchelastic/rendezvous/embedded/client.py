@@ -319,7 +319,7 @@ class EmbeddedStore:
         if isinstance(answer, frames.NoLease):
             if lease is not None:
                 lease.end()
-            raise LeaseExpired(f"The rendezvous has given this node up: '{key}' was not written.")
+            raise LeaseExpired(f"The rendezvous dropped this node: '{key}' was not written.")
         assert isinstance(answer, frames.Done)
         return answer.revision
 
@@ -360,7 +360,7 @@ class EmbeddedStore:
                 if self._lease is not None and self._lease.id == token:
                     self._lease.end()
             case frames.Refusal(sentence=sentence):
-                self._lose(f"The rendezvous at {self.place} is over: {sentence}")
+                self._lose(f"The rendezvous at {self.place} ended the connection: {sentence}")
             case frames.NoLease(id=id) if id not in self._requests:
                 if self._lease is not None:  # a report was refused
                     self._lease.end()
@@ -426,7 +426,9 @@ class EmbeddedStore:
                 return
             if isinstance(error, WireError):
                 # Asked again, it would say the same again.
-                self._lose(f"The rendezvous at {self.place} cannot be understood: {error}")
+                self._lose(
+                    f"The rendezvous at {self.place} sent something this node cannot read: {error}"
+                )
                 return
             # Not for people: it is made again in a moment, or a sentence says that it is lost.
             log.debug("The connection to the rendezvous was lost (%s).", error or "closed")
@@ -442,7 +444,7 @@ class EmbeddedStore:
     def _disconnected(self, connector: asyncio.Task[None]) -> None:
         """No verb may wait for a connection that nobody makes any more, whatever went wrong."""
         if not connector.cancelled() and (bug := connector.exception()) is not None:
-            log.error("The connection to the rendezvous cannot be made again.", exc_info=bug)
+            log.error("Reconnecting to the rendezvous failed.", exc_info=bug)
             self._lose(f"The rendezvous at {self.place} is lost: {bug!r}.")
 
     async def _dial_again(self, *, was_silent: bool) -> Link:
@@ -466,7 +468,7 @@ class EmbeddedStore:
         if welcome.store != self._store_name:
             link.abort()
             what = "has another host now" if self.term else "has forgotten this job"
-            raise RendezvousLost(f"The rendezvous at {self.place} was started anew and {what}.")
+            raise RendezvousLost(f"The rendezvous at {self.place} was restarted and {what}.")
         if lease is not None and not welcome.lease:
             lease.end()
         self._adopt(link)
@@ -491,7 +493,7 @@ class EmbeddedStore:
         if self._link is None:
             return  # the next connection will expect an answer again
         if self._requests and self._loop.time() >= self._patience_ends():
-            self._link.abort(_Silence("it does not answer"))
+            self._link.abort(_Silence("no answer"))
         else:
             self._expect_answer()
 
@@ -517,7 +519,7 @@ class EmbeddedStore:
 
     def _need_lease(self, key: str) -> HeldLease:
         if (lease := self._held()) is None:
-            raise LeaseExpired(f"This node holds no lease: '{key}' was not written.")
+            raise LeaseExpired(f"This node has no lease: '{key}' was not written.")
         return lease
 
     def _check_lease(self) -> None:

@@ -166,11 +166,11 @@ class Poll:
 
     def predicament(self, returns: Returns) -> str:
         """What a node waits for that has no host and no majority, for people."""
-        gone = "the host of the rendezvous is out of reach"
+        gone = "the rendezvous host is unreachable"
         if obstacle := self.witness.obstacle:
             return f"{gone}: {obstacle}" if self.has_world else obstacle
         if self.has_world and not self.holding.rows:
-            return f"{gone}: this node waits for one of those that could host it"
+            return f"{gone}: waiting for a node that can take over as host"
         votes = set(self.votes(returns))
         wanted = max(self.roll.electorates, key=lambda each: len(each.nodes - votes))
         what = "nodes" if self.has_world else "endpoints"
@@ -178,12 +178,13 @@ class Poll:
         hint = ""
         if self.has_world and len(wanted.nodes) == 2 and not wanted.witness:
             hint = (
-                "; if the host is gone for good, --two-node-takeover lets the other go on; with "
-                "--witness (a directory that all nodes share) either of two nodes may be lost"
+                "; if the host is gone for good, --two-node-takeover lets the other node "
+                "continue; with --witness (a directory that all nodes share) the job survives "
+                "the loss of either node"
             )
         elif wanted.witness in self.witness.refused:
-            hint = ", and the witness has voted for them"
-        return f"{gone}, and {there} are no majority: this node waits for the others{hint}"
+            hint = ", and the witness voted for them"
+        return f"{gone}, and {there} are not a majority: waiting for the others{hint}"
 
 
 class Search:

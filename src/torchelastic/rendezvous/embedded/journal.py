@@ -120,7 +120,7 @@ def replay(entries: Iterable[Entry], now: float) -> dict[str, KeptJob]:
             case ["forget", job]:
                 del jobs[job]
             case _:
-                raise ValueError(f"an entry is none: {entry}")
+                raise ValueError(f"unknown entry: {entry}")
     return jobs
 
 
@@ -147,18 +147,18 @@ def parse(data: bytes, path: str) -> list[Entry]:
     head = _content(lines[0]) if lines else None
     if head is None or head[:1] != [FORMAT]:
         raise ConfigError(
-            f"{path} is no state file of a rendezvous: name another one in --state-file."
+            f"{path} is not a rendezvous state file: name another one in --state-file."
         )
     if head != [FORMAT, VERSION]:
         raise ConfigError(
-            f"{path} was written by another version of torchelastic: serve with that one, or name "
+            f"{path} was written by another version of torchelastic: use that version, or name "
             "another file in --state-file."
         )
     entries = []
     for number, text in enumerate(lines[1:], start=2):
         entry = _content(text)
         if entry is None:
-            raise ConfigError(damaged(path, f"line {number} is not as it was written"))
+            raise ConfigError(damaged(path, f"line {number} has a wrong checksum"))
         entries.append(entry)
     return entries
 
@@ -166,8 +166,8 @@ def parse(data: bytes, path: str) -> list[Entry]:
 def damaged(path: str, how: str) -> str:
     """The sentence for a file that is ours, and cannot be used."""
     return (
-        f"The state file {path} is damaged ({how}): put a copy in its place, or remove it and "
-        "start the jobs it had anew."
+        f"The state file {path} is damaged ({how}): restore it from a copy, or remove it and "
+        "restart its jobs from the beginning."
     )
 
 

@@ -139,7 +139,7 @@ class EmbeddedNode:
 
     @property
     def store(self) -> EmbeddedStore:
-        assert self._store is not None, "asked before the seat was taken"
+        assert self._store is not None, "read before the node opened"
         return self._store
 
     @property
@@ -249,7 +249,7 @@ class EmbeddedNode:
         server = self.server
         if server is None or not others_stay(server.rows(MEMBER_PREFIX), self._node):
             return
-        await self._leave("Its host leaves the job.")
+        await self._leave("The host is leaving the job.")
         self._belongings = Belongings(self._lease, rows)
         # Nobody else counts on its consent: it was its own host.
         self._elector = replace(self._elector, leaving=False, hands_over=True)
@@ -324,7 +324,7 @@ class EmbeddedNode:
                     search.stood_in_vain(self._clock.now())
             now = self._clock.now()
             if now >= deadline:
-                raise RendezvousLost(f"{self._poll.predicament(returns)}: given up.")
+                raise RendezvousLost(f"{self._poll.predicament(returns)}: giving up.")
             if now >= say_at:
                 say(self._poll.predicament(returns))
                 say_at = now + SAY_EVERY
@@ -483,7 +483,7 @@ class EmbeddedNode:
 
     async def _yield(self, term: int, told: str = SUCCEEDED) -> None:
         """Be host no more; the clients are told why."""
-        logger.info("this node hosts the rendezvous no more (term %d)", term)
+        logger.info("this node no longer hosts the rendezvous (term %d)", term)
         self._yielded_to = max(self._yielded_to, term)
         self._host_lost()
         server, self.server = self.server, None
@@ -563,7 +563,7 @@ class EmbeddedNode:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (bug := task.exception()) is not None:
-            logger.error("The rendezvous has a fault.", exc_info=bug)
+            logger.error("Internal error in the rendezvous.", exc_info=bug)
 
     async def _vote_when_stopped(self, link: Link, asked: Candidacy) -> None:
         await self._stopped.wait()

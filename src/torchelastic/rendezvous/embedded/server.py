@@ -38,7 +38,7 @@ BACKLOG = 16 * 1024 * 1024
 #: Seconds a closing connection has to take its last words.
 CLOSING_PATIENCE = 1.0
 
-ENDED = "The agent that hosted the rendezvous has ended."
+ENDED = "The agent that hosted the rendezvous has exited."
 
 
 class _Peer:
@@ -226,7 +226,7 @@ class EmbeddedServer:
             self._perform(peer, frames.parse(payload, frames.REQUESTS))
         except WireError as error:
             if self._told.first_time(source_of(peer.link.remote_addr), "nonsense"):
-                log.warning("A client of the rendezvous is sent away: %s", error)
+                log.warning("Disconnected a rendezvous client: %s", error)
             peer.refuse(str(error))
 
     def _perform(self, peer: _Peer, request: frames.Message) -> None:
@@ -297,7 +297,7 @@ class EmbeddedServer:
         else:
             rows = self._table.since(watch.prefix, watch.after)
         if rows is None:
-            peer.refuse("This agent was away for too long to be told what it has missed.")
+            peer.refuse("This agent was disconnected for too long to catch up.")
             return
         self._send_rows(peer, watch.id, rows)
         peer.prefixes.add(watch.prefix)
@@ -344,9 +344,9 @@ class EmbeddedServer:
 
     def _open_lease(self, peer: _Peer, request: frames.OpenLease) -> None:
         if not (math.isfinite(request.seconds) and request.seconds > 0):
-            raise WireError(f"A lease cannot last {request.seconds} s.")
+            raise WireError(f"A lease of {request.seconds} s is not possible.")
         if not 16 <= len(request.token) <= frames.TOKEN_LIMIT:
-            raise WireError("A lease needs a token of 16 characters at least.")
+            raise WireError("A lease token needs at least 16 characters.")
         if peer.lease != request.token:
             self._end_lease(peer)
         self._table.open_lease(request.token, request.seconds, self._clock.now())

@@ -90,7 +90,7 @@ class RendezvousService:
     def _admit(self, link: Link, hello: frames.Hello) -> None:
         if hello.job not in self._kept:
             if len(self._kept) >= MOST_JOBS:
-                link.send(frames.Refusal("This server has more jobs than it takes."))
+                link.send(frames.Refusal("This server already has the maximum number of jobs."))
                 link.close()
                 return
             self._begin(hello.job)
@@ -101,7 +101,7 @@ class RendezvousService:
         self._kept[job] = KeptJob(secrets.token_hex(8), RecordedTable(job))
         self._write(["new", job, self._kept[job].name], True)
         self._serve(job)
-        log.info("Job '%s' is here.", job)
+        log.info("Job '%s' started.", job)
 
     def _serve(self, job: str) -> None:
         kept = self._kept[job]
@@ -122,7 +122,7 @@ class RendezvousService:
         if table.next_deadline() is not None:  # somebody may come back
             asyncio.get_running_loop().call_later(LOOK_AGAIN, partial(self._look_after, job))
         elif _is_over(table):
-            log.info("Job '%s' is over.", job)
+            log.info("Job '%s' ended.", job)
             del self._kept[job], self._servers[job]
             self._write(["forget", job], True)
 
@@ -145,7 +145,7 @@ class RendezvousService:
         try:
             kept = journal.replay(entries, self._clock.now())
         except (KeyError, TypeError, ValueError, AssertionError, LeaseExpired) as error:
-            how = f"its entries do not fit together: {type(error).__name__} {error}"
+            how = f"inconsistent entries: {type(error).__name__} {error}"
             raise ConfigError(journal.damaged(file.path, how)) from error
         foreign = [job for job in kept if self._job is not None and job != self._job]
         if foreign:

@@ -54,8 +54,8 @@ class StateFile:
 
     def _in_use(self) -> str:
         return (
-            f"The state file {self.path} is in use by another process: give every server one of "
-            "its own."
+            f"The state file {self.path} is in use by another process: give every server a "
+            "different file."
         )
 
     def rewrite(self, entries: Iterable[Entry]) -> None:

@@ -191,7 +191,7 @@ class Table:
         `LeaseExpired` if the lease it is to be under has ended.
         """
         if lease is not None and lease not in self._leases:
-            raise LeaseExpired(f"The lease has ended: '{key}' was not written.")
+            raise LeaseExpired(f"The lease expired: '{key}' was not written.")
         if expected is not None and expected != self._modified(key):
             return []
         if provided is not None and not self._is_since(*provided):

@@ -109,5 +109,5 @@ class TieBreaker:
             try:
                 await self._witness.close_job()
             except Silent as error:
-                logger.warning("The witness does not know that the job is closed: %s", error)
+                logger.warning("Could not close the job at the witness: %s", error)
         await self._witness.close()

@@ -117,12 +117,12 @@ def why_void(
     """
     differing = [key for key in ours if said.get(key) != ours[key]]
     if differing:
-        return f"it is of another {differing[0]}"
+        return f"it has another {differing[0]}"
     if is_late:
-        return "the others have given up waiting for its node (--wait-for-nodes)"
+        return "the other nodes stopped waiting for this node (--wait-for-nodes)"
     voters = frozenset().union(*(each.voters for each in voter.holding.roll.electorates))
     if not majority.agreed(voter.holding.roll.electorates, voters - {*gone}):
-        return "too many nodes of its world never come back"
+        return "too many nodes of its world are gone for good"
     return ""
 
 
@@ -149,8 +149,8 @@ class VoterFile:
     def sentence(self) -> str:
         """What this node goes on from, for people."""
         return (
-            f"this node resumes its vote in generation {self.generation} from {self.path}; "
-            "to begin the job anew, remove that file before the start"
+            f"this node resumes its vote in generation {self.generation} from {self.path}; to "
+            "start the job from the beginning, remove that file first"
         )
 
     @property
@@ -180,7 +180,7 @@ class VoterFile:
                 self._put(wanted)
             except (OSError, ConfigError) as error:
                 log.warning(
-                    "%s cannot be written (%s): if this agent is restarted, it joins as a new node "
+                    "Cannot write %s (%s): if this agent restarts, it joins as a new node "
                     "without a vote.",
                     self.path,
                     error,
@@ -189,7 +189,7 @@ class VoterFile:
             self._written = wanted
             if time.monotonic() - began > SLOW:
                 took = time.monotonic() - began
-                log.warning("Writing %s took %.1f s: others waited for this node.", self.path, took)
+                log.warning("Writing %s took %.1f s; other nodes had to wait.", self.path, took)
 
     def _put(self, voter: Voter | None) -> None:
         if voter is None:
@@ -207,8 +207,9 @@ class VoterFile:
         if self.resumed is not None and poll.is_outdated(returns, waited=waited):
             self.discard()
             raise VoteOutdated(
-                f"This node resumed generation {self.generation} of job '{self._identity['job']}', "
-                "which has been started again since: it joins as a new node."
+                f"This node resumed generation {self.generation} of job "
+                f"'{self._identity['job']}', but the job has been restarted since; it joins as a "
+                "new node."
             )
 
     def discard(self) -> None:
@@ -227,8 +228,8 @@ class VoterFile:
         except OSError as error:
             # An older vote than this node's last would be resumed: it may have been counted twice.
             raise RendezvousError(
-                f"{self.path} can neither be written nor removed ({error.strerror}): remove it "
-                "before a node of this job is started here again."
+                f"Cannot write or remove {self.path} ({error.strerror}): remove it before you "
+                "start a node of this job here again."
             ) from error
         finally:
             self._file.close()

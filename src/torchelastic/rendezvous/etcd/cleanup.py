@@ -40,8 +40,8 @@ async def start_afresh(store: EtcdStore, timeout: float | None) -> None:
         await asyncio.wait_for(_see_off(store), timeout)
     except asyncio.TimeoutError:
         raise RendezvousRefused(
-            "An earlier job with the same --rdzv-id is closed, but nodes of it are still there "
-            f"after {timeout:g} s: end them, or take another id."
+            "An earlier job with the same --rdzv-id is closed, but some of its nodes are still "
+            f"running after {timeout:g} s: stop them, or use another id."
         ) from None
 
 
@@ -53,7 +53,7 @@ async def _see_off(store: EtcdStore) -> None:
             return
         if await store.forget_job(WORLD_KEY, world.modified, PART_PREFIX):
             return
-        log.info("an earlier job with the same id is ending: waiting for its nodes to go")
+        log.info("an earlier job with the same id is ending; waiting for its nodes to exit")
         async with contextlib.aclosing(store.watch("", after=listing.revision)) as changes:
             await anext(changes)
 

@@ -213,10 +213,12 @@ class Line:
         except etcd_messages.Refused as error:
             if error.code != etcd_messages.FAILED_PRECONDITION:
                 raise RendezvousRefused(
-                    f"etcd does not let '{login.user}' in ({error.message}): see etcd_user and "
+                    f"etcd rejected user '{login.user}' ({error.message}): check etcd_user and "
                     "etcd_password_file."
                 ) from error
-            log.warning("etcd asks nobody for a password: '%s' has given one in vain.", login.user)
+            log.warning(
+                "etcd does not use authentication; the password of '%s' is ignored.", login.user
+            )
             self._login = None
         else:
             self._token = etcd_messages.token(answer)
@@ -237,7 +239,7 @@ class Line:
         if len(self.addresses) == 1 or address is not self.address:
             return
         self._turn = (self._turn + 1) % len(self.addresses)
-        log.debug("etcd at %s: %s; asking %s now", address, _words(trouble), self.address)
+        log.debug("etcd at %s: %s; switching to %s", address, _words(trouble), self.address)
         self._drop_idle()
         for connection in self._streams:
             connection.abort()
@@ -245,7 +247,7 @@ class Line:
     def _note(self, address: Address) -> None:
         """Say which server it is now; while one is sought, nobody wants to read of each attempt."""
         if self._good is not None and self._good is not address:
-            log.info("etcd is asked at %s now; %s did not answer", address, self._good)
+            log.info("Switched to etcd at %s; %s did not answer", address, self._good)
         self._good = address
 
     def _take(self) -> HttpConnection | None:
@@ -279,16 +281,16 @@ class Line:
     def _not_understood(self, address: Address, error: WireError) -> NoReturn:
         # Asked again, it would say the same again.
         how = "with" if self._tls else "without"
-        hint = "" if self._tls else ", or say protocol=https in --rdzv-conf"
+        hint = "" if self._tls else ", or set protocol=https in --rdzv-conf"
         self._refuse(
-            f"What answers at {address} is not etcd 3.4 or later {how} TLS ({error}): correct "
+            f"The server at {address} is not etcd 3.4 or later {how} TLS ({error}): correct "
             f"--rdzv-endpoint{hint}."
         )
 
     def _not_trusted(self, address: Address, error: ssl.SSLError) -> NoReturn:
         self._refuse(
-            f"There is no TLS connection to etcd at {address} ({etcd_tls.words(error)}): "
-            "see protocol, cacert, cert and key in --rdzv-conf."
+            f"TLS connection to etcd at {address} failed ({etcd_tls.words(error)}): check "
+            "protocol, cacert, cert and key in --rdzv-conf."
         )
 
     def _refuse(self, sentence: str) -> NoReturn:
@@ -361,20 +363,24 @@ class Patience:
         if self.is_first:
             return (
                 f"No etcd answered at {self._line} within {self._seconds:g} s "
-                f"({self._words(trouble)}): see whether it runs, and whether --rdzv-endpoint and "
-                "protocol are right."
+                f"({self._words(trouble)}): check that it is running and that --rdzv-endpoint "
+                "and protocol are correct."
             )
         return (
-            f"etcd at {self._line} was lost and has not answered for {self._seconds:g} s "
-            f"({_words(trouble)}): it has ended, is frozen or cannot be reached."
+            f"Lost etcd at {self._line}: no answer for {self._seconds:g} s ({_words(trouble)}). "
+            "It has exited, is frozen or is unreachable."
         )
 
     def _words(self, trouble: BaseException) -> str:
         words = _words(trouble)
         if self.is_first and isinstance(trouble, ConnectionResetError | EOFError):
             # Whether it says why before it closes, and whether we get to hear it, is chance.
-            lack = "TLS there, or of a certificate it trusts" if self._line.has_tls else "TLS here"
-            return f"{words}, perhaps for want of {lack}"
+            lack = (
+                "the server has no TLS, or does not trust our certificate"
+                if self._line.has_tls
+                else "etcd expects TLS"
+            )
+            return f"{words}; perhaps {lack}"
         return words
 
 
@@ -384,11 +390,11 @@ def _body(request: Json) -> bytes:
 
 def _words(trouble: BaseException) -> str:
     if isinstance(trouble, socket.gaierror):
-        return "its name is not known"
+        return "host name not known"
     if isinstance(trouble, ConnectionRefusedError):
         return "connection refused"
     if isinstance(trouble, asyncio.IncompleteReadError | ConnectionResetError):
-        return "it closed the connection"
+        return "etcd closed the connection"
     if isinstance(trouble, asyncio.TimeoutError):
         return "no answer"
     if isinstance(trouble, ssl.SSLError):

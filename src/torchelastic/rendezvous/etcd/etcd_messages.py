@@ -56,7 +56,7 @@ class Refused(RendezvousRefused):
 
     def __init__(self, code: int, message: str) -> None:
         hint = _HINTS.get(message, "")
-        super().__init__(f"etcd refuses what was asked: {message}{hint and f': {hint}'}.")
+        super().__init__(f"etcd refused the request: {message}{hint and f': {hint}'}.")
         self.code = code
         self.message = message
 
@@ -188,7 +188,7 @@ def _check_size(values: Mapping[str, bytes]) -> None:
     """Refuse a change that etcd would not take."""
     if len(values) > KEYS_LIMIT:
         raise WireError(
-            f"A change of {len(values)} keys at once is too large for etcd, which takes "
+            f"A change of {len(values)} keys at once is too large: etcd accepts at most "
             f"{KEYS_LIMIT}."
         )
     size = sum(map(len, values.values()))
@@ -227,16 +227,16 @@ def read(status: int, body: bytes) -> Json:
             raise Busy(f"HTTP status {status}")
         if _COMMON_NAME in body:
             raise RendezvousRefused(
-                "etcd takes no password from who shows it a certificate with a common name (CN): "
-                "give cert one without, or leave etcd_user out."
+                "etcd accepts no password from a client whose certificate has a common name "
+                "(CN): use a cert without one, or omit etcd_user."
             )
-        raise WireError(f"The answer is not etcd's: HTTP status {status}, and no JSON.")
+        raise WireError(f"The answer is not from etcd: HTTP status {status} without JSON.")
     if status != 200 or "error" in answer:
         raise _error(status, answer)
     # Streams wrap what others tell plainly.
     result = answer.get("result", answer)
     if not isinstance(result, dict) or not isinstance(result.get("header"), dict):
-        raise WireError("The answer is not etcd's: it has no header.")
+        raise WireError("The answer is not from etcd: it has no header.")
     return result
 
 
@@ -253,7 +253,7 @@ def _error(status: int, answer: Json) -> Busy | Refused:
 def check_watch(message: Json) -> None:
     """Raise `Busy` if a watch has ended for no reason of ours."""
     if message.get("canceled") and not message.get("compact_revision"):
-        raise Busy(str(message.get("cancel_reason") or "the watch was ended"))
+        raise Busy(str(message.get("cancel_reason") or "etcd ended the watch"))
 
 
 def token(answer: Json) -> str:
@@ -279,7 +279,7 @@ def rows(response: Json) -> list[Json]:
     """The rows of a range, alone or as part of a transaction."""
     found = response.get("response_range", response).get("kvs", [])
     if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
-        raise WireError("etcd's answer has no rows where there should be some.")
+        raise WireError("etcd's answer lacks rows.")
     return found
 
 
@@ -287,7 +287,7 @@ def responses(answer: Json, count: int) -> list[Json]:
     """What the branch of a transaction that was taken has answered."""
     found = answer.get("responses", [])
     if len(found) != count or not all(isinstance(item, dict) for item in found):
-        raise WireError(f"etcd answers {len(found)} of {count} parts of a request.")
+        raise WireError(f"etcd answered {len(found)} of {count} parts of a request.")
     return list(found)
 
 
@@ -354,8 +354,8 @@ def _content(row: Mapping[str, Any]) -> Json:
     if not isinstance(content, dict) or not isinstance(content.get("value"), dict):
         name = _unpack(row["key"]).decode(errors="replace")
         raise WireError(
-            f"'{name}' in etcd holds something that no torchelastic wrote: delete it there, or "
-            "choose another etcd_prefix."
+            f"'{name}' in etcd was not written by torchelastic: delete it, or choose another "
+            "etcd_prefix."
         )
     return content
 
@@ -371,4 +371,4 @@ def _unpack(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (ValueError, TypeError):
-        raise WireError("etcd's answer has something that is not base64.") from None
+        raise WireError("etcd's answer is not valid base64.") from None

@@ -248,7 +248,7 @@ class EtcdStore:
         try:
             await asyncio.wait_for(request, GOODBYE)
         except (*TROUBLE, RendezvousError) as error:
-            log.debug("the lease could not be given back: %r", error)
+            log.debug("could not revoke the lease: %r", error)
 
     # Beyond the protocol
 
@@ -324,9 +324,7 @@ class EtcdStore:
             if [etcd_messages.created(row) for row in etcd_messages.rows(job)] == [self._job]:
                 return False, answer, parts
             if self._has_written:
-                self._line.lose(
-                    f"The job at {self._line} has ended while this node was away from it."
-                )
+                self._line.lose(f"The job at {self._line} ended while this node was disconnected.")
                 self._line.check()
             await self._enter(self._patience())
 
@@ -344,7 +342,7 @@ class EtcdStore:
         self._check()
         lease = self._held() if leased else None
         if leased and lease is None:
-            raise LeaseExpired(f"This node holds no lease: '{key}' was not written.")
+            raise LeaseExpired(f"This node has no lease: '{key}' was not written.")
         full = self._keys.full(key)
         stamp = f"{self._name}/{next(self._ids)}"
         # The key itself last: who watches finds the others there when it is told of this one.
@@ -361,7 +359,7 @@ class EtcdStore:
                 raise
             lease.end()
             raise LeaseExpired(
-                f"The rendezvous has given this node up: '{key}' was not written."
+                f"The rendezvous dropped this node: '{key}' was not written."
             ) from error
         self._has_written = True
         revision = etcd_messages.revision(answer)

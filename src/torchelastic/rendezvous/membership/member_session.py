@@ -92,12 +92,12 @@ class MemberSession:
 
     @property
     def backend(self) -> RendezvousBackend:
-        assert self._backend is not None, "asked before joining"
+        assert self._backend is not None, "read before joining"
         return self._backend
 
     @property
     def member(self) -> Member:
-        assert self._membership is not None, "asked before joining"
+        assert self._membership is not None, "read before joining"
         return self._membership.member
 
     async def join(self, **facts: Any) -> None:
@@ -153,7 +153,7 @@ class MemberSession:
                 await store.open_lease(self._config.lease)
                 await self._membership.enlist(store, self._host, self.backend.kept)
             except LeaseExpired as error:
-                logger.debug("the lease ended before it was of use: %s", error)
+                logger.debug("the lease expired before it could be used: %s", error)
             except RendezvousLost:
                 if await self._regain():
                     break

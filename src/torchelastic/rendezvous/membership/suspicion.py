@@ -97,7 +97,7 @@ async def give_up_leader(
         doubters = doubters_of(leader.value["node"], doubts) | {node}
         frozen = first == members.get(key) and node not in before.value.get("doubts", ())
         if is_gone(answer, doubters, heard_of=members.get(key) != before, frozen=frozen):
-            logger.info("the leader, %s, is given up: it does not answer", before.value["name"])
+            logger.info("the leader, %s, does not answer; dropping it", before.value["name"])
             await store.give_up(key, created=before.created, provided=(LEADER_KEY, leader.created))
             return
         first = before
@@ -163,16 +163,16 @@ class Suspicion:
         heard_of = self._records.get(node) != records
         doubters = self._doubters(node)  # others may doubt it by now
         if is_gone(answer, doubters, heard_of=heard_of, frozen=frozen):
-            logger.info("node %s is given up: it does not answer", node)
+            logger.info("node %s does not answer; dropping it", node)
         elif is_cut_off:
-            logger.warning("This node cannot reach half of the nodes: it steps down as leader.")
+            logger.warning("This node cannot reach half of the nodes; stepping down as leader.")
             node = self._node
         else:
             return
         try:
             await self._give_up(node, answer is None)
         except RendezvousError as error:
-            logger.debug("whether %s is given up will be seen: %s", node, error)
+            logger.debug("could not confirm that %s was dropped: %s", node, error)
 
     async def _is_frozen(self, node: str, records: int) -> bool:
         """Whether a node stays silent, at the store too; one that is cut off would doubt us."""

@@ -27,8 +27,8 @@ class WitnessWatch:
         except Silent as error:
             if not self._is_missed:
                 self._say(
-                    f"the witness at {self._witness.url} does not respond: {error}. Training is "
-                    "not affected; worlds that begin meanwhile have no witness"
+                    f"the witness at {self._witness.url} does not respond: {error}. Training "
+                    "continues; worlds that start meanwhile have no witness"
                 )
             self._is_missed = True
             return ""

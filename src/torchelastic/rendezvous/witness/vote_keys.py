@@ -71,13 +71,13 @@ class Witness:
             newest -= 1  # begun by this node before, without an answer
         elif newest >= 0 and not marker.get("closed"):
             return (
-                f"an earlier run of this job has not been closed at the witness: waiting for its "
-                f"nodes (if none of them is left, remove {self._path(newest)})"
+                "an earlier run of this job was not closed at the witness: waiting for its "
+                f"nodes (if none is left, remove {self._path(newest)})"
             )
         ours = {"token": self._own_token, "node": self._node}
         made = await self._asking.ask("create", self._marker(newest + 1), ours)
         if made.get("value") != ours:
-            return "another node begins the job"
+            return "another node is starting the job"
         self._incarnation, self.token = newest + 1, self._own_token
         await self._test()
         return ""
@@ -137,8 +137,8 @@ class Witness:
         await self._asking.ask("remove", key)
         if not made[0]["created"] or made[1]["created"] or made[1].get("value") != {"attempt": 0}:
             raise RendezvousRefused(
-                f"--witness {self.url} cannot be a witness: it lets a key be created twice. Use a "
-                "directory on shared storage, or an object store with conditional writes."
+                f"Cannot use --witness {self.url}: it lets two clients create the same key. Use "
+                "a directory on shared storage, or an object store with conditional writes."
             )
         self._is_tested = True
 
@@ -152,13 +152,13 @@ class Witness:
             key = f"{self._job}/{self._incarnation}/{vote}"
             made = await self._asking.ask("create", key, dataclasses.asdict(ours))
             if "value" not in made:
-                raise Silent("it does not show what was written")
+                raise Silent("it does not return what was written")
             holder = Holder.read(made["value"])
             if holder == ours and not await self._is_open():
                 holder = Holder("", 0, "")
             self._holders[vote] = holder
             if holder == ours:
-                logger.info("the witness gives this node its vote %s in term %d", vote, term)
+                logger.info("the witness gave this node its vote %s in term %d", vote, term)
         return vote in self.votes(term)
 
     async def _find_run(self) -> None:

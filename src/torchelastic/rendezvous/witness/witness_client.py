@@ -53,7 +53,7 @@ class Asking:
         except asyncio.TimeoutError:
             raise Silent(f"no answer within {PATIENCE:g} s") from None
         except (OSError, EOFError, ValueError) as error:
-            raise Silent(f"the process that asks it has ended: {error!r}") from error
+            raise Silent(f"its client process exited: {error!r}") from error
         if "refused" in found:
             raise ConfigError(str(found["refused"]))
         if "error" in found:
@@ -71,7 +71,7 @@ class Asking:
                 self._writer.write(json.dumps(request).encode() + b"\n")
                 line = await self._reader.readline()
                 if not line:
-                    raise EOFError("it said nothing")
+                    raise EOFError("no output")
                 found: dict[str, Any] = json.loads(line)
                 return found
             except BaseException:  # its answer, should it come, would be taken for another's

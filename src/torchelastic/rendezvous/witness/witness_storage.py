@@ -127,7 +127,7 @@ class ObjectStore:
         try:
             self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
-            raise ConfigError(f"--witness {url} cannot be used: {error}") from error
+            raise ConfigError(f"Cannot use --witness {url}: {error}") from error
         self._root = root.rstrip("/")
 
     def create(self, key: str, data: bytes) -> bool:

@@ -197,7 +197,7 @@ async def test_who_resumes_a_job_that_has_been_started_again_joins_it_as_a_new_n
             await other.listen(sockets)
         stale = table.restart("b", tmp_path)
         began = SystemClock().now()
-        with pytest.raises(VoteOutdated, match="started again since"):
+        with pytest.raises(VoteOutdated, match="has been restarted since"):
             await within(PATIENCE, stale.open(PATIENCE))
         assert (SystemClock().now() - began > LEASE) == (place != "replaced")
         assert not (tmp_path / "b").exists()

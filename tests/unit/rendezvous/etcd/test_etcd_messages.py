@@ -39,8 +39,8 @@ def test_a_range_ends_before_the_first_key_that_begins_otherwise():
 @pytest.mark.parametrize(
     ("status", "body", "error", "words"),
     [
-        (200, b"", WireError, "not etcd's"),
-        (200, b"[1]", WireError, "not etcd's"),
+        (200, b"", WireError, "not from etcd"),
+        (200, b"[1]", WireError, "not from etcd"),
         (200, b"{}", WireError, "no header"),
         (200, b'{"result": 3}', WireError, "no header"),
         (404, b"Not Found", WireError, "HTTP status 404"),
@@ -103,7 +103,7 @@ def test_a_value_too_large_for_etcd_is_refused_before_it_is_sent():
             "'world' takes .* bytes; etcd is given",
         ),
         ({"world": half, "part/0": half}, "'part/0' and 1 more take .* bytes"),
-        ({str(n): {} for n in range(129)}, "of 129 keys at once is too large for etcd, .* 128"),
+        ({str(n): {} for n in range(129)}, "of 129 keys at once is too large: .* 128"),
     ):
         with pytest.raises(WireError, match=sentence):
             etcd_messages.puts(KEYS, values, {}, stamp="s", job=1)
@@ -129,7 +129,7 @@ def test_what_was_put_in_another_job_of_the_same_id_is_known_by_it():
     ("message", "reason"),
     [
         ({"canceled": True, "cancel_reason": "no leader"}, "no leader"),
-        ({"canceled": True}, "was ended"),
+        ({"canceled": True}, "ended the watch"),
         ({"canceled": True, "compact_revision": "3"}, None),
         ({"created": True}, None),
     ],
@@ -164,7 +164,7 @@ def test_when_to_log_in_again(code, message, over):
 
 def test_some_refusals_say_what_to_do():
     assert "etcd_password_file" in str(Refused(3, "etcdserver: user name is empty"))
-    assert str(Refused(3, "odd")) == "etcd refuses what was asked: odd."
+    assert str(Refused(3, "odd")) == "etcd refused the request: odd."
 
 
 # --- feeds ---------------------------------------------------------------------------------------

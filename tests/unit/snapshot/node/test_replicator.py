@@ -332,7 +332,7 @@ async def test_who_has_another_secret_gets_nothing():
     other = Credentials(Secret(b"another secret, of another job"))
     async with node("a") as a, node("b", other) as b:
         a.write(SHARED, (0, 1))
-        with pytest.raises(TransferError, match="different secrets"):
+        with pytest.raises(TransferError, match="different secret"):
             await b.replicator.fetch(SHARED, (0, 1), a.peer)
 
 
