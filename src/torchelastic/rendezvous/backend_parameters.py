@@ -1,4 +1,5 @@
-"""What 0.2's callers say about a rendezvous, and what torchrun's `rdzv_conf` keys mean here."""
+"""Rendezvous parameters as 0.2's callers pass them, and the meaning of torchrun's `rdzv_conf`
+keys."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _KEYS_WITH_MEANING = {
 
 
 class RendezvousParameters:
-    """Where and as how many the nodes of a job meet."""
+    """The address, the backend and the number of nodes of a rendezvous."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""A rendezvous in one line, as 0.1's `init_method` has it. Pure: text in, data out.
+"""A rendezvous URL, as in 0.1's `init_method`. Pure: text in, data out.
 
 etcd://localhost:2379/job-1?min_workers=2&max_workers=4     at an etcd server
-etcd://etcd1:2379,etcd2:2379/job-1?min_workers=2            at an etcd of several servers
+etcd://etcd1:2379,etcd2:2379/job-1?min_workers=2            at an etcd cluster
 tcp://node1:29400/job-1?min_workers=2                       embedded, hosted by node1
 """
 
@@ -37,7 +37,7 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousUrl:
-    """Where the workers of a job meet, and as how many."""
+    """The address of a rendezvous, and the number of workers."""
 
     #: `etcd` or `c10d`, the embedded rendezvous.
     backend: str
@@ -63,7 +63,7 @@ class RendezvousUrl:
 
 
 def parse(url: str) -> RendezvousUrl:
-    """What a URL says; whatever is wrong with it is a `ConfigError` of one sentence.
+    """Parse a URL; raise a `ConfigError` if it is invalid.
 
     >>> parse("etcd://localhost/job-1?min_workers=2").endpoint
     'localhost:2379'
@@ -89,7 +89,7 @@ def parse(url: str) -> RendezvousUrl:
 
 
 def _split(url: str) -> tuple[str, SplitResult]:
-    """The endpoints, and what is around them."""
+    """The endpoints, and the other parts of the URL."""
     match = _PARTS.fullmatch(url)
     if match is None or match[1] not in _SCHEMES:
         raise ConfigError(f"'{url}' is not a rendezvous URL: {_FORM}.")

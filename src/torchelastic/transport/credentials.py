@@ -1,4 +1,4 @@
-"""Where the job's secret and the certificates of this node come from."""
+"""Load the job's secret and the certificates of this node."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VARIABLE = "TORCHELASTIC_SECRET"
 
 
 def load(config: LaunchConfig) -> Credentials:
-    """The credentials of this node; says what is unwise about them."""
+    """Load the credentials of this node, and warn about weaknesses."""
     shown = load_quietly(config)
     for doubt in doubts(config, shown.secret):
         log.warning("%s", doubt)
@@ -30,7 +30,7 @@ def load(config: LaunchConfig) -> Credentials:
 
 
 def load_quietly(config: LaunchConfig) -> Credentials:
-    """The same, without a word."""
+    """Load the credentials of this node without warnings."""
     secret = load_secret(config)
     if not config.rdzv_tls_cert:
         return Credentials(secret)
@@ -38,7 +38,7 @@ def load_quietly(config: LaunchConfig) -> Credentials:
 
 
 def doubts(config: LaunchConfig, secret: Secret | None) -> list[str]:
-    """What is unwise about a job's secret, a sentence each."""
+    """Warnings about a job's secret, a sentence each."""
     path = config.rdzv_secret_file
     if path and os.stat(path).st_mode & (stat.S_IROTH | stat.S_IWOTH):
         return [
@@ -53,7 +53,8 @@ def doubts(config: LaunchConfig, secret: Secret | None) -> list[str]:
 
 
 def load_secret(config: LaunchConfig) -> Secret | None:
-    """The job's secret: of the file if one is named, else of the environment; None: it has none."""
+    """The job's secret: from the file if one is named, else from the environment; None if it has
+    none."""
     if config.rdzv_secret_file:
         return read_secret(config.rdzv_secret_file, "--rdzv-secret-file")
     text = env.get(VARIABLE)
@@ -80,8 +81,8 @@ def read_secret(path: str, flag: str) -> Secret:
 
 
 def _is_open(config: LaunchConfig) -> bool:
-    """Whether others than this machine can reach a port of ours: nodes that meet at etcd listen,
-    too, for each other."""
+    """Return whether other machines can reach a port of ours: nodes with etcd listen too, for each
+    other."""
     if not config.rdzv_endpoint:
         return False
     return not all(loopback_addresses(host) for host, _ in parse_endpoints(config.rdzv_endpoint))
@@ -94,9 +95,9 @@ def _danger(config: LaunchConfig) -> str:
 
 
 def _tls(config: LaunchConfig, *, server: bool) -> ssl.SSLContext:
-    """Mutual: both ends have a certificate of the authority, which is all that is asked of it.
+    """Mutual TLS: both ends need a certificate from the CA, and nothing else is checked.
 
-    Names are not compared: nodes call each other at addresses that no certificate foresees.
+    Host names are not checked: nodes use addresses that no certificate foresees.
     """
     import ssl
 

@@ -1,11 +1,12 @@
-"""An agent's one port: whoever comes is greeted here, and handed on if the job is theirs.
+"""An agent's listener: its one port, where connections are authenticated and passed to their
+handlers.
 
-A connection is a guest until it has said which version it speaks and which job it means, and has
-proved that it has the job's secret, where there is one. Then it belongs to the handler of the
-purpose its hello names. Everything is done in the callback that brought the frame.
+A connection is a visitor until it has named its protocol version and its job, and has proved that
+it has the job's secret, if there is one. Then it belongs to the handler of the purpose in its
+hello. Everything is done in the callback that delivers the frame.
 
-A guest is nobody: it has little time, little memory and little room, and a connection that was
-admitted never suffers for it. What strangers do is logged once for each place they come from.
+A visitor is untrusted: it gets little time, memory and room, and admitted connections never suffer
+from it. Rejections are logged once for each source and reason.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class _Visitor:
 
 
 class Listener:
-    """Listens for the connections of one job (of any, if it is None) and hands them to who serves
-    their purpose."""
+    """Listens for the connections of one job (of any, if it is None) and passes them to the
+    handlers of their purposes."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Listener:
         patience: float = PATIENCE,
         most_guests: int | None = None,
     ) -> None:
-        """`patience` is how many seconds a guest has to be admitted."""
+        """`patience`: seconds until a visitor must be admitted."""
         self._job = job
         self._secret = secret
         self._tls = tls
@@ -89,7 +90,7 @@ class Listener:
 
     @property
     def guests(self) -> int:
-        """How many connections are not admitted yet."""
+        """The number of connections that are not admitted yet."""
         return len(self._visitors)
 
     @property
@@ -97,7 +98,7 @@ class Listener:
         return self._closing
 
     def serve(self, purpose: str, handler: Handler) -> None:
-        """Hand the connections of this purpose to `handler` from now on."""
+        """Pass the connections of this purpose to `handler` from now on."""
         self._handlers[purpose] = handler
 
     def pass_workers_on(self, where: Callable[[], str]) -> None:
@@ -105,7 +106,7 @@ class Listener:
         self._store_of_workers = where
 
     async def listen(self, sockets: Sequence[socket.socket]) -> int:
-        """Receive on the sockets `bind_endpoint` gave; returns the port."""
+        """Accept on the sockets of `bind_endpoint`; return the port."""
         loop = asyncio.get_running_loop()
         for sock in sockets:
             # As many are accepted at a time: between them, those before say who they are.
@@ -117,7 +118,7 @@ class Listener:
         return self.port
 
     async def close(self) -> None:
-        """Receive nobody any more. What was handed on stays with its handler."""
+        """Stop listening. Connections that were passed on stay with their handlers."""
         self._closing = True
         for listener in self._listeners:
             listener.close()
@@ -141,7 +142,7 @@ class Listener:
         return Link(tls=tls, limit=frames.GREETING_LIMIT, made=made, foreign=foreign)
 
     def _is_worker(self, link: Link, first: bytes) -> bool:
-        """Whether it is a client of torch's store, which is passed on then."""
+        """Return whether this is a client of torch's store, which is then passed on."""
         if self._store_of_workers is None or not first.startswith(TORCH_STORE):
             return False
         address = self._store_of_workers()
@@ -192,7 +193,8 @@ class Listener:
     # Greeting
 
     def _greet(self, visitor: _Visitor, payload: bytes) -> None:
-        """The first frame. What raises here is no client of ours: its connection just ends."""
+        """Check the first frame. If this raises, the client is not ours and its connection just
+        ends."""
         hello = frames.parse_hello(payload)
         if isinstance(hello, frames.OtherVersion):
             self._refuse(
@@ -241,7 +243,7 @@ class Listener:
         visitor.link.deliver_to(hear)
 
     def _admit(self, visitor: _Visitor, hello: frames.Hello) -> None:
-        """The guest may know of us: who is not meant is told where it has come to."""
+        """Admit a visitor that has the secret, or tell it which job it has reached."""
         handler = self._handlers.get(hello.purpose)
         if self._job is not None and hello.job != self._job:
             self._refuse(
@@ -266,6 +268,6 @@ class Listener:
 
 
 def _most_guests() -> int:
-    """Half of the files this process may open: the rest is for those who are admitted."""
+    """Half of the files this process may open: the rest is for admitted connections."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_VISITORS if files == resource.RLIM_INFINITY else min(MOST_VISITORS, files // 2)

@@ -45,11 +45,11 @@ GOODBYE = 1.0
 
 
 class _Silence(ConnectionError):
-    """The other end takes what we send, or nobody says that it does not, and never answers."""
+    """The other end accepts what we send, or never rejects it, and does not answer."""
 
 
 class _Request:
-    """A request that is not answered yet."""
+    """A request that has no answer yet."""
 
     def __init__(self, frame: bytes) -> None:
         self.frame = frame
@@ -113,13 +113,12 @@ class EmbeddedStore:
         meanwhile: Callable[[], Awaitable[None]] | None = None,
         say: Callable[[str], None] = log.debug,
     ) -> EmbeddedStore:
-        """Connect to the store of a job, waiting up to `timeout` seconds (None: for ever) for it.
+        """Connect to the store of a job, waiting up to `timeout` seconds (None: forever) for it.
 
-        Its host must be of `term` at least. `lease` (token, seconds) is one that is open there
-        already, if things went well: see `has_lease`. `meanwhile` is called every now and then
-        while nobody is there, `say` once in a while with what
-        is in the way. Raises `RendezvousLost` if nobody comes, `RendezvousRefused` if who
-        is there is not for us.
+        The host must have at least `term`. `lease` (token, seconds) is a lease that should already
+        be open there: see `has_lease`. While nobody answers, `meanwhile` is called after every
+        attempt and `say` now and then with the obstacle. Raises `RendezvousLost` if nobody answers
+        in time, `RendezvousRefused` if the answer is not from our job's rendezvous.
         """
         clock = clock or SystemClock()
         store = cls(places[0], clock=clock, reconnect_timeout=reconnect_timeout)
@@ -145,7 +144,7 @@ class EmbeddedStore:
 
     @property
     def local_addr(self) -> str:
-        """This node's address towards the store: what its peers can reach as well."""
+        """This node's address on the route to the store; its peers can reach it too."""
         return self._local_addr
 
     @property
@@ -154,7 +153,7 @@ class EmbeddedStore:
 
     @property
     def loss(self) -> str:
-        """Why nothing works any more; empty while it does."""
+        """The reason why the store is lost; empty while it is not."""
         return self._lost or ""
 
     def lose(self, sentence: str) -> None:
@@ -221,7 +220,7 @@ class EmbeddedStore:
         return _change(await self._memos[key].latest()).item
 
     def _forget_memos(self) -> None:
-        """Be told no more of the keys that were asked for before, unless somebody waits for one."""
+        """Stop watching the keys asked for before, unless a caller waits for one."""
         for memo in [memo for memo in self._memos.values() if memo.live]:
             del self._memos[memo.prefix]
             self._drop(memo)
@@ -341,7 +340,7 @@ class EmbeddedStore:
         return request
 
     def _check(self) -> None:
-        """Before a verb does anything: is there still a store, is there still a lease?"""
+        """Check that the store and, if needed, the lease still exist before a verb runs."""
         self._check_lease()
         if self._lost is not None:
             raise RendezvousLost(self._lost)
@@ -402,7 +401,7 @@ class EmbeddedStore:
     # The connection
 
     def _adopt(self, link: Link) -> None:
-        """Go on where the last connection ended."""
+        """Continue on a new connection where the last one ended."""
         self._link = link
         self._heard_at = self._loop.time()
         self._local_addr = reachable_address(link.local_addr, self.place.host)
@@ -418,7 +417,7 @@ class EmbeddedStore:
         self._expect_answer()
 
     async def _stay_connected(self, link: Link) -> None:
-        """Make the connection anew whenever it is lost; give up when that takes too long."""
+        """Reconnect whenever the connection is lost; give up when that takes too long."""
         while True:
             error = await asyncio.shield(link.ended)
             self._link = None
@@ -442,7 +441,7 @@ class EmbeddedStore:
                 return
 
     def _disconnected(self, connector: asyncio.Task[None]) -> None:
-        """No verb may wait for a connection that nobody makes any more, whatever went wrong."""
+        """Fail all waiting verbs if reconnecting ended, for whatever reason."""
         if not connector.cancelled() and (bug := connector.exception()) is not None:
             log.error("Reconnecting to the rendezvous failed.", exc_info=bug)
             self._lose(f"The rendezvous at {self.place} is lost: {bug!r}.")
@@ -475,9 +474,10 @@ class EmbeddedStore:
         return link
 
     def _expect_answer(self) -> None:
-        """While something is unanswered, notice a frozen host: its machine takes what we send.
+        """While a request is unanswered, watch for a frozen host: its kernel still accepts what we
+        send.
 
-        An answer leaves the timer alone: there are many, and it looks for itself when it is due.
+        An answer does not touch the timer: answers are many, and the timer checks when it fires.
         """
         if self._requests and self._lost is None and self._silence_timer is None:
             self._silence_timer = self._loop.call_at(self._patience_ends(), self._notice_silence)
@@ -498,7 +498,7 @@ class EmbeddedStore:
             self._expect_answer()
 
     def _lose(self, sentence: str) -> None:
-        """The end: every verb and every watch, now and later, says this."""
+        """Fail every verb and every watch, now and later, with this sentence."""
         self._lost = sentence
         for request in self._requests.values():
             if not request.answer.done():
@@ -527,7 +527,7 @@ class EmbeddedStore:
             self._lease.check()
 
     def _stop_keeping(self) -> None:
-        """Hold the lease no more; it is given back, not lost."""
+        """Stop holding the lease; it is given back, not lost."""
         if self._lease is not None:
             self._lease.give_back()
         if self._keeper is not None:

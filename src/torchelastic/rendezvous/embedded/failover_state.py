@@ -1,4 +1,4 @@
-"""What a node keeps, so that the store survives its host."""
+"""The state a node keeps so that the store survives its host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from torchelastic.transport.frames import Row
 
 @dataclass(frozen=True)
 class Holding:
-    """What a node has of the newest world: enough to vote, and, with `rows`, to host it."""
+    """A node's knowledge of the newest world: enough to vote and, with `rows`, to host the
+    store."""
 
     roll: Roll = field(default_factory=Roll)
     #: Who could be host next, in order.
@@ -30,14 +31,14 @@ class Holding:
 
 @dataclass(frozen=True)
 class Belongings:
-    """What this node has in the store under its lease; it takes it along to the next host."""
+    """This node's rows in the store under its lease; it takes them along to the next host."""
 
     seconds: float
     rows: Mapping[str, Json] = field(default_factory=dict)
     lease: str = field(default_factory=lambda: secrets.token_hex(16))
 
     def ballot(self, elector: Elector, hosts: list[str], *, why: str, granted: bool) -> Ballot:
-        """The answer to who asks for this node's vote; what it has goes along with the vote."""
+        """The answer to a request for this node's vote; a vote carries what the node holds."""
         rows = [Row(key, json.dumps(value), 0, 0) for key, value in self.rows.items()]
         return Ballot(
             node=elector.node,
@@ -53,7 +54,7 @@ class Belongings:
 
 
 def table_of(holding: Holding, ballots: Iterable[Ballot], now: float) -> Table:
-    """The store as it was, as far as it lasts: the world, and what the voters had in there."""
+    """The lasting part of the lost store: the world, and the rows the voters had."""
     table = Table()
     for key, value in holding.rows.items():
         table.put(key, frames.encode_value(key, value))

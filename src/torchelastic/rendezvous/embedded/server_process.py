@@ -17,7 +17,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def run(config: LaunchConfig, endpoint: str, state_file: str | None) -> None:
     """Serve until a signal asks to stop.
 
-    Of `config` the job's id, if there is to be one job only, and the credentials count. Raises
+    `config` provides the credentials, and the job's id if only one job is served. Raises
     `ConfigError` for what cannot be served, `RendezvousLost` when the state file fails.
     """
     asyncio.run(_run(config, endpoint, state_file))

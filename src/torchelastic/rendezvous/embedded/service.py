@@ -1,8 +1,8 @@
-"""The store as a process of its own, for one job or for any: `torchelastic rendezvous serve`.
+"""The store as a process of its own, for one job or for many: `torchelastic rendezvous serve`.
 
-It serves as an agent's does, but leads nothing and takes nobody's place (its term is 0). Each job
-has a table of its own. With a state file, whatever a client is told has been written down before: a
-server that is killed and started again is to its clients one that was slow to answer.
+It serves like an agent's store, but never leads and never takes over (its term is 0). Each job has
+its own table. With a state file, every change is on disk before a client is told of it: to its
+clients, a server that is killed and restarted only looks slow.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class RendezvousService:
         on_failure: Callable[[], None] = lambda: None,
         clock: Clock | None = None,
     ) -> None:
-        """`job` is the only one that is served; None: any. `on_failure` is called when nothing can
-        be written down any more. Raises `ConfigError` where the state file cannot be used."""
+        """`job` is the only job served; None: any. `on_failure` is called when the state file can
+        no longer be written. Raises `ConfigError` if the state file cannot be used."""
         self._job = job
         self._clock = clock or SystemClock()
         self._listener = Listener(job, secret=credentials.secret, tls=credentials.server_tls)
@@ -63,7 +63,7 @@ class RendezvousService:
 
     @property
     def jobs(self) -> tuple[str, ...]:
-        """The jobs there are, in order of their coming."""
+        """The jobs, oldest first."""
         return tuple(self._kept)
 
     async def listen(self, sockets: Sequence[socket.socket]) -> int:
@@ -75,7 +75,7 @@ class RendezvousService:
         return await self._listener.listen(sockets)
 
     async def close(self) -> None:
-        """Stop. With a state file clients are told nothing: they wait for the next server."""
+        """Stop. With a state file, clients are not told: they wait for the next server."""
         await self._listener.close()
         for server in self._servers.values():
             if self._file is None:
@@ -111,9 +111,9 @@ class RendezvousService:
         )
 
     def _look_after(self, job: str) -> None:
-        """Forget a job that is over when its last client has gone, so that its id can be used anew.
+        """Forget a finished job when its last client has gone, so that its id can be used again.
 
-        One that is not is kept, for its generation: its nodes may all be started again.
+        An unfinished job is kept, for its generation: all its nodes may be restarted.
         """
         server = self._servers.get(job)
         if server is None or server.clients or self._listener.is_closing:
@@ -129,7 +129,7 @@ class RendezvousService:
     # The state file
 
     def _take_up(self) -> dict[str, KeptJob]:
-        """The jobs the state file tells of; from now on it has nothing else."""
+        """Load the jobs of the state file, and rewrite it with only these."""
         if self._file is None:
             return {}
         try:
@@ -172,7 +172,7 @@ class RendezvousService:
 
 
 def _is_over(table: RecordedTable) -> bool:
-    """Whether nothing of a job is left that its nodes would need."""
+    """Return whether a job has nothing left that its nodes need."""
     rows = {row.key: row.text for row in table.get("")}
     world = rows.get(WORLD_KEY)
     return not rows or (world is not None and json.loads(world).get("phase") == "closed")

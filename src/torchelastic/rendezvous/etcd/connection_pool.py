@@ -1,10 +1,10 @@
-"""Calls and streams over connections that may break, to servers that may.
+"""Calls and streams over connections that may break, to servers that may fail.
 
-A call is made again, over another connection, until it is answered; so all calls must be such that
-twice is as good as once. Of several servers one is asked as long as it answers; when it does not,
-cannot be reached, or has no leader, the next is. Which servers there are, the user says: addresses
-that etcd advertises are not looked at. When none answers for longer than our patience, etcd is lost
-for good: every call and every stream, now and later, raises `RendezvousLost`.
+A call is repeated, over another connection, until it is answered; so all calls must be idempotent.
+One server is used as long as it answers; when it does not, is unreachable or has no leader, the
+next one is. The user names the servers: addresses that etcd advertises are ignored. When none
+answers for too long, etcd is lost for good: every call and every stream, now and later, raises
+`RendezvousLost`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server of etcd is."""
+    """The address of an etcd server."""
 
     host: str
     port: int
@@ -62,7 +62,7 @@ class Address:
 
 
 class Line:
-    """Our connections to etcd. Made in a running loop."""
+    """The connections to etcd. Made in a running loop."""
 
     def __init__(
         self,
@@ -98,11 +98,11 @@ class Line:
 
     @property
     def address(self) -> Address:
-        """The server that is asked now."""
+        """The server in use."""
         return self.addresses[self._turn]
 
     def lose(self, sentence: str) -> None:
-        """The end of every call and stream, for this reason; the first reason stands."""
+        """Fail every call and stream for this reason; the first reason stands."""
         if not self.lost.done():
             self.lost.set_result(sentence)
 
@@ -118,7 +118,7 @@ class Line:
     # Asking
 
     async def call(self, path: str, request: Json, patience: Patience) -> Json:
-        """The answer to a request. Raises `messages.Refused` if etcd will not do it."""
+        """The answer to a request. Raises `etcd_messages.Refused` if etcd refuses it."""
         body = _body(request)
         while True:
             self.check()
@@ -137,13 +137,13 @@ class Line:
                 return answer
 
     async def once(self, path: str, request: Json) -> Json:
-        """The answer to a request that is made once only, even when etcd is lost."""
+        """The answer to a request that is sent only once, even when etcd is lost."""
         return await self._exchange(self.address, path, _body(request))
 
     async def stream(self, path: str, request: Json) -> AsyncGenerator[Json, None]:
-        """The messages that answer a request, until the connection breaks: one of `TROUBLE` then.
+        """The messages that answer a request, until the connection breaks: then one of `TROUBLE`.
 
-        The first must come soon; the others take their time.
+        The first must come soon; the others may take any time.
         """
         self.check()
         address = self.address
@@ -224,7 +224,8 @@ class Line:
             self._token = etcd_messages.token(answer)
 
     def _see_login(self, error: etcd_messages.Refused) -> None:
-        """Tokens end, and a server that was started anew knows none of them: log in again then."""
+        """Log in again when a token has expired, or when the server was restarted and knows
+        none."""
         if self._login is not None and etcd_messages.is_login_over(error):
             self._token = ""
             raise etcd_messages.Busy(error.message) from error
@@ -232,9 +233,9 @@ class Line:
     # Connections
 
     def _move_on(self, address: Address, trouble: BaseException) -> None:
-        """Ask the next server from now on, if it is still this one that was asked.
+        """Switch to the next server, if this one is still the one in use.
 
-        Streams move as well: of a server that is frozen, a stream alone would never know.
+        Streams move too: a stream alone would never notice that its server is frozen.
         """
         if len(self.addresses) == 1 or address is not self.address:
             return
@@ -245,7 +246,7 @@ class Line:
             connection.abort()
 
     def _note(self, address: Address) -> None:
-        """Say which server it is now; while one is sought, nobody wants to read of each attempt."""
+        """Log a change of the server in use; not every attempt while one is sought."""
         if self._good is not None and self._good is not address:
             log.info("Switched to etcd at %s; %s did not answer", address, self._good)
         self._good = address
@@ -298,7 +299,7 @@ class Line:
         raise RendezvousRefused(sentence)
 
     async def _unless_lost(self, work: Coroutine[Any, Any, T], limit: float | None) -> T:
-        """The result of `work`, unless etcd is lost before, or the time is up."""
+        """The result of `work`, unless etcd is lost first or the time is up."""
         task = asyncio.ensure_future(work)
         try:
             either: set[asyncio.Future[Any]] = {task, self.lost}
@@ -314,7 +315,7 @@ class Line:
 
 
 class Patience:
-    """How long to go on asking, counted from when things went wrong."""
+    """The retry limit, counted from the first failure."""
 
     def __init__(self, line: Line, seconds: float, clock: Clock, *, first: bool = False) -> None:
         self._line = line
@@ -329,13 +330,13 @@ class Patience:
         self._times = 0
 
     def restore(self) -> None:
-        """Things go well again."""
+        """Reset after a success."""
         self._since = None
         self._pause = FIRST_PAUSE
         self._times = 0
 
     async def wait(self, trouble: BaseException) -> None:
-        """Wait before asking again; raises `RendezvousLost` when that has been done long enough."""
+        """Wait before the next attempt; raise `RendezvousLost` after too long."""
         now = self._clock.now()
         if self._since is None:
             self._since = self._say_at = now

@@ -73,10 +73,10 @@ class EtcdStore:
         reconnect_timeout: float = RECONNECT_TIMEOUT,
         clock: Clock | None = None,
     ) -> EtcdStore:
-        """Connect to the etcd of a job, waiting up to `timeout` seconds (None: for ever) for it.
+        """Connect to the etcd of a job, waiting up to `timeout` seconds (None: forever) for it.
 
         `endpoints` are (host, port) of one or more of its servers. Raises `RendezvousLost` if none
-        answers, `RendezvousRefused` if it does not let us, or is something else.
+        answers, `RendezvousRefused` if etcd refuses us or the server is not etcd.
         """
         clock, settings = clock or SystemClock(), settings or EtcdSettings()
         line = Line(
@@ -102,7 +102,7 @@ class EtcdStore:
 
     @property
     def local_addr(self) -> str:
-        """This node's address towards etcd: what its peers can reach as well."""
+        """This node's address on the route to etcd; its peers can reach it too."""
         return self._line.local_addr
 
     # The verbs
@@ -209,7 +209,7 @@ class EtcdStore:
         self._keeper = asyncio.create_task(keeping, name="rendezvous lease")
 
     async def end_lease(self) -> None:
-        """Give the lease back; its keys go at once."""
+        """Revoke the lease; its keys are deleted at once."""
         self._check()
         await self._stop_keeping()
         if self._granted is not None:
@@ -253,8 +253,9 @@ class EtcdStore:
     # Beyond the protocol
 
     async def forget_job(self, last_key: str, revision: int, *beside: str) -> bool:
-        """Delete all keys of the job, if `last_key` is as of `revision` (0: absent) and there is
-        no other, but for those that begin with one of `beside`; says whether that was done."""
+        """Delete all keys of the job, if `last_key` last changed at `revision` (0: absent) and
+        no other key is left but those that begin with one of `beside`; return whether that was
+        done."""
         full = self._keys.full(last_key)
         conditions = [
             etcd_messages.if_created(self._keys.job, self._job),
@@ -270,7 +271,7 @@ class EtcdStore:
     # Asking
 
     def _check(self) -> None:
-        """Before a verb does anything: is there still a store, is there still a lease?"""
+        """Check that the store and, if needed, the lease still exist before a verb runs."""
         self._check_lease()
         self._line.check()
 
@@ -286,7 +287,7 @@ class EtcdStore:
             self._check_lease()
 
     async def _enter(self, patience: Patience) -> None:
-        """Be of the job that is there now; begin it where there is none."""
+        """Join the current job; create it if there is none."""
         key = self._keys.job
         value = etcd_messages.encode_value({}, stamp=self._name, job=0)
         request = etcd_messages.txn(
@@ -307,10 +308,10 @@ class EtcdStore:
         then: Callable[[int], Sequence[Json]],
         otherwise: Sequence[Json] = (),
     ) -> tuple[bool, Json, list[Json]]:
-        """A transaction of the job we belong to; (succeeded, the answer, its parts).
+        """Run a transaction in our job; return (succeeded, the answer, its parts).
 
-        `then` is told the job. Who was away while its job ended must not meddle with the next one
-        of the same id.
+        `then` receives the job. A node that was disconnected while its job ended must not change
+        the next job with the same id.
         """
         key = self._keys.job
         while True:
@@ -337,8 +338,8 @@ class EtcdStore:
         beside: Mapping[str, Json] | None = None,
         provided: tuple[str, int] | None = None,
     ) -> tuple[bool, int]:
-        """Set a key if its last change was at `expected`; whether that was so, and when the last
-        change is now."""
+        """Set a key if its last change was at `expected`; return whether it was, and the revision
+        of its last change now."""
         self._check()
         lease = self._held() if leased else None
         if leased and lease is None:
@@ -408,7 +409,7 @@ class EtcdStore:
                 raise
 
     async def _stop_keeping(self) -> None:
-        """Hold the lease no more; it is given back, not lost."""
+        """Stop holding the lease; it is given back, not lost."""
         if self._lease is not None:
             self._lease.give_back()
         if self._keeper is not None:

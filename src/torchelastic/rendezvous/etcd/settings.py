@@ -1,5 +1,5 @@
-"""How to talk to etcd, as `--rdzv-conf` or a rendezvous URL says it; checked before anybody is
-asked."""
+"""Settings of the connection to etcd, from `--rdzv-conf` or a rendezvous URL; checked before
+use."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _LONGEST_PASSWORD = 4096
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files. Without `cacert` the system's authorities are trusted; without `cert` we show no
-    certificate of our own; without `key` it is in `cert`."""
+    """PEM files. Without `cacert`, the system's CAs are trusted; without `cert`, we show no
+    certificate; without `key`, the key is in `cert`."""
 
     cacert: str = ""
     cert: str = ""
@@ -41,7 +41,7 @@ class TlsFiles:
 
 @dataclass(frozen=True)
 class Login:
-    """Who we are to etcd."""
+    """User and password for etcd."""
 
     user: str
     password: str = field(repr=False)
@@ -49,7 +49,7 @@ class Login:
 
 @dataclass(frozen=True, kw_only=True)
 class EtcdSettings:
-    """Where in etcd, as whom and how."""
+    """The key prefix, the login and the connection settings."""
 
     #: The key under which jobs have theirs.
     prefix: str = "/torchelastic"
@@ -61,7 +61,7 @@ class EtcdSettings:
 
     @classmethod
     def of(cls, conf: Mapping[str, Any]) -> EtcdSettings:
-        """What the keys say; whatever is wrong with them is a `ConfigError` of one sentence.
+        """Read the settings; raise a `ConfigError` for an invalid one.
 
         >>> EtcdSettings.of({"etcd_prefix": "torchelastic/p2p/", "protocol": "http"})
         EtcdSettings(prefix='/torchelastic/p2p', outage=15.0, login=None, tls=None)
@@ -126,7 +126,7 @@ def _password(path: str) -> str:
 
 
 def _tls(given: Mapping[str, str]) -> TlsFiles | None:
-    """Rather no connection than one in the clear where another was asked for."""
+    """Refuse contradictory settings rather than connect without TLS."""
     files = {name: given[name] for name in ("cacert", "cert", "key") if name in given}
     protocol = given.get("protocol", "https" if files else "http")
     if protocol not in ("http", "https"):

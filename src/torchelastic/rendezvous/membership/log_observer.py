@@ -1,4 +1,4 @@
-"""What a leader sees and decides, as lines of a log, for nodes that have no event log."""
+"""Log lines about what a leader sees and decides, for nodes without an event log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ logger = logging.getLogger("torchelastic")
 
 
 class LogObserver:
-    """A `LeaderObserver` for people."""
+    """A `LeaderObserver` that logs."""
 
     def became_leader(self) -> None:
         logger.debug("this node is the leader")

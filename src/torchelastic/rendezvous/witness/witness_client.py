@@ -29,14 +29,15 @@ LOOK = 0.01
 
 
 class Silent(Exception):
-    """The storage has not answered, or not with what was asked for: nothing is known."""
+    """The storage has not answered, or not properly: nothing is known."""
 
 
 class Asking:
-    """Asks one question at a time. The process starts with the first, and anew when it is stuck."""
+    """Asks one question at a time. The process starts with the first one, and again when it is
+    stuck."""
 
     def __init__(self, url: str, on_child: Callable[[int], None] = lambda pid: None) -> None:
-        """`on_child` is told of every process that is started, at once."""
+        """`on_child` is called with every process that is started, at once."""
         self._url = url if "://" in url else os.path.abspath(os.path.expanduser(url))
         self._on_child = on_child
         self._turn = asyncio.Lock()
@@ -47,7 +48,7 @@ class Asking:
         self._writer: asyncio.StreamWriter | None = None
 
     async def ask(self, do: str, key: str, value: Json | None = None) -> Json:
-        """The answer of the storage; raises `Silent`, or `ConfigError` for a URL of no use."""
+        """The answer of the storage; raises `Silent`, or `ConfigError` for an unusable URL."""
         try:
             found = await asyncio.wait_for(self._ask(do, key, value), PATIENCE)
         except asyncio.TimeoutError:
@@ -104,7 +105,7 @@ class Asking:
         self._process = self._reader = self._writer = None
 
     async def close(self) -> None:
-        """End the process; one that is stuck is left to the kernel."""
+        """Stop the process; a stuck one is left to the kernel."""
         self._drop()
         for process in self._stuck:
             with contextlib.suppress(subprocess.TimeoutExpired):
