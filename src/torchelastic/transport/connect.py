@@ -91,7 +91,7 @@ class _Complaint:
             self.say(sentence)
 
 
-async def dial(
+async def connect_to_host(
     places: Sequence[Endpoint],
     lease: str | None,
     *,
@@ -202,7 +202,7 @@ async def _follow(
     while asking:
         place = asking.pop(0)
         try:
-            link, answer = await knock(place, lease=lease, term=term, timeout=timeout)
+            link, answer = await connect_once(place, lease=lease, term=term, timeout=timeout)
         except (OSError, asyncio.TimeoutError, NoAnswer) as error:
             vain = _InVain(place, error)
             continue
@@ -223,7 +223,7 @@ async def _follow(
     raise vain or refusal or _InVain(places[0], _Nowhere())
 
 
-async def knock(
+async def connect_once(
     endpoint: Endpoint,
     *,
     purpose: str = frames.STORE,

@@ -70,7 +70,7 @@ class Listener:
         secret: Secret | None = None,
         tls: ssl.SSLContext | None = None,
         patience: float = PATIENCE,
-        most_guests: int | None = None,
+        most_visitors: int | None = None,
     ) -> None:
         """`patience`: seconds until a visitor must be admitted."""
         self._job = job
@@ -82,14 +82,14 @@ class Listener:
         self._store_of_workers: Callable[[], str] | None = None
         self._passed_on: set[asyncio.Task[None]] = set()
         self._listeners: list[asyncio.Server] = []
-        most = most_guests or _most_guests()
+        most = most_visitors or _most_visitors()
         self._visitors: AdmissionLimits[_Visitor] = AdmissionLimits(most, most // 2)
         self._told = Told()
         self._closing = False
         self.port = 0
 
     @property
-    def guests(self) -> int:
+    def visitors(self) -> int:
         """The number of connections that are not admitted yet."""
         return len(self._visitors)
 
@@ -267,7 +267,7 @@ class Listener:
             handler(visitor.link, hello)
 
 
-def _most_guests() -> int:
+def _most_visitors() -> int:
     """Half of the files this process may open: the rest is for admitted connections."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_VISITORS if files == resource.RLIM_INFINITY else min(MOST_VISITORS, files // 2)

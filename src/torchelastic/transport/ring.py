@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torchelastic.errors import RendezvousError, WireError
 from torchelastic.transport import frames
-from torchelastic.transport.connect import Endpoint, NoAnswer, knock
+from torchelastic.transport.connect import Endpoint, NoAnswer, connect_once
 from torchelastic.transport.frames import Message, by_kind
 from torchelastic.transport.link import Link
 
@@ -150,7 +150,7 @@ class Ring:
         place = Endpoint.at(address, self._job.job, self._job.credentials)
         while True:
             try:
-                link, _ = await knock(place, purpose=frames.RING, timeout=self._silence)
+                link, _ = await connect_once(place, purpose=frames.RING, timeout=self._silence)
             except (OSError, asyncio.TimeoutError, NoAnswer, RendezvousError) as error:
                 logger.debug("the next node does not answer at %s: %r", place, error)
                 self._doubt(node)
@@ -234,7 +234,7 @@ async def lives(place: Endpoint) -> bool | None:
     """Ask an agent whether it is alive: True, False if nothing listens there, None if unknown."""
     for _ in range(QUESTIONS):
         try:
-            link, _ = await knock(place, purpose=frames.RING, timeout=ANSWERS)
+            link, _ = await connect_once(place, purpose=frames.RING, timeout=ANSWERS)
         except ConnectionRefusedError:
             return False
         except NoAnswer as error:

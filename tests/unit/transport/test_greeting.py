@@ -22,7 +22,7 @@ from torchelastic.config import LaunchConfig
 from torchelastic.errors import ConfigError, RendezvousRefused
 from torchelastic.transport import credentials, frames
 from torchelastic.transport.auth import ANONYMOUS, Credentials, Secret, new_nonce
-from torchelastic.transport.connect import Endpoint, knock
+from torchelastic.transport.connect import Endpoint, connect_once
 
 OTHER = Secret(b"the secret of another job")
 
@@ -363,4 +363,4 @@ def test_files_that_cannot_be_used_are_named(authority, tmp_path, missing):
 @story
 async def test_a_link_that_never_connects_leaves_nothing(shown):
     with pytest.raises(OSError, match=r"[Cc]onnect"):
-        await knock(Endpoint("127.0.0.1", 1, JOB, shown), timeout=5)
+        await connect_once(Endpoint("127.0.0.1", 1, JOB, shown), timeout=5)

@@ -11,9 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torchelastic.errors import RendezvousError
-from torchelastic.rendezvous.embedded.votes import REPLIES, Ballot, Canvass, Noted, Reign
+from torchelastic.rendezvous.embedded.votes import (
+    REPLIES,
+    Ballot,
+    HostAnnouncement,
+    Noted,
+    VoteRequest,
+)
 from torchelastic.transport import frames
-from torchelastic.transport.connect import Endpoint, NoAnswer, knock
+from torchelastic.transport.connect import Endpoint, NoAnswer, connect_once
 from torchelastic.transport.link import Link
 
 log = logging.getLogger(__name__)
@@ -53,8 +59,8 @@ class Returns:
         self.links.clear()
 
 
-async def canvass(
-    places: Mapping[str, Endpoint], asked: Canvass, *, enough: Callable[[Returns], bool]
+async def ask_for_votes(
+    places: Mapping[str, Endpoint], asked: VoteRequest, *, enough: Callable[[Returns], bool]
 ) -> Returns:
     """Ask all peers; return when all have answered, or when enough have and the others had a
     moment."""
@@ -82,7 +88,9 @@ class _Questions:
     clients.
     """
 
-    def __init__(self, places: Mapping[str, Endpoint], asked: Canvass, returns: Returns) -> None:
+    def __init__(
+        self, places: Mapping[str, Endpoint], asked: VoteRequest, returns: Returns
+    ) -> None:
         self._asked = asked
         self._returns = returns
         self._next = deque(places.items())
@@ -129,11 +137,11 @@ class _Questions:
             await asyncio.wait(self._under_way)
 
 
-def _patience(asked: Canvass) -> float:
+def _patience(asked: VoteRequest) -> float:
     return STOPPING_PATIENCE if asked.binding else PATIENCE
 
 
-async def _ask_one(key: str, place: Endpoint, asked: Canvass, returns: Returns) -> None:
+async def _ask_one(key: str, place: Endpoint, asked: VoteRequest, returns: Returns) -> None:
     try:
         link, ballot = await _exchange(place, asked, _patience(asked))
     except ConnectionRefusedError:
@@ -165,10 +173,10 @@ async def unless(news: asyncio.Event, waiting: Coroutine[Any, Any, T]) -> T | No
             await asyncio.wait({asked})
 
 
-async def proclaim(place: Endpoint, reign: Reign) -> Noted | None:
+async def announce(place: Endpoint, announcement: HostAnnouncement) -> Noted | None:
     """Tell an agent who is host; return what it knows about hosts, None if it does not answer."""
     try:
-        link, noted = await _exchange(place, reign, PATIENCE)
+        link, noted = await _exchange(place, announcement, PATIENCE)
     except _TROUBLE as error:
         log.debug("could not announce the host at %s: %r", place, error)
         return None
@@ -178,14 +186,14 @@ async def proclaim(place: Endpoint, reign: Reign) -> Noted | None:
 
 
 async def _exchange(
-    place: Endpoint, question: Canvass | Reign, patience: float
+    place: Endpoint, question: VoteRequest | HostAnnouncement, patience: float
 ) -> tuple[Link, frames.Message]:
-    link, _ = await knock(place, purpose=frames.SUCCESSION, timeout=patience)
+    link, _ = await connect_once(place, purpose=frames.SUCCESSION, timeout=patience)
     with contextlib.ExitStack() as unless_answered:
         unless_answered.callback(link.abort)
         link.send(question)
         frame = await asyncio.wait_for(link.next_frame(), patience)
-        expected = Ballot if isinstance(question, Canvass) else Noted
+        expected = Ballot if isinstance(question, VoteRequest) else Noted
         reply = frames.parse(frame, {expected.kind: REPLIES[expected.kind]})
         unless_answered.pop_all()
     return link, reply

@@ -23,12 +23,12 @@ from torchelastic.errors import (
     RendezvousLost,
     WireError,
 )
-from torchelastic.rendezvous.embedded.watch_queue import Feed, Memo
+from torchelastic.rendezvous.embedded.watch_queue import Memo, WatchQueue
 from torchelastic.rendezvous.membership.lease import HeldLease
 from torchelastic.rendezvous.store import Change, Item, Json, Listing
 from torchelastic.transport import frames
 from torchelastic.transport.addresses import reachable_address
-from torchelastic.transport.connect import Endpoint, dial
+from torchelastic.transport.connect import Endpoint, connect_to_host
 from torchelastic.transport.frames import Row
 from torchelastic.transport.link import Link
 
@@ -78,10 +78,10 @@ class EmbeddedStore:
         self._requests: dict[int, _Request] = {}
         #: The last report of each key, and its id, until something tells that it was heard.
         self._reports: dict[str, tuple[int, bytes]] = {}
-        self._feeds: list[Feed] = []
+        self._watch_queues: list[WatchQueue] = []
         self._memos: dict[str, Memo] = {}
         #: Feeds that wait for what was before now, by the request that asked for it.
-        self._catching_up: dict[int, Feed] = {}
+        self._catching_up: dict[int, WatchQueue] = {}
         self._link: Link | None = None
         self._store_name = ""
         #: Of the store's host; 0: it is no agent, and nobody would take its place.
@@ -123,7 +123,7 @@ class EmbeddedStore:
         clock = clock or SystemClock()
         store = cls(places[0], clock=clock, reconnect_timeout=reconnect_timeout)
         sent = clock.now()
-        link, welcome, store.place = await dial(
+        link, welcome, store.place = await connect_to_host(
             places,
             None if lease is None else lease[0],
             timeout=math.inf if timeout is None else timeout,
@@ -201,12 +201,12 @@ class EmbeddedStore:
         )
 
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Change, None]:
-        async with contextlib.aclosing(self._rows_of(Feed(prefix, after))) as rows:
+        async with contextlib.aclosing(self._rows_of(WatchQueue(prefix, after))) as rows:
             async for row in rows:
                 yield _change(row)
 
     async def follow(self, key: str) -> AsyncGenerator[Item | None, None]:
-        async with contextlib.aclosing(self._rows_of(Feed(key, None, one_key=True))) as rows:
+        async with contextlib.aclosing(self._rows_of(WatchQueue(key, None, one_key=True))) as rows:
             async for row in rows:
                 yield _change(row).item
 
@@ -215,7 +215,7 @@ class EmbeddedStore:
         if key not in self._memos:
             self._forget_memos()
             self._memos[key] = memo = Memo(key)
-            self._feeds.append(memo)
+            self._watch_queues.append(memo)
             self._subscribe(memo)
         return _change(await self._memos[key].latest()).item
 
@@ -225,15 +225,15 @@ class EmbeddedStore:
             del self._memos[memo.prefix]
             self._drop(memo)
 
-    async def _rows_of(self, feed: Feed) -> AsyncGenerator[Row, None]:
+    async def _rows_of(self, queue: WatchQueue) -> AsyncGenerator[Row, None]:
         self._check()
-        self._feeds.append(feed)
-        self._subscribe(feed)
+        self._watch_queues.append(queue)
+        self._subscribe(queue)
         try:
             while True:
-                yield await feed.next()
+                yield await queue.next()
         finally:
-            self._drop(feed)
+            self._drop(queue)
 
     async def keep_alive(self) -> bool:
         self._check()
@@ -352,9 +352,9 @@ class EmbeddedStore:
         message = frames.parse(payload, frames.ANSWERS)
         match message:
             case frames.Changed(prefix=prefix, rows=rows):
-                for feed in self._feeds:
-                    if feed.live and feed.prefix == prefix:
-                        feed.take(rows)
+                for queue in self._watch_queues:
+                    if queue.live and queue.prefix == prefix:
+                        queue.take(rows)
             case frames.LeaseEnded(token=token):
                 if self._lease is not None and self._lease.id == token:
                     self._lease.end()
@@ -370,10 +370,10 @@ class EmbeddedStore:
         for key in [key for key, (id, _) in self._reports.items() if id < message.id]:
             del self._reports[key]  # it was said before, and so it was heard
         last = not isinstance(message, frames.Rows) or message.last
-        if isinstance(message, frames.Rows) and (feed := self._catching_up.get(message.id)):
-            feed.take(message.rows)
+        if isinstance(message, frames.Rows) and (queue := self._catching_up.get(message.id)):
+            queue.take(message.rows)
             if last:
-                feed.begin(message.revision)
+                queue.begin(message.revision)
                 del self._catching_up[message.id]
         elif request := self._requests.get(message.id):
             if isinstance(message, frames.Rows):
@@ -383,20 +383,20 @@ class EmbeddedStore:
 
     # Watches
 
-    def _subscribe(self, feed: Feed) -> None:
-        feed.live = False
+    def _subscribe(self, queue: WatchQueue) -> None:
+        queue.live = False
         if self._link is not None:
             id = next(self._ids)
-            self._catching_up[id] = feed
-            self._link.send(frames.Watch(id, feed.prefix, feed.seen))
+            self._catching_up[id] = queue
+            self._link.send(frames.Watch(id, queue.prefix, queue.seen))
 
-    def _drop(self, feed: Feed) -> None:
-        self._feeds.remove(feed)
-        for id in [id for id, waiting in self._catching_up.items() if waiting is feed]:
+    def _drop(self, queue: WatchQueue) -> None:
+        self._watch_queues.remove(queue)
+        for id in [id for id, waiting in self._catching_up.items() if waiting is queue]:
             del self._catching_up[id]
-        shared = any(other.prefix == feed.prefix for other in self._feeds)
+        shared = any(other.prefix == queue.prefix for other in self._watch_queues)
         if self._link is not None and not shared:
-            self._link.send(frames.Unwatch(feed.prefix))
+            self._link.send(frames.Unwatch(queue.prefix))
 
     # The connection
 
@@ -409,8 +409,8 @@ class EmbeddedStore:
         self._catching_up.clear()
         for _, frame in self._reports.values():
             link.send(frame)  # before all else: an answer to that tells that these were heard
-        for feed in self._feeds:
-            self._subscribe(feed)
+        for queue in self._watch_queues:
+            self._subscribe(queue)
         for request in self._requests.values():
             request.rows.clear()
             link.send(request.frame)
@@ -432,7 +432,7 @@ class EmbeddedStore:
             # Not for people: it is made again in a moment, or a sentence says that it is lost.
             log.debug("The connection to the rendezvous was lost (%s).", error or "closed")
             try:
-                link = await self._dial_again(was_silent=isinstance(error, _Silence))
+                link = await self._reconnect(was_silent=isinstance(error, _Silence))
             except RendezvousLost as problem:
                 self._lose(str(problem))
                 return
@@ -446,13 +446,13 @@ class EmbeddedStore:
             log.error("Reconnecting to the rendezvous failed.", exc_info=bug)
             self._lose(f"The rendezvous at {self.place} is lost: {bug!r}.")
 
-    async def _dial_again(self, *, was_silent: bool) -> Link:
+    async def _reconnect(self, *, was_silent: bool) -> Link:
         lease = self._held()
         token = None if lease is None else lease.id
         # Whoever would take the host's place is not to be kept waiting, once there is reason to
         # think that it is gone: it was silent for long already, or nobody listens at its port.
         hurry = SUCCESSOR_WAITS if self.term else self._patience
-        link, welcome, _ = await dial(
+        link, welcome, _ = await connect_to_host(
             [self.place],
             token,
             timeout=min(hurry, self._patience) if was_silent else self._patience,
@@ -503,8 +503,8 @@ class EmbeddedStore:
         for request in self._requests.values():
             if not request.answer.done():
                 request.answer.set_exception(RendezvousLost(sentence))
-        for feed in self._feeds:
-            feed.lose(sentence)
+        for queue in self._watch_queues:
+            queue.lose(sentence)
         if self._silence_timer is not None:
             self._silence_timer.cancel()
         if self._lease is not None:

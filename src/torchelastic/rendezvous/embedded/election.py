@@ -214,7 +214,7 @@ class Search:
         voted = poll.elector.term >= term and poll.elector.chosen != poll.elector.node
         return not voted and now - self._tried >= poll.turn(self._in_vain)
 
-    def stood_in_vain(self, now: float) -> None:
+    def lost_election(self, now: float) -> None:
         """After a lost election, let the nodes before this one try first: rivals would run
         again."""
         self.pause, self._tried = FIRST_PAUSE, now

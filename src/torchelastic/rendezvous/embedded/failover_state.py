@@ -30,7 +30,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Belongings:
+class LeasedRows:
     """This node's rows in the store under its lease; it takes them along to the next host."""
 
     seconds: float

@@ -26,15 +26,21 @@ from torchelastic.clock import Clock
 from torchelastic.config import format_endpoint
 from torchelastic.errors import RendezvousLost, RendezvousRefused
 from torchelastic.rendezvous import majority
-from torchelastic.rendezvous.embedded.ask_peers import Returns, canvass, proclaim, unless
+from torchelastic.rendezvous.embedded.ask_peers import Returns, announce, ask_for_votes, unless
 from torchelastic.rendezvous.embedded.client import EmbeddedStore
 from torchelastic.rendezvous.embedded.election import DEAD, Poll, Search
-from torchelastic.rendezvous.embedded.failover_state import Belongings, Holding, table_of
+from torchelastic.rendezvous.embedded.failover_state import Holding, LeasedRows, table_of
 from torchelastic.rendezvous.embedded.host_timeouts import grace_of, others_stay, trains_alone
 from torchelastic.rendezvous.embedded.server import EmbeddedServer
 from torchelastic.rendezvous.embedded.tie_breaker import TieBreaker
 from torchelastic.rendezvous.embedded.voter_file import Voter, VoterFile
-from torchelastic.rendezvous.embedded.votes import QUESTIONS, Ballot, Canvass, Noted, Reign
+from torchelastic.rendezvous.embedded.votes import (
+    QUESTIONS,
+    Ballot,
+    HostAnnouncement,
+    Noted,
+    VoteRequest,
+)
 from torchelastic.rendezvous.majority import Candidacy, Elector
 from torchelastic.rendezvous.store import Json
 from torchelastic.rendezvous.witness.vote_keys import Witness
@@ -54,9 +60,9 @@ logger = logging.getLogger(__name__)
 #: many times the pause at first: others may name it who are about to give it up, too.
 HOST_ANSWERS, SECOND_CHANCE = 1.0, 5.0
 #: How often a host tells others that it is host, in a lease.
-PROCLAMATIONS = 3
+ANNOUNCEMENTS = 3
 #: How many missing nodes it tells at a time.
-PROCLAIMED = 16
+ANNOUNCED_AT_ONCE = 16
 LOOPBACK = "127.0.0.1"
 #: Of whoever begins a job at the only endpoint.
 FIRST_TERM = 1
@@ -107,7 +113,7 @@ class EmbeddedNode:
         self._tie_breaker = TieBreaker(witness, node, last.token)
         self._elector = Elector(node, last.term, last.chosen, last.generation)
         self._holding = last.holding
-        self._belongings = Belongings(lease)
+        self._leased_rows = LeasedRows(lease)
         #: The latest term for which this node, as host, has stepped down.
         self._yielded_to = 0
         #: Set while no worker of this node is in a world, so that it may vote.
@@ -121,7 +127,7 @@ class EmbeddedNode:
         self._news = asyncio.Event()
         self._rumours: list[str] = []
         self._heard_of: Sequence[str] = ()
-        self._heralding: asyncio.Task[None] | None = None
+        self._announcing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._store: EmbeddedStore | None = None
         self.server: EmbeddedServer | None = None
@@ -207,7 +213,7 @@ class EmbeddedNode:
         """Note that this node leaves and has said so."""
         self._elector = replace(self._elector, leaving=True)
 
-    # Taking a seat
+    # Joining
 
     async def open(self, timeout: float | None, say: Callable[[str], None] = logger.info) -> None:
         """Listen, and become host or client of the job; wait up to `timeout` seconds for a host,
@@ -233,7 +239,7 @@ class EmbeddedNode:
         if self.term == 0:
             raise RendezvousLost(self.store.loss)  # of a store that nobody takes over
         await self._leave()
-        self._belongings = Belongings(self._lease, rows)
+        self._leased_rows = LeasedRows(self._lease, rows)
         self._stopped.set()
         if not self._holding.roll.latest.nodes and self._endpoints.ours is None:
             await self._wait_for_host(timeout, say)
@@ -250,7 +256,7 @@ class EmbeddedNode:
         if server is None or not others_stay(server.rows(MEMBER_PREFIX), self._node):
             return
         await self._leave("The host is leaving the job.")
-        self._belongings = Belongings(self._lease, rows)
+        self._leased_rows = LeasedRows(self._lease, rows)
         # Nobody else counts on its consent: it was its own host.
         self._elector = replace(self._elector, leaving=False, hands_over=True)
         self._stopped.set()
@@ -302,7 +308,7 @@ class EmbeddedNode:
         say_at = search.begun + 2 * self._lease
         while True:
             if self._may_found() and await self._tie_breaker.begins_job():
-                await self._reign(FIRST_TERM, Returns())
+                await self._become_host(FIRST_TERM, Returns())
                 return
             term = self._tie_breaker.next_term(self._elector, search.heard)
             returns = await self._ask(term, binding=False)
@@ -318,10 +324,10 @@ class EmbeddedNode:
                 self._file.check(self._poll, returns, waited=waited)
             if search.is_our_turn(self._poll, term, now):
                 before = self._elector
-                if await self._stand(returns, waited):
+                if await self._run_for_election(returns, waited):
                     return
                 if self._elector is not before:
-                    search.stood_in_vain(self._clock.now())
+                    search.lost_election(self._clock.now())
             now = self._clock.now()
             if now >= deadline:
                 raise RendezvousLost(f"{self._poll.predicament(returns)}: giving up.")
@@ -358,11 +364,11 @@ class EmbeddedNode:
         return {**places, **{node: self._at(at) for node, at in known if node not in but}}
 
     async def _ask(self, term: int, *, binding: bool, of: Sequence[str] | None = None) -> Returns:
-        asked = Canvass(term, self._node, self._elector.generation, binding)
+        asked = VoteRequest(term, self._node, self._elector.generation, binding)
         places = self._whereabouts()
         if of is not None:
             places = {key: place for key, place in places.items() if key in of}
-        return await canvass(places, asked, enough=self._poll.suffices)
+        return await ask_for_votes(places, asked, enough=self._poll.suffices)
 
     # Becoming a client
 
@@ -375,7 +381,7 @@ class EmbeddedNode:
                     [self._at(address)],
                     term=self._elector.term,
                     timeout=min(patience, HOST_ANSWERS),
-                    lease=(self._belongings.lease, self._belongings.seconds),
+                    lease=(self._leased_rows.lease, self._leased_rows.seconds),
                     clock=self._clock,
                 )
             except (RendezvousLost, RendezvousRefused) as error:
@@ -401,7 +407,7 @@ class EmbeddedNode:
 
     # Becoming host
 
-    async def _stand(self, wished: Returns, a_lease_later: bool) -> bool:
+    async def _run_for_election(self, wished: Returns, a_lease_later: bool) -> bool:
         """Run for election if this node would win: ask for votes, and return whether it is host
         now."""
         if not await self._tie_breaker.may_win(self._poll, wished, a_lease_later):
@@ -424,13 +430,13 @@ class EmbeddedNode:
         if not is_won or self._elector.term != term:
             returns.close()
             return False
-        await self._reign(term, returns)
+        await self._become_host(term, returns)
         return True
 
-    async def _reign(self, term: int, returns: Returns) -> None:
+    async def _become_host(self, term: int, returns: Returns) -> None:
         """Become host: serve the store from now on, and tell the voters."""
         self._elector = replace(self._elector, term=term, chosen=self._node)
-        self._tie_breaker.reigns()
+        self._tie_breaker.became_host()
         await self.kept()
         if self._holding.roll.generation >= 0 or self._may_be_remembered:
             # A store that knows nothing waits a lease: another host may be about to call. So does
@@ -452,34 +458,36 @@ class EmbeddedNode:
             [self._endpoints.ours or self._at(format_endpoint(LOOPBACK, self._listener.port))],
             term=term,
             timeout=self._lease,
-            lease=(self._belongings.lease, self._belongings.seconds),
+            lease=(self._leased_rows.lease, self._leased_rows.seconds),
             clock=self._clock,
         )
         self._follow(store)
         for link in returns.links.values():
-            link.send(self._proclamation())
+            link.send(self._announcement())
             link.close()
-        self._heralding = self._start(self._herald())
+        self._announcing = self._start(self._announce())
 
-    def _proclamation(self) -> Reign:
-        return Reign(self._elector.term, self._node, self._elector.generation, [self.peer])
+    def _announcement(self) -> HostAnnouncement:
+        return HostAnnouncement(
+            self._elector.term, self._node, self._elector.generation, [self.peer]
+        )
 
-    async def _herald(self) -> None:
+    async def _announce(self) -> None:
         """As host, announce it to nodes that may not know: missing nodes and the endpoints."""
         while self.server is not None:
             members = self.server.rows(MEMBER_PREFIX)
-            said = (proclaim(place, self._proclamation()) for place in self._uninformed(members))
+            said = (announce(place, self._announcement()) for place in self._uninformed(members))
             for noted in filter(None, await asyncio.gather(*said)):
                 if majority.must_yield(self._elector.term, noted.term):
                     self._rumours += noted.hosts
                     self._start(self._yield(noted.term))
                     return
-            await asyncio.sleep(self._lease / PROCLAMATIONS)
+            await asyncio.sleep(self._lease / ANNOUNCEMENTS)
 
     def _uninformed(self, members: Sequence[Row]) -> list[Endpoint]:
         there = {row.key.removeprefix(MEMBER_PREFIX) for row in members}
         missing = list(self._whereabouts(but=there).values())
-        return random.sample(missing, min(PROCLAIMED, len(missing)))
+        return random.sample(missing, min(ANNOUNCED_AT_ONCE, len(missing)))
 
     async def _yield(self, term: int, told: str = SUCCEEDED) -> None:
         """Stop being host, and tell the clients why."""
@@ -493,9 +501,9 @@ class EmbeddedNode:
 
     async def _leave(self, told: str = SUCCEEDED) -> None:
         """Drop the connection to the last host, or the server if this node was host."""
-        if self._heralding is not None:
-            self._heralding.cancel()
-            self._heralding = None
+        if self._announcing is not None:
+            self._announcing.cancel()
+            self._announcing = None
         if self.is_host:
             await self._yield(self.term, told)
         await self.store.close()
@@ -545,17 +553,17 @@ class EmbeddedNode:
 
     def _hear(self, link: Link, payload: bytes) -> None:
         match frames.parse(payload, QUESTIONS):
-            case Canvass(term, node, generation, binding):
+            case VoteRequest(term, node, generation, binding):
                 asked = Candidacy(term, node, generation, binding)
                 if binding and not majority.refusal(self._elector, asked):
                     self._start(self._vote_when_stopped(link, asked))
                 else:
                     link.send(self._answer(asked))
-            case Reign() as reign:
-                self._hear_of_host(link, reign)
+            case HostAnnouncement() as announcement:
+                self._hear_of_host(link, announcement)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name="seat")
+        task = asyncio.create_task(work, name="embedded node")
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task
@@ -580,20 +588,22 @@ class EmbeddedNode:
         return self._ballot(why, granted=not why)
 
     def _ballot(self, why: str, *, granted: bool) -> Ballot:
-        return self._belongings.ballot(self._elector, self._known_hosts(), why=why, granted=granted)
+        return self._leased_rows.ballot(
+            self._elector, self._known_hosts(), why=why, granted=granted
+        )
 
-    def _hear_of_host(self, link: Link, reign: Reign) -> None:
+    def _hear_of_host(self, link: Link, announcement: HostAnnouncement) -> None:
         """Note that another node says it is host."""
         link.send(Noted(self._elector.term, self._known_hosts()))
-        if reign.node == self._node:
+        if announcement.node == self._node:
             return
         if not self._elector.has_host:
-            if self._poll.may_follow(reign.term, reign.generation):
-                self._rumours += reign.addresses
+            if self._poll.may_follow(announcement.term, announcement.generation):
+                self._rumours += announcement.addresses
                 self._news.set()
-        elif majority.must_yield(self._elector.term, reign.term):
-            self._rumours += reign.addresses
+        elif majority.must_yield(self._elector.term, announcement.term):
+            self._rumours += announcement.addresses
             if self.is_host:
-                self._start(self._yield(reign.term))
+                self._start(self._yield(announcement.term))
             else:
                 self.store.lose(SUCCEEDED)

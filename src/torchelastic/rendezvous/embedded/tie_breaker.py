@@ -98,7 +98,7 @@ class TieBreaker:
                 return False
         return missing is not None and (poll.has_world or await self.begins_job())
 
-    def reigns(self) -> None:
+    def became_host(self) -> None:
         """Note that the node is host: it never asks for votes in that term again."""
         self._unclear = 0
 

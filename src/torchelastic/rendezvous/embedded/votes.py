@@ -15,7 +15,7 @@ from torchelastic.transport.frames import Message, Row, by_kind
 
 
 @dataclass(frozen=True, slots=True)
-class Canvass(Message):
+class VoteRequest(Message):
     """Asks for a vote (`majority.Candidacy`)."""
 
     kind = "canvass"
@@ -46,7 +46,7 @@ class Ballot(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Reign(Message):
+class HostAnnouncement(Message):
     """Announces the host of the store."""
 
     kind = "reign"
@@ -66,5 +66,5 @@ class Noted(Message):
     hosts: list[str]
 
 
-QUESTIONS = by_kind(Canvass, Reign)
+QUESTIONS = by_kind(VoteRequest, HostAnnouncement)
 REPLIES = by_kind(Ballot, Noted)

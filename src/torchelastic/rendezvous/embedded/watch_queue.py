@@ -9,7 +9,7 @@ from torchelastic.errors import RendezvousLost
 from torchelastic.transport.frames import Row
 
 
-class Feed:
+class WatchQueue:
     """The pending changes of one `watch`, or of one `follow`, which starts with the current
     value."""
 
@@ -64,7 +64,7 @@ class Feed:
         self._waiting.clear()
 
 
-class Memo(Feed):
+class Memo(WatchQueue):
     """A cached key that is read again and again: the server sends its changes."""
 
     def __init__(self, key: str) -> None:

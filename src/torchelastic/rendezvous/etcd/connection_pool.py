@@ -61,7 +61,7 @@ class Address:
         return format_endpoint(self.host, self.port)
 
 
-class Line:
+class ConnectionPool:
     """The connections to etcd. Made in a running loop."""
 
     def __init__(
@@ -317,8 +317,10 @@ class Line:
 class Patience:
     """The retry limit, counted from the first failure."""
 
-    def __init__(self, line: Line, seconds: float, clock: Clock, *, first: bool = False) -> None:
-        self._line = line
+    def __init__(
+        self, pool: ConnectionPool, seconds: float, clock: Clock, *, first: bool = False
+    ) -> None:
+        self._pool = pool
         self._seconds = seconds
         self._clock = clock
         #: Whether etcd has never answered yet.
@@ -346,29 +348,29 @@ class Patience:
                 # Nobody wants to wait for an hour to learn that the endpoint has a typing error.
                 logging.WARNING if self.is_first else logging.INFO,
                 "waiting for etcd at %s: %s",
-                self._line,
+                self._pool,
                 self._words(trouble),
             )
         left = self._since + self._seconds - self._clock.now()
         if left <= 0:
-            self._line.lose(self._verdict(trouble))
+            self._pool.lose(self._verdict(trouble))
         self._times += 1
-        if self._times % len(self._line.addresses):
-            self._line.check()
+        if self._times % len(self._pool.addresses):
+            self._pool.check()
             return  # another server has not been asked yet
-        await asyncio.wait({self._line.lost}, timeout=min(self._pause, max(left, 0.0)))
-        self._line.check()
+        await asyncio.wait({self._pool.lost}, timeout=min(self._pause, max(left, 0.0)))
+        self._pool.check()
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
     def _verdict(self, trouble: BaseException) -> str:
         if self.is_first:
             return (
-                f"No etcd answered at {self._line} within {self._seconds:g} s "
+                f"No etcd answered at {self._pool} within {self._seconds:g} s "
                 f"({self._words(trouble)}): check that it is running and that --rdzv-endpoint "
                 "and protocol are correct."
             )
         return (
-            f"Lost etcd at {self._line}: no answer for {self._seconds:g} s ({_words(trouble)}). "
+            f"Lost etcd at {self._pool}: no answer for {self._seconds:g} s ({_words(trouble)}). "
             "It has exited, is frozen or is unreachable."
         )
 
@@ -378,7 +380,7 @@ class Patience:
             # Whether it says why before it closes, and whether we get to hear it, is chance.
             lack = (
                 "the server has no TLS, or does not trust our certificate"
-                if self._line.has_tls
+                if self._pool.has_tls
                 else "etcd expects TLS"
             )
             return f"{words}; perhaps {lack}"

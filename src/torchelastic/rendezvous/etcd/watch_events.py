@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torchelastic.rendezvous.store import Change, Listing
 
 
-class Feed:
+class WatchEvents:
     """The changes under a prefix, each once, in order.
 
     etcd forgets old changes when told to (compaction). A watch that asks for such changes restarts

@@ -27,7 +27,7 @@ from torchelastic.transport.listener import Handler, Listener
 from torchelastic.transport.ring import Ring
 
 #: Nodes, each with a connection or two to the host, for which the usual limits are too low.
-MANY = 200
+MANY_NODES = 200
 PRIVATE_ENDPOINT = "127.0.0.1:0"
 
 
@@ -217,7 +217,7 @@ async def meet(
     vote; without one, its next agent has none.
     """
     check_backend(config.rdzv_backend, config.rdzv_configs)
-    if config.max_nodes > MANY:
+    if config.max_nodes > MANY_NODES:
         _allow_many_connections()
     if config.rdzv_backend in ETCD_BACKENDS:
         return await _meet_at_etcd(config, clock)

@@ -18,7 +18,7 @@ NAME_PREFIX = "name/"
 #: Returns when this node would not forget what it is about to say.
 Kept = Callable[[], Awaitable[None]]
 #: Seconds by which what is not urgent is put.
-A_WHILE = 0.25
+BATCH_DELAY = 0.25
 #: Agents of one host that have consecutive numbers.
 NEIGHBOURS = 8
 
@@ -85,7 +85,7 @@ class MemberRecord:
         after a while. When a world begins, all its nodes have more important requests."""
         self._member = replace(self._member, **changes)
         if self._reminder is None:
-            self._reminder = asyncio.get_running_loop().call_later(A_WHILE, self._remind)
+            self._reminder = asyncio.get_running_loop().call_later(BATCH_DELAY, self._remind)
 
     def _remind(self) -> None:
         self._reminder = None

@@ -37,7 +37,7 @@ from torchelastic.transport.ring import Ring
 logger = logging.getLogger(__name__)
 
 #: So many nodes may all speak at once when a world begins.
-FEW = 64
+SMALL_WORLD = 64
 #: Seconds a host that leaves stays for the others to elect the next one.
 HANDING_OVER = 10.0
 #: `SideTasks.start`: runs something beside the loop; what goes wrong there is the owner's to see.
@@ -85,7 +85,7 @@ class MemberSession:
         self._seen: Json | None = None
         self._failover = Failover(node)
         self._ring: Ring | None = None
-        self._doubting: asyncio.Task[Any] | None = None
+        self._suspecting: asyncio.Task[Any] | None = None
         self._leader: Leader | None = None
         #: What this node does as a member under its present lease.
         self._tasks: list[asyncio.Task[Any]] = []
@@ -314,7 +314,7 @@ class MemberSession:
         that it costs nothing: until enough have reported it, the nodes of the last world have a
         vote."""
         assert self._membership is not None
-        if world.phase == "agreeing" or world.count <= FEW:
+        if world.phase == "agreeing" or world.count <= SMALL_WORLD:
             self.update(accepted=world.generation)
         elif self.member.accepted != world.generation:
             self._membership.mention(accepted=world.generation)
@@ -323,12 +323,12 @@ class MemberSession:
         """Tell the leader which nodes the ring suspects; if it is the leader itself, handle it
         here."""
         self.update(doubts=tuple(sorted(nodes)))
-        if self._doubting is not None:
-            self._doubting.cancel()
+        if self._suspecting is not None:
+            self._suspecting.cancel()
         if nodes and self._ring is not None:
             store, ask, again = self.backend.store, self._ring.ask, self._config.lease / 2
             asking = give_up_leader(store, self._node, nodes, ask, again=again)
-            self._doubting = self._background(partial(self._while_leased, asking), "doubt")
+            self._suspecting = self._background(partial(self._while_leased, asking), "doubt")
 
     async def _watch_settled(self, store: Store) -> None:
         """As a possible next host, watch for a world to be settled."""

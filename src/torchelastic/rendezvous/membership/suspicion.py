@@ -27,7 +27,7 @@ from torchelastic.rendezvous.world import LEADER_KEY, MEMBER_PREFIX, Member
 logger = logging.getLogger(__name__)
 
 #: Seconds in which an agent that does not answer may be heard of through the store.
-HEARSAY = 0.02
+STORE_DELAY = 0.02
 #: How many must find an agent silent.
 DOUBTERS = 2
 #: How many members a leader asks that finds one silent alone.
@@ -91,7 +91,7 @@ async def give_up_leader(
         if before is None:
             return
         answer = await _ask_twice(ask, Member.from_json(before.value).peer)
-        await asyncio.sleep(HEARSAY)
+        await asyncio.sleep(STORE_DELAY)
         members = (await store.get(MEMBER_PREFIX)).items
         doubts = {item.value["node"]: item.value.get("doubts", ()) for item in members.values()}
         doubters = doubters_of(leader.value["node"], doubts) | {node}
@@ -153,7 +153,7 @@ class Suspicion:
         answer = await _ask_twice(self._ask, self._peers[node])
         if answer:
             return
-        await asyncio.sleep(HEARSAY)
+        await asyncio.sleep(STORE_DELAY)
         if records is None or node not in self._records:
             return  # gone already
         is_cut_off = frozen = False

@@ -172,9 +172,11 @@ async def test_why_a_node_waits_is_said_once_in_a_while_and_when_it_changes(monk
             raise problem
         return Link(), frames.Welcome(frames.PROTOCOL, frames.VERSION, "store", False)
 
-    monkeypatch.setattr(connect, "knock", attempt)
+    monkeypatch.setattr(connect, "connect_once", attempt)
     place = Endpoint("node1", 29400, JOB)
-    await within(10, connect.dial([place], None, timeout=1e6, clock=clock, say=said.append))
+    await within(
+        10, connect.connect_to_host([place], None, timeout=1e6, clock=clock, say=said.append)
+    )
     assert [sentence.split(":")[0] for sentence in said] == [
         "The name 'node1' does not resolve on this node",
         *["node1 refuses connections to port 29400"] * 2,
@@ -398,7 +400,7 @@ async def test_a_defect_in_making_connections_leaves_nobody_waiting(monkeypatch,
         raise ZeroDivisionError
 
     async with cut_off() as (_, proxy, store, _):
-        monkeypatch.setattr("torchelastic.rendezvous.embedded.client.dial", defect)
+        monkeypatch.setattr("torchelastic.rendezvous.embedded.client.connect_to_host", defect)
         await proxy.cut()
         with pytest.raises(RendezvousLost, match="ZeroDivisionError"):
             await within(10, store.get(""))

@@ -162,7 +162,7 @@ def test_a_host_that_was_given_up_is_not_waited_for_while_others_still_name_it(m
     async def story():
         async with seats_at() as table:
             a, b, c = await table.sit("a", "b", "c")
-            a._heralding.cancel()
+            a._announcing.cancel()
             for purpose in (frames.STORE, frames.SUCCESSION):  # it takes calls, and never answers
                 a._listener.serve(purpose, lambda link, hello: None)
             patience = []

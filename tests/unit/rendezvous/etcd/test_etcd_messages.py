@@ -6,7 +6,7 @@ import pytest
 from torchelastic.errors import WireError
 from torchelastic.rendezvous.etcd import etcd_messages
 from torchelastic.rendezvous.etcd.etcd_messages import Busy, JobKeys, Refused
-from torchelastic.rendezvous.etcd.watch_events import Feed
+from torchelastic.rendezvous.etcd.watch_events import WatchEvents
 from torchelastic.rendezvous.store import Change, Item, Listing
 
 KEYS = JobKeys.of("job", "/torchelastic")
@@ -175,7 +175,7 @@ def put(key, revision):
 
 
 def test_a_feed_tells_each_change_once():
-    feed = Feed("", 3, ())
+    feed = WatchEvents("", 3, ())
     assert feed.take([put("a", 3), put("a", 4)]) == [put("a", 4)]
     # A lease that ends takes several keys at one revision.
     both = [Change("a", None, 6), Change("b", None, 6)]
@@ -184,7 +184,7 @@ def test_a_feed_tells_each_change_once():
 
 
 def test_after_a_compaction_nothing_is_left_out():
-    feed = Feed("m/", 3, ("m/told", "m/kept", "other"))
+    feed = WatchEvents("m/", 3, ("m/told", "m/kept", "other"))
     feed.take([put("m/new", 5), put("m/short", 6), Change("m/short", None, 7)])
     listing = Listing(20, {"m/late": Item({}, 12, 15), "m/kept": Item({}, 2, 9)})
     assert feed.catch_up(listing) == [
@@ -197,5 +197,5 @@ def test_after_a_compaction_nothing_is_left_out():
 
 
 def test_a_listing_tells_nothing_that_was_told():
-    feed = Feed("", 9, ("a",))
+    feed = WatchEvents("", 9, ("a",))
     assert feed.catch_up(Listing(12, {"a": Item({}, 2, 9)})) == []
