@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from torchelastic.agent.telemetry.collector import Begin, Heard, Lines
-from torchelastic.rendezvous.embedded.votes import Canvass, Reign
+from torchelastic.rendezvous.embedded.votes import HostAnnouncement, VoteRequest
 from torchelastic.snapshot.node.stream import FOUND, GIVE, WANT, Header
 from torchelastic.transport import frames
 from torchelastic.transport.auth import new_nonce
@@ -78,7 +78,12 @@ def requests() -> list[frames.Message]:
 def between_agents() -> list[frames.Message]:
     """What agents say to each other about the host of the store and about themselves. A node with
     the secret is believed: only broken ones may be sent to a job that is to go on."""
-    return [Beat("fuzz"), Parting(), Canvass(0, "fuzz", 0, False, False), Reign(0, "fuzz", 0, [])]
+    return [
+        Beat("fuzz"),
+        Parting(),
+        VoteRequest(0, "fuzz", 0, False, False),
+        HostAnnouncement(0, "fuzz", 0, []),
+    ]
 
 
 def tellings() -> list[frames.Message]:

@@ -69,11 +69,11 @@ def test_a_job_whose_training_is_done_recovers_from_nothing(modules):
 
 
 def test_a_recovery_names_the_failure_where_the_next_world_does_not(modules):
-    one = {"why": "enough workers are there again", "failure": None}
-    assert modules("recoveries", "why", one) == "enough workers are there again"
+    one = {"why": "enough workers are available again", "failure": None}
+    assert modules("recoveries", "why", one) == "enough workers are available again"
     fell = {"rank": 1, "node": "b", "message": "it hangs"}
     told = modules("recoveries", "why", one | {"failure": fell})
-    assert told == "rank 1 on b: it hangs; enough workers are there again"
+    assert told == "rank 1 on b: it hangs; enough workers are available again"
     named = {"why": "rank 1 on b (pid 4): it hangs; 1 of 3 restarts used", "failure": fell}
     assert modules("recoveries", "why", named) == named["why"]
 

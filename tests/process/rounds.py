@@ -2,7 +2,7 @@
 
     rounds.py LINES PLACES
 
-In a step all send a byte to rank 0, which answers all. Imports no torch. Who has lost a peer makes
+In a step all send a byte to rank 0, which answers all. Imports no torch. Who lost a peer makes
 no more steps, and waits for its agent to end it. SIGTERM ends none with a file PLACES/stays-PID.
 """
 

@@ -84,7 +84,7 @@ def test_a_port_of_another_protocol(patient):
         (found,) = rendezvous_check.check(launch(f"127.0.0.1:{listener.getsockname()[1]}"))
         speaker.join()
     assert found.verdict is Verdict.FAULT
-    assert "not a torchelastic rendezvous" in found.found
+    assert "other than a torchelastic rendezvous" in found.found
 
 
 def test_another_machine_where_nobody_listens_yet_is_not_checked(patient):
@@ -112,7 +112,8 @@ def served(tmp_path):
         process = subprocess.Popen(command, stdout=output, stderr=output)
     try:
         told = poll_for(
-            lambda: re.search(r"is served at .*:(\d+)\.", log.read_text()), what="it serves"
+            lambda: re.search(r"Serving the rendezvous of .* at .*:(\d+)\.", log.read_text()),
+            what="it serves",
         )
         yield f"127.0.0.1:{told[1]}"
     finally:
@@ -127,10 +128,10 @@ def test_a_rendezvous_lets_us_in_by_the_secret_and_the_job(served, tmp_path, mon
     (found,) = rendezvous_check.check(launch(served, rdzv_secret_file=file, run_id="other"))
     assert (found.verdict, "belongs to job 'job'" in found.found) == (Verdict.FAULT, True)
     (found,) = rendezvous_check.check(launch(served))
-    assert (found.verdict, "this node none" in found.found) == (Verdict.FAULT, True)
+    assert (found.verdict, "this node has none" in found.found) == (Verdict.FAULT, True)
     monkeypatch.setenv("TORCHELASTIC_SECRET", OTHER)
     (found,) = rendezvous_check.check(launch(served))
-    assert (found.verdict, "different secrets" in found.found) == (Verdict.FAULT, True)
+    assert (found.verdict, "different secret" in found.found) == (Verdict.FAULT, True)
 
 
 def test_a_secret_is_judged_as_the_agent_judges_it(tmp_path):

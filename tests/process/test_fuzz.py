@@ -26,7 +26,7 @@ from torchelastic.snapshot.node.memory import SnapshotMemory
 from torchelastic.snapshot.node.replicator import Replicator
 from torchelastic.transport import frames
 from torchelastic.transport.auth import Credentials, Secret
-from torchelastic.transport.connect import Endpoint, knock
+from torchelastic.transport.connect import Endpoint, connect_once
 from torchelastic.transport.listener import Listener
 
 HERE = Path(__file__).parent
@@ -156,7 +156,7 @@ def test_events_are_gathered_beside_those_who_talk_nonsense(caplog, secret_file,
 
     async def tell(port: int, fuzzer: subprocess.Popen[str]) -> int:
         place = Endpoint("127.0.0.1", port, JOB, shown)
-        link, answer = await knock(place, purpose=frames.EVENTS, timeout=60)
+        link, answer = await connect_once(place, purpose=frames.EVENTS, timeout=60)
         assert isinstance(answer, frames.Welcome)
         ear, rounds = RemoteSink(link, "node"), 0
         assert (await ear.begin()).upto == NOTHING
@@ -220,7 +220,7 @@ def test_a_job_trains_on_under_thousands_of_bad_messages(tmp_path, secret_file):
         assert slower < max(noise, 1.1)
         assert grown < GROWTH
         assert {line["generation"] for line in made.lines(event="step")} == {0}
-        assert node.stderr.count("This is logged once") < 10
+        assert node.stderr.count("Rejected a connection") < 10
         assert node.process.poll() is None, made.said()
 
 

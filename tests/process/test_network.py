@@ -224,5 +224,5 @@ def test_two_jobs_at_one_endpoint_do_not_meet(tmp_path):
             other = made.start_on(host, run_id="another")
             assert other.wait(60) != 0
             assert "belongs to job 'net'" in other.stderr
-            assert "a port of its own" in other.stderr
+            assert "its own port" in other.stderr
         assert job.process.poll() is None

@@ -219,6 +219,6 @@ def test_agents_with_a_list_of_endpoints_start_in_any_order(tmp_path):
         made.start_all(network.hosts[::-1])
         made.wait_steps(size=3)
         began = [node for node in made.nodes if node.events("joined")[0]["hosting"]]
-        still = [node for node in began if "hosts the rendezvous no more" not in node.stderr]
+        still = [node for node in began if "no longer hosts the rendezvous" not in node.stderr]
         assert len(still) == 1, made.said()
         check_one_world_at_a_time(made)

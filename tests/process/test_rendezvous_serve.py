@@ -30,7 +30,7 @@ class Server:
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            poll_for(lambda: "is served at" in self.said, what="it serves", timeout=30.0)
+            poll_for(lambda: "Serving the rendezvous" in self.said, what="it serves", timeout=30.0)
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.said}") from None
         return self
@@ -41,7 +41,7 @@ class Server:
 
     @property
     def port(self):
-        return int(re.search(r"is served at .*:(\d+)\.", self.said)[1])
+        return int(re.search(r"Serving the rendezvous of .* at .*:(\d+)\.", self.said)[1])
 
     def stop(self, signum=signal.SIGTERM):
         if self.process is not None and self.process.returncode is None:
@@ -200,7 +200,7 @@ def test_it_takes_a_secret_and_tls(served, jobs, tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
-    [("import torch\n", "is no state file of a rendezvous"), (None, "cannot be used")],
+    [("import torch\n", "is not a rendezvous state file"), (None, "cannot be used")],
 )
 def test_a_state_file_that_is_none_is_refused_in_a_sentence(tmp_path, content, sentence):
     path = tmp_path / "state"
@@ -225,4 +225,4 @@ def test_a_port_that_is_taken_is_named(served):
     )
 
     assert refused.returncode == EXIT_USAGE
-    assert f"127.0.0.1:{server.port} cannot be served: another process" in refused.stderr
+    assert f"Cannot serve at 127.0.0.1:{server.port}: another process" in refused.stderr

@@ -96,7 +96,7 @@ def test_who_failed_first_is_the_cause_and_the_others_fell_because_of_it(tmp_pat
             assert [f"rank {rank} on" in fell(report) for rank in (0, 1)] == [True, False]
             assert fell(report).count(BROKEN) == 1
         for node in it.nodes:
-            assert "all 2 restarts are used (--max-restarts)" in node.stderr
+            assert "all 2 restarts used (--max-restarts)" in node.stderr
         assert not any(alive(worker["pid"]) for worker in workers)
         failure = shown()
         assert failure["cause"]["rank"] == 1

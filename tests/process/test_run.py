@@ -286,8 +286,8 @@ def test_the_end_of_the_host_and_a_wrong_job_id_are_told_in_a_sentence(tmp_path)
         assert "Traceback" not in differs.stderr
         host.kill()
         assert other.wait() == 171
-        assert "1 of 2 nodes are no majority" in other.stderr
-        assert "--two-node-takeover lets the other go on" in other.stderr
+        assert "1 of 2 nodes are not a majority" in other.stderr
+        assert "--two-node-takeover lets the other node continue" in other.stderr
         assert not any(alive(line["pid"]) for line in it.lines(event="start"))
 
 

@@ -59,9 +59,9 @@ def test_a_resident_worker_is_replaced_and_the_training_goes_on(tmp_path, monkey
         assert failure["step"] == 3, "it has not gone on when it was looked at"
         assert "trained 6 steps" in node.stdout
         reasons = [event["reason"] for event in node.events("generation-over")]
-        paused = [reason for reason in reasons if "failed as soon as they began" in reason]
+        paused = [reason for reason in reasons if "failed right after start" in reason]
         assert len(paused) >= FAILING - 3, (
             node.stderr
         )  # workers start in the first, which lives longer
         assert "Injected fault" in paused[0]
-        assert paused[0].endswith("the next one begins in 0.25 s")
+        assert paused[0].endswith("the next one starts in 0.25 s")

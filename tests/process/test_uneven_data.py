@@ -61,7 +61,7 @@ def test_who_is_behind_runs_the_last_step_to_its_end_and_who_is_ahead_is_freed(t
 
 @pytest.mark.parametrize("hears_first", [0, 1])
 def test_who_waits_for_a_worker_without_data_is_freed(tmp_path, hears_first):
-    """Rank 0 waits in a collective. Where its peer hears first, and leaves, it has lost a peer."""
+    """Rank 0 waits in a collective. Where its peer hears first, and leaves, it lost a peer."""
     flag = tmp_path / "flag"
     flag.touch()
     with pair(flag) as agents:

@@ -57,7 +57,7 @@ def test_on_a_terminal_one_line_is_drawn_over_and_removed_in_the_end(tmp_path):
             assert node.wait(60) != 0
     finally:
         os.close(ours)
-    assert "waiting for nodes: 1 of at least 2 there; " in shown
+    assert "waiting for nodes: 1 of at least 2 joined; " in shown
     after = shown.rpartition("there; ")[2]
     removed = after.partition("\n")[0].split("\r")
     assert removed[1].strip() == "", "it is gone before anything else is said"
@@ -70,8 +70,8 @@ def test_in_a_file_there_are_whole_lines_only(tmp_path):
     )
     assert ended.returncode == 170
     assert b"\r" not in ended.stderr
-    assert b"] waiting for nodes: 1 of at least 2 there, for 2 s more\n" in ended.stderr
-    sentence = b"waiting for nodes: 1 of at least 2 there: giving up after 2 s (--wait-for-nodes)"
+    assert b"] waiting for nodes: 1 of at least 2 joined, for 2 s more\n" in ended.stderr
+    sentence = b"waiting for nodes: 1 of at least 2 joined: giving up after 2 s (--wait-for-nodes)"
     assert sentence in ended.stderr
 
 

@@ -19,7 +19,7 @@ from torchelastic.config import (
 from torchelastic.doctor.finding import Finding, fault, ok, warning
 from torchelastic.errors import ConfigError, RendezvousError
 from torchelastic.rendezvous.etcd.cleanup import clear_remains
-from torchelastic.rendezvous.etcd.connection_pool import Address, Line, Patience
+from torchelastic.rendezvous.etcd.connection_pool import Address, ConnectionPool, Patience
 from torchelastic.rendezvous.etcd.etcd_store import EtcdStore
 from torchelastic.rendezvous.etcd.etcd_tls import client_context
 from torchelastic.rendezvous.etcd.settings import EtcdSettings
@@ -103,7 +103,7 @@ async def _ask(place: tuple[str, int], settings: EtcdSettings) -> Server:
     clock = SystemClock()
     try:
         tls = None if settings.tls is None else client_context(settings.tls)
-        line = Line([Address(*place)], clock=clock, tls=tls, login=settings.login)
+        line = ConnectionPool([Address(*place)], clock=clock, tls=tls, login=settings.login)
         try:
             patience = Patience(line, PATIENCE, clock, first=True)
             answer = await line.call(_STATUS, {}, patience)

@@ -16,7 +16,7 @@ from torchelastic.errors import ConfigError, RendezvousRefused
 from torchelastic.transport import credentials
 from torchelastic.transport.addresses import bind_endpoint, is_own_endpoint
 from torchelastic.transport.auth import Credentials
-from torchelastic.transport.connect import Endpoint, NoAnswer, is_refused_everywhere, knock
+from torchelastic.transport.connect import Endpoint, NoAnswer, connect_once, is_refused_everywhere
 
 CHECK = "rendezvous"
 #: Seconds for an endpoint to answer.
@@ -92,7 +92,7 @@ def _call(place: Endpoint, *, ours: bool) -> Finding:
 
 
 async def _greet(place: Endpoint) -> None:
-    link, _ = await knock(place, timeout=PATIENCE)
+    link, _ = await connect_once(place, timeout=PATIENCE)
     link.abort()
     await asyncio.wait({link.ended}, timeout=PATIENCE)
 

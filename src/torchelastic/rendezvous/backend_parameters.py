@@ -1,4 +1,5 @@
-"""What 0.2's callers say about a rendezvous, and what torchrun's `rdzv_conf` keys mean here."""
+"""Rendezvous parameters as 0.2's callers pass them, and the meaning of torchrun's `rdzv_conf`
+keys."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _KEYS_WITH_MEANING = {
 
 
 class RendezvousParameters:
-    """Where and as how many the nodes of a job meet."""
+    """The address, the backend and the number of nodes of a rendezvous."""
 
     def __init__(
         self,
@@ -41,8 +42,8 @@ class RendezvousParameters:
     ) -> None:
         if not 1 <= min_nodes <= max_nodes:
             raise ConfigError(
-                f"min_nodes={min_nodes}, max_nodes={max_nodes} is no range of nodes: "
-                "1 <= min_nodes <= max_nodes must hold."
+                f"min_nodes={min_nodes}, max_nodes={max_nodes} is not a valid range: it must "
+                "hold that 1 <= min_nodes <= max_nodes."
             )
         self.backend = backend
         self.endpoint = endpoint
@@ -85,7 +86,7 @@ def check_backend(backend: str, conf: Mapping[str, Any]) -> None:
     """Refuse a rendezvous this version does not have."""
     if backend not in BACKENDS:
         raise ConfigError(
-            f"The rendezvous '{backend}' is not available: write {', '.join(BACKENDS[:-1])} or "
+            f"Unknown rendezvous backend '{backend}': use {', '.join(BACKENDS[:-1])} or "
             f"{BACKENDS[-1]}; c10d needs no server."
         )
     if backend in ETCD_BACKENDS:
@@ -123,7 +124,7 @@ def _whole(key: str, value: Any) -> int:
     try:
         return int(value)
     except (TypeError, ValueError):
-        raise ConfigError(f"Rendezvous key {key}: {value!r} is no whole number.") from None
+        raise ConfigError(f"Rendezvous key {key}: {value!r} is not a whole number.") from None
 
 
 def _seconds(conf: Mapping[str, Any], key: str) -> float:
@@ -133,6 +134,7 @@ def _seconds(conf: Mapping[str, Any], key: str) -> float:
         value = math.nan
     if not 0 <= value < math.inf:
         raise ConfigError(
-            f"Rendezvous key {key}: {conf[key]!r} is no time: write a number of seconds, 0 or more."
+            f"Rendezvous key {key}: {conf[key]!r} is not a valid duration: write a number of "
+            "seconds, 0 or more."
         )
     return value

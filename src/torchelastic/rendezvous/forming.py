@@ -1,4 +1,4 @@
-"""Who is in the next world: a choice among the members that are there. Pure."""
+"""Form the next world: choose its nodes among the members. Pure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SAY_EVERY, SAY_CHANGES = 60.0, 5.0
 
 
 class Offer(NamedTuple):
-    """A member that could be in the next world, and the workers it brings."""
+    """A member that could be in the next world, and its workers."""
 
     node: str
     member: Member
@@ -45,7 +45,8 @@ class Offer(NamedTuple):
 
 
 def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> Decision:
-    """The next world if enough members are ready, else a waiting one, else the end."""
+    """Decide on the next world if enough members are ready, else on a waiting one, else on the
+    end."""
     if len(state.members) < rules.min_nodes:
         return _wait(rules, state, now)  # before a look at each: they come one by one
     ordered = in_order(candidates(state), state.world)
@@ -97,8 +98,8 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
 
 
 def _store_of(chosen: Iterable[Offer]) -> str:
-    """Where the workers of a world meet: at the first node that has a store to offer. One whose
-    store host is being replaced has none, and does not hold up the others."""
+    """The worker store of a world: at the first node that offers one. A node whose store host is
+    being replaced offers none, and does not delay the others."""
     return next((offer.member.store for offer in chosen if offer.member.store), "")
 
 
@@ -112,8 +113,8 @@ def _proven(last: World, trained: bool) -> frozenset[str] | None:
 
 
 def _witness(state: RoundState, chosen: list[Offer]) -> str:
-    """The token of the witness, if it is to vote on what follows a world of these nodes: where they
-    could be cut into halves, and all of them, and the host, read the same one there."""
+    """The token of the witness, if it votes on what follows a world of these nodes: if they could
+    be split into halves, and all of them and the host read the same token there."""
     host = state.members.get(state.host)
     if state.roll is None or host is None or not host.member.witness:
         return ""
@@ -125,10 +126,10 @@ def _witness(state: RoundState, chosen: list[Offer]) -> str:
 def _ask_witness(
     rules: RoundRules, state: RoundState, missing: tuple[str, ...], now: float
 ) -> Decision:
-    """Claim what only the witness can give: last, since nobody else can have it then.
+    """Claim the votes that only the witness can give; last, because nobody else can have them then.
 
-    A host that is not in the world waits a lease before: others may step in it that long. The only
-    one that trains counts as lost no sooner.
+    A host outside the world first waits a lease's time, while others may still step in it. A node
+    that trains alone counts as lost no sooner.
     """
     world = the_world(state)
     if world.place(state.host) is None and not world.steps_without(state.host):
@@ -142,30 +143,30 @@ def _ask_witness(
 
 
 def _host_of(state: RoundState) -> dict[str, str]:
-    """Where the host of the store is reached, in the next world or not."""
+    """The address of the host of the store, whether or not it is in the next world."""
     present = state.members.get(state.host)
     return {} if present is None else {state.host: present.member.peer}
 
 
 def _names_of_others(ordered: list[Offer], chosen: list[Offer]) -> tuple[str, ...]:
-    """The first of those that are not chosen."""
+    """The names of the first nodes that were not chosen."""
     taken = {offer.node for offer in chosen}
     others = (offer.member.name for offer in ordered if offer.node not in taken)
     return tuple(islice(others, NAMED))
 
 
 def _may_be_known_elsewhere(rules: RoundRules, state: RoundState, chosen: list[Offer]) -> bool:
-    """Whether the job may have a host already, which this store knows nothing of.
+    """Return whether the job may already have a host that this store does not know.
 
-    Not if it has a fixed number of nodes, and all of them are here, and new: others would be too
-    few to train.
+    Not if the job has a fixed number of nodes and all of them are here and new: the others would be
+    too few to train.
     """
     is_first = state.world is None or not state.world.nodes
     return is_first and not rules.min_nodes == rules.max_nodes == len(chosen)
 
 
 def _to_agree_on(state: RoundState, world: World) -> World:
-    """The world as it may be published: to be begun at once, or when enough have taken it up."""
+    """The world as it is published: to start at once, or after enough nodes have taken it up."""
     if state.roll is None:
         return world
     if majority.settles_itself(roll_after(state, world), departing(state)):
@@ -204,16 +205,16 @@ def _brings_more(world: World, offer: Offer) -> bool:
 
 
 def _beginning(last: World) -> str:
-    """Why a generation begins."""
+    """The reason why a generation begins."""
     if not last.nodes:
         return "the job starts"
     if last.phase != "waiting":
         return last.reason
-    return f"enough {'workers' if last.resident else 'nodes'} are there again"
+    return f"enough {'workers' if last.resident else 'nodes'} are available again"
 
 
 def _wait(rules: RoundRules, state: RoundState, now: float) -> Decision:
-    """Too few members: say so, again every minute, and end when it takes too long."""
+    """Wait for more members: say so, again every minute, and end after too long."""
     last = state.world
     still = last is not None and last.phase == "waiting"
     since = state.since if still else now
@@ -248,16 +249,16 @@ def _wait(rules: RoundRules, state: RoundState, now: float) -> Decision:
 
 
 def _starts_awaited_until(state: RoundState) -> float:
-    """Until when a job that waits prefers workers that start to a node that is held out: they may
-    hang."""
+    """The time until which a waiting job prefers workers that are starting, and may hang, to a node
+    that is held out."""
     waits = state.world is not None and state.world.phase == "waiting"
     return state.since + WARM_UP_PATIENCE if waits else math.inf
 
 
 def _pause(last: World | None, what: str, missing: int, enough: bool) -> float:
-    """Seconds until it is said again what the job waits for.
+    """Seconds until the job says again what it waits for.
 
-    That enough nodes are there is said at once: until then time counts as waiting for them.
+    It says at once when enough nodes have joined: until then, time counts as waiting for them.
     """
     if last is None or last.enough != enough:
         return 0.0
@@ -265,12 +266,12 @@ def _pause(last: World | None, what: str, missing: int, enough: bool) -> float:
 
 
 def limit(left: float | None) -> str:
-    """How a reason to wait ends."""
+    """The end of a sentence about waiting."""
     return "" if left is None else f", for {words.span(round(left))} more"
 
 
 def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
-    """What keeps a world from being formed, and whether enough nodes are there: they warm up."""
+    """Describe what keeps a world from forming, and whether enough nodes are here (warming up)."""
     missing = to_claim(state)
     if missing and state.witness.silent:
         return f"waiting for the witness at {state.witness.url}: {state.witness.silent}", False
@@ -278,7 +279,7 @@ def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
         return f"waiting for a majority: {_who_agrees(state)} (--quorum){_tie(state)}", False
     every = [item.member for item in state.members.values() if not item.member.leaving]
     staying = [member for member in every if not member.unfit]
-    there = f"{len(staying)} of at least {rules.min_nodes} there{_unfit(every)}"
+    there = f"{len(staying)} of at least {rules.min_nodes} joined{_unfit(every)}"
     if len(staying) < rules.min_nodes:
         return f"waiting for nodes: {there}", False
     starting = sum(member.starting for member in staying)
@@ -287,21 +288,22 @@ def _lacks(rules: RoundRules, state: RoundState) -> tuple[str, bool]:
     if not all(member.ready for member in staying):
         return f"warming up: {there}", True
     if len(candidates(state)) < rules.min_nodes:
-        return "waiting for nodes: two of them claim the same --node-rank", False
+        return "waiting for nodes: two nodes have the same --node-rank", False
     if choose(rules, in_order(candidates(state), state.world), state):
         return f"settling: {there}", True
     workers = sum(member.nproc for member in staying)
     return (
-        f"waiting for nodes: --world-sizes {rules.world_sizes} has no use for {workers} workers",
+        f"waiting for nodes: --world-sizes {rules.world_sizes} allows no world of {workers} "
+        "workers",
         False,
     )
 
 
 def _who_agrees(state: RoundState) -> str:
-    """How many of those who must agree can be reached, who that is, and whom of them that are there
-    the others wait for."""
+    """Describe how many of the nodes that must agree can be reached, which nodes these are, and
+    which of them the others wait for."""
     world, given = the_world(state), votes(state)
-    assert state.roll is not None, "nobody is asked"
+    assert state.roll is not None, "no majority is needed"
     asked = next(each for each in reversed(state.roll.electorates) if not each.agrees(given))
     there = asked.nodes & (given | state.members.keys())
     nodes = f"{len(there)} of the {len(asked.nodes)} nodes"
@@ -312,23 +314,23 @@ def _who_agrees(state: RoundState) -> str:
     else:
         nodes += f" of generation {world.generation}"
     slow = names_of(state, sorted(there - given))
-    busy = f", but the workers of {slow} are not reported to have ended" if slow else ""
+    busy = f", but the workers of {slow} have not been reported as stopped" if slow else ""
     return f"{nodes} can be reached{busy}"
 
 
 def _tie(state: RoundState) -> str:
-    """Who has the vote of the witness, or what one would be good for; for people."""
+    """Say which nodes have the witness's vote, or what a witness would be good for."""
     assert state.roll is not None
     wanted = [each for each in state.roll.electorates if not each.agrees(votes(state))]
     refused = state.witness.refused
     if holders := [refused[each.witness] for each in wanted if each.witness in refused]:
         return f"; the witness voted for {names_of(state, holders)}"
     may_tie = all(len(each.voters) % 2 == 0 for each in wanted)
-    return "; with --witness either half of the nodes could go on" if may_tie else ""
+    return "; with --witness, either half of the nodes could continue" if may_tie else ""
 
 
 def _unfit(members: Iterable[Member]) -> str:
-    """Which nodes are there but cannot take part, and why that is of the first."""
+    """Name the first node that cannot take part, and why, and count the others."""
     unfit = [member for member in members if member.unfit]
     if not unfit:
         return ""
@@ -337,7 +339,7 @@ def _unfit(members: Iterable[Member]) -> str:
 
 
 def _missing(state: RoundState) -> tuple[str, ...]:
-    """Names of the nodes of the last world, and of its host, that are not there any more."""
+    """The names of the last world's nodes, and of its host, that are gone."""
     world = state.world
     if world is None:
         return ()
@@ -348,10 +350,10 @@ def _missing(state: RoundState) -> tuple[str, ...]:
 
 
 def settled_at(rules: RoundRules, state: RoundState, nodes: Iterable[str], there: int) -> float:
-    """When arrivals count as over: a settle time after the last one of `nodes`, at once when as
-    many as may take part are there.
+    """The time when arrivals count as over: a settle time after the last of `nodes`, or at once
+    when the maximum number of nodes is here.
 
-    Members that are there but still warming up are waited for, within reason.
+    Members that are still warming up are waited for, within limits.
     """
     if there >= rules.max_nodes:
         return 0.0
@@ -373,7 +375,7 @@ def _is_warming_up(member: Member) -> bool:
 
 
 def are_resident(state: RoundState) -> bool:
-    """Whether the next world is one of resident workers."""
+    """Return whether the next world has resident workers."""
     if state.world is not None and state.world.nodes:
         return state.world.resident
     members = state.members.values()
@@ -381,9 +383,9 @@ def are_resident(state: RoundState) -> bool:
 
 
 def candidates(state: RoundState, *, soon: bool = False) -> list[Offer]:
-    """Members that could be in the next world, in order of arrival, each static place once.
+    """Members that could be in the next world, oldest first, each static node rank once.
 
-    `soon`: or could be once the resident workers that start now have started.
+    `soon`: also those that could be once their starting resident workers have started.
     """
     resident, handing_over = are_resident(state), _handing_over(state)
     taken: set[int] = set()
@@ -404,8 +406,8 @@ def candidates(state: RoundState, *, soon: bool = False) -> list[Offer]:
 
 
 def _handing_over(state: RoundState) -> frozenset[str]:
-    """Nodes that leave, and are in one more world before: nobody else of the last one has what it
-    trained, and there are others to take it."""
+    """Leaving nodes that are in one more world first: no other node of the last world has its
+    state, and there are others to take it."""
     world = state.world
     if world is None or not world.resident or world.phase != "pausing":
         return frozenset()
@@ -417,7 +419,7 @@ def _handing_over(state: RoundState) -> frozenset[str]:
 
 
 def _startable(state: RoundState, member: Member) -> tuple[int, ...]:
-    """Workers that are started with a world: all of a node's, or none while it cannot."""
+    """Workers that start with a world: all of a node's, or none while it cannot start them."""
     if member.ready or (state.world is not None and state.world.find(member.node) is not None):
         return _first(member.nproc)
     return ()
@@ -425,17 +427,18 @@ def _startable(state: RoundState, member: Member) -> tuple[int, ...]:
 
 @cache
 def _first(count: int) -> tuple[int, ...]:
-    """One tuple for the thousands of nodes that have as many workers."""
+    """One shared tuple for the thousands of nodes with equally many workers."""
     return tuple(range(count))
 
 
 def choose(
     rules: RoundRules, ordered: list[Offer], state: RoundState, *, awaits_starts: bool = True
 ) -> list[Offer]:
-    """The most workers that make an allowed world, from the beginning of the list; may be none.
+    """The most workers that make an allowed world, from the beginning of the list; possibly none.
 
-    Nodes that are held out are in it only if there is none without them, and as few as will do.
-    `awaits_starts`: no world is made of them while the workers of others start that make one.
+    Nodes that are held out are included only if there is no world without them, and as few as
+    possible. `awaits_starts`: they are not included while other workers are starting that would
+    make a world.
     """
     for offers in _holding_out(ordered, state):
         chosen = _prefer_holders(rules, offers, state)
@@ -446,8 +449,8 @@ def choose(
 
 
 def _holding_out(ordered: list[Offer], state: RoundState) -> Iterator[list[Offer]]:
-    """The list without nodes that are held out; then with one of them more each time, those that
-    have failed least often first."""
+    """The list without nodes that are held out; then with one more of them each time, those with
+    the fewest failures first."""
     out = {offer.node for offer in ordered} & state.out if state.out else set()
     yield [offer for offer in ordered if offer.node not in out] if out else ordered
     for one in sorted(the_world(state).held if out else (), key=lambda one: one.times):
@@ -457,16 +460,16 @@ def _holding_out(ordered: list[Offer], state: RoundState) -> Iterator[list[Offer
 
 
 def enough_without(rules: RoundRules, state: RoundState, nodes: Set[str]) -> bool:
-    """Whether the candidates, but for these nodes, make an allowed world, now or when their workers
-    have started."""
+    """Return whether the candidates without these nodes make an allowed world, now or after their
+    workers have started."""
     others = [offer for offer in candidates(state, soon=True) if offer.node not in nodes]
     return bool(_choose(rules, in_order(others, state.world), state))
 
 
 def _prefer_holders(rules: RoundRules, ordered: list[Offer], state: RoundState) -> list[Offer]:
-    """Nodes that have the newest state in memory are the first choice, and one of them is chosen in
-    any case, slow or not: the last world may be one that never began, without the only node that
-    has the state. Whoever is chosen keeps its place in the order."""
+    """Prefer nodes that have the newest state in memory; at least one of them is chosen, slow or
+    not: the last world may never have begun, without the only node that has the state. The order is
+    kept."""
     newest = max((offer.member.holds for offer in ordered), default=-1)
     holders_first = sorted(ordered, key=lambda offer: offer.member.holds < newest)  # stable
     chosen = _prefer_fast(rules, holders_first, state)
@@ -477,7 +480,7 @@ def _prefer_holders(rules: RoundRules, ordered: list[Offer], state: RoundState) 
 
 
 def _prefer_fast(rules: RoundRules, ordered: list[Offer], state: RoundState) -> list[Offer]:
-    """Nodes that are slow are the last choice, unless the world were smaller without them."""
+    """Choose slow nodes last, unless the world would be smaller without them."""
     chosen = _choose(rules, ordered, state)
     if not any(offer.node in state.slow for offer in chosen):
         return chosen
@@ -497,8 +500,8 @@ def _choose(rules: RoundRules, ordered: list[Offer], state: RoundState) -> list[
 
 
 def _choose_workers(rules: RoundRules, offers: list[Offer], state: RoundState) -> list[Offer]:
-    """A node may bring some of its workers only; those of the last world have precedence, but not
-    over those of a node that is not slow, or has the newest state, where theirs is or has not."""
+    """Choose workers; a node may bring only some of its workers. Those of the last world come
+    first, but not before those of a node that is not slow or has the newest state."""
     every = [(offer.node, rank) for offer in offers for rank in offer.ranks]
     last = state.world
     if last is not None:
@@ -520,7 +523,8 @@ def _choose_workers(rules: RoundRules, offers: list[Offer], state: RoundState) -
 
 
 def _largest(rules: RoundRules, workers: list[tuple[str, int]]) -> int:
-    """How many of these workers, the first ones, make the largest allowed world; 0 if none do."""
+    """The number of these workers, from the first, in the largest allowed world; 0 if there is
+    none."""
     nodes: set[str] = set()
     largest = 0
     for size, (node, _) in enumerate(workers, start=1):
@@ -540,7 +544,7 @@ def _choose_nodes(rules: RoundRules, ordered: list[Offer]) -> list[Offer]:
 
 
 def in_order(offers: Iterable[Offer], last: World | None) -> list[Offer]:
-    """Static places first; then survivors in their order, newcomers last."""
+    """The order of nodes: static places first, then survivors in their order, newcomers last."""
 
     def place(offer: Offer) -> tuple[int, int, int]:
         static = offer.member.node_rank if offer.member.node_rank is not None else -1
@@ -551,7 +555,7 @@ def in_order(offers: Iterable[Offer], last: World | None) -> list[Offer]:
 
 
 def _place(offers: Iterable[Offer], proven: frozenset[str] | None) -> tuple[WorldNode, ...]:
-    """Give every worker its ranks; nodes that are not among the `proven` are new."""
+    """Assign ranks to every worker; nodes that are not among the `proven` are new."""
     nodes: list[WorldNode] = []
     rank, role_ranks = 0, dict[str, int]()
     for place, (node, member, _, ranks) in enumerate(offers):

@@ -1,11 +1,11 @@
 """Nodes that are held out of the next worlds because they keep failing. Pure.
 
-A node that is held out stays a member and a spare: warm, and a voter if it was one. Its hold
-doubles each time, and it is let back in when the time is up. A world that cannot be formed without
-it takes it in all the same: `forming.choose` sees to that.
+A held-out node stays a member and a spare: warm, and a voter if it was one. Its hold doubles each
+time, and ends when the time is up. A world that cannot be formed without the node includes it
+anyway (`forming.choose`).
 
-The list travels in the world, so the next leader has it. When a hold began is known to the leader
-alone, by its own clock: the next one begins the holds that run again.
+The list is part of the world, so the next leader has it. Only the leader knows when a hold began,
+by its own clock: the next leader restarts the running holds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_WORDS = 300
 
 
 class HeldOut(NamedTuple):
-    """A node that has failed, how often, and for how long it is held out now."""
+    """A node that has failed: how often, and how long it is held out now."""
 
     node: str
     name: str
@@ -44,12 +44,11 @@ class HeldOut(NamedTuple):
         return f"{self.seconds:g} s" if self.seconds <= FIRST else words.span(self.seconds)
 
     def sentence(self) -> str:
-        """For people."""
         return f"held out for {self.span()}: {self.reason}"
 
     @classmethod
     def from_json(cls, data: Sequence[Any]) -> HeldOut:
-        """As JSON it is a list; a newer peer may say more, after the rest."""
+        """Read the JSON list; a newer peer may append fields."""
         return cls(*data[: len(cls._fields)])
 
 
@@ -74,8 +73,8 @@ def note_failure(held: Held, node: str, name: str, reason: str) -> Held:
 
 
 def _note(held: Held, node: str, name: str, reason: str, times: int, other: str = "") -> Held:
-    """With the node last; as it was where the list is full of nodes that are held out. Who was held
-    out because of this node is no longer."""
+    """The list with this node last; unchanged if it is full of nodes that are held out. A node that
+    was held out because of this one is released."""
     others = tuple(one for one in forget(held, [node]) if one.other != node)
     if len(others) >= MOST:
         others = tuple(one for one in others if one.seconds)
@@ -100,7 +99,7 @@ def _seconds(times: int) -> float:
 
 
 def end_all_but(held: Held, nodes: Collection[str]) -> Held:
-    """End the holds of all nodes but these; what the others did is remembered."""
+    """End the holds of all nodes but these; their failures stay counted."""
     return tuple(one if one.node in nodes else one._replace(seconds=0.0) for one in held)
 
 
@@ -115,7 +114,7 @@ def forget(held: Held, nodes: Collection[str]) -> Held:
 def begun(
     since: Mapping[str, float], before: Iterable[HeldOut], held: Iterable[HeldOut], now: float
 ) -> dict[str, float]:
-    """When each hold began, after the list has changed."""
+    """The times when each hold began, after the list has changed."""
     known = set(before)
     return {
         one.node: since.get(one.node, now) if one in known else now for one in held if one.seconds
@@ -123,5 +122,5 @@ def begun(
 
 
 def ends(held: Iterable[HeldOut], since: Mapping[str, float]) -> dict[str, float]:
-    """When each hold ends, by node."""
+    """The times when each hold ends, by node."""
     return {one.node: since[one.node] + one.seconds for one in held if one.node in since}

@@ -1,13 +1,13 @@
-"""The round of resident workers, which outlive their generation. Pure.
+"""The round for resident workers, which outlive their generation. Pure.
 
 A world whose workers have all called `torchelastic.train` is resident. It ends in one of two ways:
 
     by a failure   running ──▶ over ──every worker has stopped──▶ the next world
     by agreement   running ──▶ pausing ──every worker has said its step──▶ the next world
 
-Nobody is stopped for a newcomer or a leave: each worker says which step it has entered and enters
-no other; the largest of them is the step that all run through before they enter the next world. A
-failure while they are asked voids the question.
+No worker is stopped for a newcomer or a leave: each worker reports the step it has entered and
+enters no other; all run through the largest of these steps before they enter the next world. A
+failure in the meantime cancels the pause.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torchelastic.rendezvous.straggler_replacement import why_to_replace
 
 
 def decide(rules: RoundRules, state: RoundState, now: float) -> Decision:
-    """What the state calls for, whichever kind of workers the job has."""
+    """Decide what to do in this state, for both kinds of workers."""
     state = with_holds(state, now)
     decision = _let_in_later(state, _decide(rules, state, now))
     if decision.world is not None and decision.world.base != state.base:
@@ -51,7 +51,7 @@ def _let_in_later(state: RoundState, decision: Decision) -> Decision:
 
 
 def _is_base_news(state: RoundState) -> bool:
-    """Whether there are nodes outside the world, which hear only from us what it began from."""
+    """Return whether nodes outside the world still have to learn its base from the leader."""
     world = state.world
     if world is None or world.phase != "running" or world.base == state.base:
         return False
@@ -68,7 +68,7 @@ def _decide(rules: RoundRules, state: RoundState, now: float) -> Decision:
         if world.phase == "running" and _have_all_enlisted(state):
             return Decision(replace(world, resident=True))
         if world.phase == "running" and _have_some_gone_home(state):
-            reason = "some nodes have ended without calling torchelastic.train, others wait in it"
+            reason = "some nodes exited without calling torchelastic.train while others wait in it"
             return Decision(replace(world, phase="closed", exitcode=EXIT_FAILED, reason=reason))
         return script.decide(rules, state, now)
     if world.phase == "running":
@@ -83,8 +83,8 @@ def _decide(rules: RoundRules, state: RoundState, now: float) -> Decision:
 
 
 def _await_agreement(state: RoundState, now: float) -> Decision:
-    """Begin once enough have taken the world up; not at all if one of its nodes is gone before, or
-    too many of those who had to agree: the job says that it waits for them."""
+    """Begin once enough nodes have taken up the world; end it if one of its nodes, or too many of
+    those that had to agree, are gone before: the job then says that it waits for them."""
     world = the_world(state)
     if state.lost:
         return script.over_by(state, "node-failure", f"{names_of(state, state.lost)} failed")
@@ -95,7 +95,7 @@ def _await_agreement(state: RoundState, now: float) -> Decision:
         return Decision(replace(world, phase="running"))
     at = state.since + SAY_EVERY
     if now >= at or not can_be_settled(state):
-        reason = f"too few nodes of the last world have confirmed generation {world.generation}"
+        reason = f"too few nodes of the last world confirmed generation {world.generation}"
         return script.over_by(state, "node-failure", reason)
     return Decision(wake_at=at)
 
@@ -108,7 +108,7 @@ def _have_all_enlisted(state: RoundState) -> bool:
 
 
 def _have_some_gone_home(state: RoundState) -> bool:
-    """Whether nodes wait for others that have nothing more to do."""
+    """Return whether some nodes wait for others that have already finished."""
     members = state.members.values()
     return bool(state.done) and any(present.member.resident for present in members)
 
@@ -144,9 +144,9 @@ def _who_comes(rules: RoundRules, state: RoundState) -> str:
 
 
 def _broken(state: RoundState) -> Decision | None:
-    """What ends a generation at once."""
+    """The end of a generation that cannot continue."""
     if state.finished >= 0:
-        done = script.over_by(state, "finished", "the training is done").world
+        done = script.over_by(state, "finished", "training is done").world
         assert done is not None
         return Decision(replace(done, after=state.finished - 1), "finished")
     if state.failures:
@@ -173,7 +173,7 @@ def _pause(state: RoundState, kind: Kind, reason: str) -> Decision:
 
 
 def _await_answers(rules: RoundRules, state: RoundState, now: float) -> Decision:
-    """Once everybody has said its step: the next world, from the largest of them on."""
+    """Once every worker has reported its step, form the next world from the largest of them on."""
     world = the_world(state)
     ended = _broken(state)
     if ended is not None:
@@ -213,7 +213,7 @@ def _end(rules: RoundRules, state: RoundState, now: float) -> Decision:
 
 
 def _give_up(state: RoundState) -> Decision | None:
-    """A world that waits for a worker which cannot start would wait for ever."""
+    """End a job that would wait forever for a worker that cannot start."""
     fatal = [failure for failure in state.failures if failure.fatal]
     if not fatal:
         return None
@@ -223,9 +223,9 @@ def _give_up(state: RoundState) -> Decision | None:
 
 
 def _finish(state: RoundState, now: float) -> Decision:
-    """The training is done; what the scripts do after it decides how the job ends.
+    """Training is done; what the scripts do afterwards decides how the job ends.
 
-    A node that is lost now may be cut off and come back: its scripts go on meanwhile.
+    A node that is lost now may be cut off and come back: its scripts continue meanwhile.
     """
     world = the_world(state)
     state = replace(state, lost=tuple(_still_lost(state)))
@@ -240,7 +240,7 @@ def _finish(state: RoundState, now: float) -> Decision:
             exitcode=EXIT_FAILED,
             cause=cause,
             consequences=script.brief(consequences),
-            reason=f"after the training was done: {what}",
+            reason=f"after training was done: {what}",
         )
         return Decision(closed, "failure")
     staying = [node.node for node in world.nodes if node.node in state.members]
@@ -254,9 +254,9 @@ def _still_lost(state: RoundState) -> list[str]:
 
 
 def _await_return(state: RoundState, now: float) -> Decision | None:
-    """Wait for lost nodes; None once it has been said for long enough, or another has failed."""
+    """Wait for lost nodes; None after waiting long enough, or if another node has failed."""
     world = the_world(state)
-    reason = f"the training is done; waiting for {names_of(state, state.lost)} to come back"
+    reason = f"training is done; waiting for {names_of(state, state.lost)} to come back"
     if _dead(state):
         return None
     if world.reason != reason:
@@ -266,7 +266,7 @@ def _await_return(state: RoundState, now: float) -> Decision | None:
 
 
 def _dead(state: RoundState) -> tuple[Failure, ...]:
-    """Workers that died after the training. Who lives on only tells that others have gone: they
-    had no more to train."""
+    """Workers that died after training. A living worker only reports that others have gone: they
+    had nothing left to train."""
     new = (item for item in state.failures if item not in state.forgiven)
     return tuple(item for item in new if not item.alive)

@@ -1,7 +1,7 @@
-"""What all nodes of a job must have in common: its flags, and the release they run. Pure.
+"""Settings that all nodes of a job must share: flags, and the release they run. Pure.
 
-The leader shows its own in the leader's key. A node that differs sees what differs, and ends; its
-member record has a digest, so that no leader takes it into a world before it does.
+The leader publishes its own in the leader key. A node that differs sees the difference, and exits;
+its member record has a digest, so that no leader takes it into a world before that.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torchelastic.config import LaunchConfig
 
 @dataclass(frozen=True)
 class Agreement:
-    """The flags that every node of a job has to give alike, and the release that reads them."""
+    """The flags that every node of a job must share, and the release that reads them."""
 
     flags: Mapping[str, str]
     release: str = __version__
 
     @classmethod
     def from_config(cls, config: LaunchConfig) -> Agreement:
-        """Flags that decide about worlds. Others are a node's own (`--nproc-per-node`, logs), or
-        the leader's word counts (times and budgets)."""
+        """The flags that decide about worlds. Others belong to a node (`--nproc-per-node`, logs),
+        or the leader's value counts (times and budgets)."""
         least, most = config.min_nodes, config.max_nodes
         return cls(
             {
@@ -44,17 +44,18 @@ class Agreement:
 
     @property
     def digest(self) -> str:
-        """The same for all who agree."""
+        """A digest that is equal on all nodes that agree."""
         text = json.dumps([series(self.release), dict(self.flags)], sort_keys=True)
         return hashlib.blake2s(text.encode(), digest_size=6).hexdigest()
 
     def objection(self, theirs: Mapping[str, Any]) -> str:
-        """Why a node cannot be in the job that the leader has shown; empty if it can."""
+        """Return why a node cannot join the leader's job; empty if it can."""
         release = theirs.get("release")
         if release is not None and series(str(release)) != series(self.release):
             return (
-                f"This node runs torchelastic {self.release}, the job {release}: only releases "
-                "with the same first two numbers mix. Install the same release on every node."
+                f"This node runs torchelastic {self.release}, but the job runs {release}: only "
+                "releases with the same first two numbers work together. Install the same "
+                "release on every node."
             )
         flags = theirs.get("flags") or {}
         differing = [
@@ -65,8 +66,8 @@ class Agreement:
         if not differing:
             return ""
         return (
-            f"This node and the job disagree about {' and '.join(differing)}: give every node of a "
-            "job the same."
+            f"This node and the job disagree about {' and '.join(differing)}: use the same value "
+            "on every node."
         )
 
 

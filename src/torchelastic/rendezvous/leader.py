@@ -1,8 +1,8 @@
-"""The one who decides: whoever holds the `leader` key turns member records into worlds.
+"""The leader: the holder of the `leader` key turns member records into worlds.
 
-Every agent runs a `Leader`; all but one of them wait for the key to come free. A world is published
-on condition that nobody has published another one since: a leader that was paused, and woke up as
-an impostor, changes nothing.
+Every agent runs a `Leader`; all but one wait for the key to become free. A world is published on
+condition that nobody has published another one since: a leader that was frozen and has been
+replaced changes nothing.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 
 class LeaderObserver(Protocol):
-    """Who is told what the leader sees and decides."""
+    """Receives what the leader sees and decides."""
 
     def became_leader(self) -> None: ...
     def node_joined(self, member: Member) -> None: ...
@@ -78,7 +78,7 @@ class LeaderObserver(Protocol):
         ...
 
     def say(self, sentence: str) -> None:
-        """Tell people."""
+        """Show a sentence to the user."""
         ...
 
 
@@ -102,12 +102,11 @@ class Leader:
         witness: Witness | None = None,
         keep: Callable[[World, Mapping[str, Json]], Awaitable[None]] | None = None,
     ) -> None:
-        """`term` is that of an agent which hosts the store itself; it forms no first world before
-        `may_begin_at`, and goes on without the `dead`. `ask` asks an agent that others doubt, where
-        the store would be slow to; one that is silent, again after `ask_again` seconds.
-        Nodes that do not share its `agreement` are left out. `witness`
-        has the votes that decide where nodes are halves. `keep` takes a world, with what is stored
-        beside it, before anybody sees it."""
+        """`term` is that of an agent that hosts the store itself; it forms no first world before
+        `may_begin_at`, and continues without the `dead`. `ask` asks an agent that others suspect,
+        where the store would be slow to; a silent one again after `ask_again` seconds. Nodes with
+        another `agreement` are left out. `witness` has the votes that decide between halves. `keep`
+        receives a world, with what is stored beside it, before anybody sees it."""
         self._store = store
         self._agreement = agreement
         self._term = term
@@ -142,7 +141,7 @@ class Leader:
         self._checkpoint: CheckpointPath | None = None
 
     async def run(self) -> None:
-        """Lead whenever the key is free; returns only when the store is lost or the job closed."""
+        """Lead whenever the key is free; return only when the store is lost or the job closed."""
         while True:
             await self._campaign()
             self._observer.became_leader()
@@ -150,8 +149,7 @@ class Leader:
                 return
 
     def replace_slow(self, generation: int, nodes: Set[str]) -> None:
-        """These nodes of a world hold up the others, and no more do: spare ones may take their
-        places."""
+        """Note which nodes of a world slow down the others: spare nodes may replace them."""
         self._slow = (generation, frozenset(nodes))
         self._changes.put_nowait(None)
 
@@ -173,7 +171,7 @@ class Leader:
                     return
 
     async def _lead(self) -> bool:
-        """Decide until the job is closed (True) or somebody else published a world (False)."""
+        """Decide until the job is closed (True) or another leader published a world (False)."""
         revision = await self._take_over()
         watching = asyncio.create_task(self._watch_members(revision), name="watch-members")
         try:
@@ -189,11 +187,11 @@ class Leader:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the job is closed, or nobody else could go on with it."""
+        """Return whether the job is closed, or no other node could continue it."""
         return round_state.has_ended(self._state)
 
     async def _take_over(self) -> int:
-        """Start from what the store holds; returns the revision it is as of."""
+        """Start from what the store holds; return its revision."""
         self._changes = asyncio.Queue()
         listing = await self._store.get("")
         held = listing.items.get(WORLD_KEY)
@@ -206,7 +204,7 @@ class Leader:
         return listing.revision
 
     def _state_from(self, listing: Listing) -> RoundState:
-        """What the store says of the last world."""
+        """The state of the last world, as the store has it."""
         state = RoundState(may_begin_at=self._may_begin_at)
         world, items = None, listing.items
         if WORLD_KEY in items:
@@ -259,7 +257,7 @@ class Leader:
 
     async def _claim(self, votes: Iterable[str]) -> None:
         """Ask the witness for votes, one after the other until it refuses one."""
-        assert self._witness is not None, "a vote of the witness, and no witness"
+        assert self._witness is not None, "a witness vote needs a witness"
         try:
             for vote in votes:
                 if not await self._witness.claim(vote, self._term):
@@ -273,7 +271,7 @@ class Leader:
 
     async def _publish(self, world: World, kind: Kind | None) -> bool:
         if self._store.lease_lost.is_set():
-            raise LeaseExpired("This node is no leader any more: its lease has ended.")
+            raise LeaseExpired("This node is no longer the leader: its lease expired.")
         world = world.in_parts(self._store.most_beside - 1)
         following = round_state.published(self._state, world, self._clock.now())
         beside = None
@@ -292,7 +290,7 @@ class Leader:
             provided=(LEADER_KEY, self._elected),
         )
         if revision is None:
-            logger.warning("somebody else has published a world meanwhile: looking again")
+            logger.warning("another leader has published a world: reading again")
             return False
         self._world_revision = revision
         self._state = following
@@ -313,13 +311,14 @@ class Leader:
             )
 
     async def _settle(self) -> None:
-        """Note, for the next host as well, when only the nodes of the last world have a say."""
+        """Store, also for the next host, that from now on only the nodes of the last world have a
+        vote."""
         before, self._state = self._state, round_state.settled(self._state)
         if self._state.roll is not before.roll and self._state.roll is not None:
             await self._store.put(SETTLED_KEY, {"generation": self._state.roll.generation})
 
     def _note_slow(self) -> None:
-        """Take up who is slow; of each who cannot be replaced it is said once."""
+        """Note which nodes are slow; say once about each that it cannot be replaced."""
         (generation, slow), self._slow = self._slow or (-1, frozenset()), None
         world = self._state.world
         if world is None or world.generation != generation or world.phase != "running":
@@ -328,10 +327,10 @@ class Leader:
         if slow - self._told_to_stay and not why_to_replace(self._rules, self._state):
             self._told_to_stay |= slow
             names = round_state.names_of(self._state, holding_up(self._state))
-            self._observer.say(f"there is no spare node that could take the place of {names}")
+            self._observer.say(f"no spare node can replace the slow {names}")
 
     async def _next_change(self, decision: Decision, watching: asyncio.Task[None]) -> None:
-        """Wait for a member to change or for the time the decision named, and take it up."""
+        """Wait for a member to change, or for the time the decision named, and process it."""
         timeout = None
         if decision.wake_at is not None:
             timeout = max(0.0, decision.wake_at - self._clock.now())
@@ -358,7 +357,8 @@ class Leader:
             self._state = round_state.checkpoint_seen(self._state, True)
 
     async def _awaits_checkpoint(self) -> bool:
-        """Whether newcomers wait for a checkpoint; looks at the path from their arrival on."""
+        """Return whether newcomers wait for a checkpoint; watches the path from their arrival
+        on."""
         if not waits_for_checkpoint(self._rules, self._state):
             self._checkpoint = None
             self._state = round_state.checkpoint_seen(self._state, False)
@@ -367,7 +367,7 @@ class Leader:
         return self._checkpoint is not None
 
     def _take_up(self, changes: Iterable[Change]) -> None:
-        """Take up what members say, or that they say nothing any more."""
+        """Process changed and deleted member records."""
         draft = Draft(self._state)
         now = self._clock.now()
         for change in changes:
@@ -404,7 +404,7 @@ class Leader:
 
 
 class CheckpointPath:
-    """Notices that something new has been written at a path (a file, a directory or a pattern)."""
+    """Detects new files at a path (a file, a directory or a pattern)."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -413,9 +413,9 @@ class CheckpointPath:
         self._quiet = 0
 
     def written(self) -> bool:
-        """Whether there is another newest file than at first, and it has stopped changing.
+        """Return whether there is a newer file than at first, and it has stopped changing.
 
-        A checkpoint that is still being written must not be cut off by the resize it allows.
+        The resize that a checkpoint allows must not interrupt a checkpoint that is being written.
         """
         now = self._look()
         self._quiet = self._quiet + 1 if now == self._last else 0

@@ -1,28 +1,28 @@
-"""Who hosts the embedded store next, and who may go on when the nodes cannot all be reached. Pure.
+"""Election of the next host, and the majority needed to continue when nodes are unreachable. Pure.
 
 The host of a *term* serves the store and forms the worlds. Two things need a majority, so that the
-halves of a cut network never both go on:
+halves of a split network never both continue:
 
-    to become host     votes for a higher term, from those who have lost their host, too; a voter
+    to become host     votes for a higher term, from nodes that have lost their host too; a voter
                        has stopped its workers before, and votes once in a term
-    to form a world    the last world's nodes, as far as they have said that their workers have
-                       stopped, or said goodbye; whichever host it is
+    to form a world    the last world's nodes that have reported that their workers stopped, or
+                       that have left; whichever host it is
 
-A majority of whom? Of the nodes of the last world and its host, in it or not. Until a majority of
-those before that have taken it up, it is not *settled*, and they must agree as well: they may know
-nothing of it.
+The majority is that of the last world's nodes and its host, whether in it or not. Until a majority
+of the electorate before that has taken it up, the world is not *settled*, and those must agree as
+well: they may not know of it.
 
-Where those are an even number, storage can be one more voter: the *witness*. It has one vote in
-each such electorate, which whoever claims it first has for ever, and for one term.
+If the number of voters is even, storage can be one more voter: the *witness*. It has one vote in
+each such electorate; the first node to claim it has it forever, and for one term.
 
-A voter never votes for who knows less than itself, so the new host holds the newest world that a
-majority can have taken up. The old host, cut off, may have formed one world more that nobody has
-taken up: its number is left out.
+A voter never votes for a node that knows less than itself, so the new host holds the newest world
+that a majority can have taken up. The old host, cut off, may have formed one more world that no
+node has taken up: its number is skipped.
 
 Terms and generations are one count. The host of term t gives its first world the number t - 1 or a
 higher one, and a term is chosen beyond all numbers that earlier hosts can have given. So no number
-is given twice, "newer" is the same as "of a later host, or later of the same", and a world can be
-told from its number alone. `docs/decisions/0010-succession.md` has the whole protocol, and what was
+is given twice, "newer" means "of a later host, or later of the same", and a world can be identified
+by its number alone. `docs/decisions/0010-succession.md` has the whole protocol, and what was
 explored of it.
 """
 
@@ -40,7 +40,7 @@ STAGGER = 0.25
 
 @dataclass(frozen=True)
 class Electorate:
-    """Voters of which a strict majority must agree; of two, the host alone will do."""
+    """Voters of which a strict majority must agree; of two, the host alone is enough."""
 
     nodes: frozenset[str]
     host: str = ""
@@ -62,37 +62,37 @@ class Electorate:
 
 
 def electorate(nodes: Iterable[str], host: str, witness: str = "") -> Electorate:
-    """Who must agree to what follows a world: its nodes, and its host, which may be a spare.
+    """The voters on what follows a world: its nodes, and its host, which may be a spare.
 
     A node that trains alone needs nobody for a step, and a majority without it (of two, the host)
-    does not stop it. Such a host goes on only when that node's lease has ended.
+    does not stop it. Such a host continues only when that node's lease has ended.
     """
     return Electorate(frozenset(filter(None, (*nodes, host))), host, witness)
 
 
 def agreed(electorates: Iterable[Electorate], votes: Collection[str]) -> bool:
-    """Whether these votes are enough for all who must agree."""
+    """Return whether these votes are enough for all electorates."""
     return all(electorate.agrees(votes) for electorate in electorates)
 
 
 def vote_after(generation: int) -> str:
     """The vote of the witness in the electorate of a world.
 
-    One for each world that is left behind, not for each that is formed: of two hosts, one would
-    claim the vote for generation g + 1, the other for g + 2, and both would have one.
+    One for each world that is left behind, not for each that is formed: otherwise one of two hosts
+    would claim the vote for generation g + 1, the other for g + 2, and both would have one.
     """
     return f"after-{generation}"
 
 
 def may_tie(nodes: Iterable[str], host: str) -> bool:
-    """Whether the electorate of these nodes and their host can be cut into halves."""
+    """Return whether these nodes and their host can be split into halves."""
     return len({*nodes, host}) % 2 == 0
 
 
 def to_claim(electorates: Iterable[Electorate], votes: Collection[str]) -> tuple[str, ...] | None:
-    """The votes of the witness that are missing for a majority; None: no majority even with them.
+    """The witness's votes that are missing for a majority; None if they are not enough.
 
-    The oldest first: it is the one that others may claim, too.
+    The oldest first: others may claim it too.
     """
     every = tuple(electorates)
     missing = tuple(each.witness for each in every if each.witness and not each.agrees(votes))
@@ -101,7 +101,7 @@ def to_claim(electorates: Iterable[Electorate], votes: Collection[str]) -> tuple
 
 @dataclass(frozen=True)
 class Roll:
-    """Who must agree to what follows the newest world that a node holds."""
+    """The electorates that must agree to what follows the newest world that a node holds."""
 
     #: Its number; -1: none yet.
     generation: int = -1
@@ -125,9 +125,9 @@ def formed(
     witness: bool = False,
     held: Collection[str] = (),
 ) -> Roll:
-    """The roll after the host has formed another world, with a vote for the witness or without.
+    """The roll after the host has formed another world, with or without a vote of the witness.
 
-    `held` are the votes of the witness that the host has in its term.
+    `held` are the witness's votes that the host has in its term.
     """
     vote = vote_after(generation) if witness else ""
     latest = electorate(nodes, host, vote)
@@ -136,10 +136,11 @@ def formed(
 
 
 def settled(roll: Roll, accepted: Mapping[str, int], gone: Collection[str] = ()) -> Roll:
-    """The roll, given the newest world that each node has taken up, and who said goodbye.
+    """The roll, given the newest world that each node has taken up, and the nodes that left.
 
-    Once settled, only those who are in the world have a say. Whoever finds out may say so: who has
-    this world has it from its own host (`may_take_up`). Who has a newer one need not have had this.
+    Once settled, only the nodes of the world have a vote. Any node may find that out: a node that
+    has this world has it from its own host (`may_take_up`). A node with a newer one need not have
+    had this.
     """
     if not roll.before:
         return roll
@@ -149,17 +150,18 @@ def settled(roll: Roll, accepted: Mapping[str, int], gone: Collection[str] = ())
 
 
 def settles_itself(roll: Roll, gone: Collection[str] = ()) -> bool:
-    """Whether the world cannot make a step before it is settled.
+    """Return whether the world cannot make a step before it is settled.
 
-    A step needs every node of the world. Where those are a majority of who had to agree, nobody
-    can have stepped in it before that majority had it; else it must be settled before it begins.
+    A step needs every node of the world. If these are a majority of the earlier electorate, nobody
+    can have stepped in it before that majority had it; otherwise it must be settled before it
+    begins.
     """
     nodes = {roll.latest.host, *roll.latest.nodes, *gone}
     return agreed(roll.before, nodes | _held(roll))
 
 
 def _held(roll: Roll) -> set[str]:
-    """The votes of the witness that nobody but the host which formed the world can ever have."""
+    """The witness's votes that only the host which formed the world can ever have."""
     return {each.witness for each in roll.before if each.held}
 
 
@@ -178,7 +180,7 @@ def first_generation(term: int) -> int:
 
 @dataclass(frozen=True)
 class Candidacy:
-    """A node that would be host asks for a vote; first whether it would get it, then for it."""
+    """A node that wants to be host asks for a vote; first whether it would get it, then for it."""
 
     term: int
     node: str
@@ -211,48 +213,49 @@ class Elector:
 
 
 def next_term(elector: Elector, heard: int = 0) -> int:
-    """The term for which a node asks for votes, given the highest one it has heard of.
+    """The term in which a node asks for votes, given the highest one it has heard of.
 
-    Beyond every number that the old host can have given to a world: that is one more than this
-    node holds, for without a majority that holds the one it does not form the next.
+    It is beyond every number that the old host can have given to a world: one more than this node
+    holds, because without a majority that holds one world, the host does not form the next.
     """
     left_out = elector.generation + 1 if elector.generation >= 0 else -1
     return max(elector.term + 1, heard + 1, left_out + 2)
 
 
 def elected(roll: Roll, votes: Mapping[str, int]) -> bool:
-    """Whether a candidate with this roll is host; `votes`: the newest world of each voter.
+    """Return whether a candidate with this roll is host; `votes`: the newest world of each voter.
 
-    Those who must agree may have taken the world up without its host having lived to say so.
+    The electorate may have taken up the world without its host having lived to say so.
     """
     return agreed(settled(roll, votes).electorates, votes)
 
 
 def refusal(elector: Elector, asked: Candidacy) -> str:
-    """Why a node does not vote for another; empty: it does."""
+    """Return why a node does not vote for another; empty if it does."""
     if elector.has_host:
         return "its host answers"
     if elector.leaving:
         # The host it said so to counts on it for whatever it does without this node.
-        return "it leaves, and has agreed to what its last host does"
+        return "it is leaving, and has agreed to what its last host does"
     if asked.generation < elector.generation:
-        return f"it knows generation {elector.generation}, a newer one"
+        return f"it knows a newer generation, {elector.generation}"
     if asked.term < elector.term or (asked.term == elector.term and asked.node != elector.chosen):
-        return f"it has voted in term {elector.term}"
+        return f"it has already voted in term {elector.term}"
     return ""
 
 
 def voted(elector: Elector, asked: Candidacy) -> Elector:
-    """The voter after a vote that was asked for and not refused."""
+    """The voter after it has granted a vote."""
     if not asked.binding:
         return elector
     return replace(elector, term=asked.term, chosen=asked.node, leaving=elector.hands_over)
 
 
 def may_follow(elector: Elector, term: int) -> bool:
-    """Whether a node may have the host of a term for its own.
+    """Return whether a node may follow the host of a term.
 
-    Not that of an earlier term than it has voted in: whoever got that vote may be host by now.
+    Not that of an earlier term than it has voted in: the node that got that vote may be host by
+    now.
     """
     return not elector.has_host and term >= elector.term
 
@@ -262,25 +265,26 @@ def following(elector: Elector, term: int, host: str) -> Elector:
 
 
 def may_take_up(elector: Elector, generation: int) -> bool:
-    """Whether a node takes up a world that its host shows: a newer one, formed by that host.
+    """Return whether a node takes up a world that its host shows: a newer one, formed by that host.
 
     One that the host itself took over does not count as taken up: a host between the two may have
-    formed a newer one, and whoever has that would still be voted for.
+    formed a newer one, and a node that has that one would still get votes.
     """
     return generation > elector.generation and generation >= first_generation(elector.term)
 
 
 def must_yield(own_term: int, term: int) -> bool:
-    """Whether a host that hears of a term is host no more.
+    """Return whether a host that hears of a term must stop being host.
 
-    From another host, or from a node that would follow but has voted in a later term: it could
-    never follow this one, and those who wait for it would wait for ever.
+    From another host, or from a node that would follow but has voted in a later term: that node
+    could never follow this host, and the others would wait for it forever.
     """
     return term > own_term
 
 
 def turn(order: Sequence[str], node: str, host: str) -> float:
-    """Seconds to let others try first: those before this node in the world, the old host aside."""
+    """Seconds to let other candidates try first: the nodes before this one in the world, except the
+    host."""
     before = [other for other in order if other != host]
     return STAGGER * (before.index(node) if node in before else len(before))
 
@@ -289,7 +293,7 @@ def turn(order: Sequence[str], node: str, host: str) -> float:
 
 
 def to_json(roll: Roll) -> dict[str, Any]:
-    """What of a roll is not in the world itself."""
+    """The part of a roll that is not in the world itself."""
     before = [{**vars(each), "nodes": sorted(each.nodes)} for each in roll.before]
     return {"generation": roll.generation, "before": before}
 
@@ -302,7 +306,8 @@ def from_json(
     *,
     witness: bool = False,
 ) -> Roll:
-    """The roll of a world, with what was stored beside it; of another world: as if settled."""
+    """The roll of a world, with what was stored beside it; as if settled if that is of another
+    world."""
     before: tuple[Electorate, ...] = ()
     if data is not None and data["generation"] == generation:
         before = tuple(

@@ -1,14 +1,14 @@
-"""Whether a job whose generation has ended goes on: a pure decision that explains itself.
+"""Decide whether a job continues after a generation has ended, and say why. Pure.
 
-The budget belongs to the whole job, so the ledger travels in the world and survives its leader.
-A generation has made progress when it got beyond the best step of those before it:
+The budget belongs to the whole job, so the ledger is part of the world and survives its leader. A
+generation has made progress when it got beyond the best step of those before it:
 
     ended by                                 same again, no progress   10 minutes, steps unknown
     an exception                             5 times: the job ends     refill nothing
-    an exit code or a crash without a word   5 times: the job ends     refill the budget
+    an exit code or a crash without error    5 times: the job ends     refill the budget
     a kill from outside, a lost connection   never the same            refill the budget
-    an error that no restart cures           at once: the job ends     -
-    the same, but not on the nodes that stay spends nothing            -
+    an error that no restart can fix         at once: the job ends     -
+    the same, but not on the nodes that stay uses no restart           -
 
 "The same" is the type of the exception, the innermost frame of user code and the step.
 """
@@ -37,7 +37,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class RestartLedger:
-    """What the job has spent so far."""
+    """The restarts that the job has used so far, and its progress."""
 
     used: int = 0
     #: How often in a row the same failure came back without progress, and its signature.
@@ -51,7 +51,7 @@ class RestartLedger:
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a generation ended."""
+    """The end of a generation."""
 
     kind: Kind
     #: Seconds from its world to its end.
@@ -67,7 +67,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the job goes on, and why, in a sentence."""
+    """The decision to continue or not, and the reason."""
 
     go_on: bool
     ledger: RestartLedger
@@ -79,20 +79,20 @@ def judge(ending: Ending, ledger: RestartLedger, *, budget: int, count_resizes: 
 
     >>> judge(Ending(kind="resize", lifetime=9.0), RestartLedger(), budget=0, count_resizes=False)
     Verdict(go_on=True, ledger=RestartLedger(used=0, repeats=0, signature='', best_step=-1, \
-in_vain=0), sentence='a resize spends no restart')
+in_vain=0), sentence='a resize uses no restart')
     """
     ledger = _credit_progress(ending, _note_haste(ending, ledger))
     failure = ending.failure
     if failure is not None and failure.fatal:
-        return Verdict(False, ledger, "trying again cannot help")
+        return Verdict(False, ledger, "a restart cannot help")
     if failure is not None and failure.incurable and _is_hopeless(ending, ledger, failure):
-        return Verdict(False, ledger, f"no restart cures this {failure.kind}; giving up")
+        return Verdict(False, ledger, f"a restart cannot fix this {failure.kind}; giving up")
     if failure is not None and failure.incurable and ending.without:
-        return Verdict(True, _note_failure(ending, ledger), "no restart is spent")
+        return Verdict(True, _note_failure(ending, ledger), "no restart used")
     if ending.kind == "error":
         return _judge_error(ending, ledger, budget)
     if ending.kind != "failure" and not count_resizes:
-        return Verdict(True, ledger, f"a {_words(ending.kind)} spends no restart")
+        return Verdict(True, ledger, f"a {_words(ending.kind)} uses no restart")
     ledger = _note_failure(ending, ledger)
     if failure is not None and ledger.repeats >= SAME_FAILURE_LIMIT:
         return Verdict(False, ledger, _same(failure, ledger.repeats))
@@ -105,9 +105,9 @@ in_vain=0), sentence='a resize spends no restart')
 def pause(ledger: RestartLedger) -> float:
     """Seconds before the next generation begins.
 
-    None at first: most failures are over when they are noticed. But where no world can be built,
-    because a firewall stands between two nodes, say, one after the other would fail within
-    milliseconds until the restarts are spent, long before anybody could mend it.
+    None at first: most failures are over when they are noticed. But if no world can form, because
+    of a firewall between two nodes for example, generations would fail within milliseconds until
+    all restarts are used, long before anybody could fix it.
 
     >>> [pause(RestartLedger(in_vain=count)) for count in (0, 1, 2, 3, 4, 99)]
     [0.0, 0.0, 0.25, 0.5, 1.0, 30.0]
@@ -118,20 +118,21 @@ def pause(ledger: RestartLedger) -> float:
 
 
 def why_pause(ledger: RestartLedger) -> str:
-    """What to say meanwhile."""
+    """The sentence for users during the pause."""
     return (
-        f"the last {ledger.in_vain} generations failed as soon as they began, without a step: "
-        f"the next one begins in {pause(ledger):g} s"
+        f"the last {ledger.in_vain} generations failed right after start, before their first "
+        f"step; the next one starts in {pause(ledger):g} s"
     )
 
 
 def _judge_error(ending: Ending, ledger: RestartLedger, budget: int) -> Verdict:
-    """A worker raised, rolled back and lives on: the step is tried again, but not for ever."""
-    assert ending.failure is not None, "an error is somebody's"
+    """Judge an error after which the worker rolled back and lives on: retry the step, but not
+    forever."""
+    assert ending.failure is not None, "an error needs a failure"
     signature = _signature(ending.failure)
     if signature == ledger.signature:
-        sentence = f"the same error came back at step {ending.failure.step} after a rollback"
-        return Verdict(False, ledger, f"{sentence}: trying again does not mend it")
+        sentence = f"same error again at step {ending.failure.step} after a rollback"
+        return Verdict(False, ledger, f"{sentence}; giving up")
     if ledger.used >= budget:
         return Verdict(False, ledger, _spent(budget))
     ledger = replace(ledger, used=ledger.used + 1, repeats=1, signature=signature)
@@ -139,7 +140,7 @@ def _judge_error(ending: Ending, ledger: RestartLedger, budget: int) -> Verdict:
 
 
 def _is_hopeless(ending: Ending, ledger: RestartLedger, failure: Failure) -> bool:
-    """Whether no node has shown that the program can run, nor is left that might."""
+    """Return whether no node has shown that the program can run, and none is left that might."""
     again = ledger.signature == _signature(failure)
     return ending.everywhere or (not ending.trained and (again or not ending.without))
 
@@ -154,7 +155,7 @@ def _same(failure: Failure, times: int) -> str:
 def _spent(budget: int) -> str:
     if budget == 0:
         return "no restarts are allowed (--max-restarts 0)"
-    return f"all {budget} restarts are used (--max-restarts)"
+    return f"all {budget} restarts used (--max-restarts)"
 
 
 def _words(kind: Kind) -> str:
@@ -171,14 +172,15 @@ def _credit_progress(ending: Ending, ledger: RestartLedger) -> RestartLedger:
 
 
 def _may_have_progressed(ending: Ending, ledger: RestartLedger) -> bool:
-    """Whether nobody knows: the job reports no steps, and the generation lived for a while."""
+    """Return whether progress is unknown: the job reports no steps, and the generation ran for a
+    while."""
     return ledger.best_step < 0 and ending.step < 0 and ending.lifetime >= PROGRESS_AFTER
 
 
 def _note_haste(ending: Ending, ledger: RestartLedger) -> RestartLedger:
-    """Count generations that were in vain. One that a node ended by coming or going was not, but it
-    shows nothing either; nor does a node's failure, for the next world is without it, nor a kill
-    from outside, which says nothing of the next one."""
+    """Count generations that failed right after start. The arrival or departure of a node proves
+    nothing; nor does a node failure, because the next world is without it, nor a kill from outside,
+    which says nothing about the next generation."""
     if ending.lifetime >= IN_VAIN:
         return replace(ledger, in_vain=0)
     counts = ending.kind in ("failure", "error") and not is_from_outside(ending.failure)
@@ -186,21 +188,21 @@ def _note_haste(ending: Ending, ledger: RestartLedger) -> RestartLedger:
 
 
 def is_from_outside(failure: Failure | None) -> bool:
-    """Whether somebody ended a worker that had nothing to say of it. The kernel did not, where
-    memory is wanting: it will be wanting again."""
+    """Return whether a worker was killed from outside without an error of its own. An out-of-memory
+    kill by the kernel does not count: it will happen again."""
     if failure is None or failure.told or failure.out_of_memory:
         return False
     return failure.exitcode in (-9, -15)
 
 
 def _is_own_exception(failure: Failure | None) -> bool:
-    """Whether the script raised, and not because a connection was lost."""
+    """Return whether the script raised, other than because of a lost connection."""
     return failure is not None and failure.told and not root_cause.lost_connection(failure)
 
 
 def _note_failure(ending: Ending, ledger: RestartLedger) -> RestartLedger:
-    """Count how often the same failure came. A kill or a lost connection says nothing of the
-    script, so the next one of its own failures is compared with the one before."""
+    """Count repetitions of the same failure. A kill or a lost connection says nothing about the
+    script, so the script's next failure is compared with the one before."""
     failure = ending.failure
     if failure is None or is_from_outside(failure) or root_cause.lost_connection(failure):
         return ledger

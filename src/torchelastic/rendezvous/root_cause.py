@@ -1,22 +1,22 @@
-"""Who failed first. Pure, and by causal order: no two machines' clocks are compared.
+"""Find the first failure. Pure, and by causal order: clocks of different machines are not compared.
 
-Failures are listed as they became known to the leader. That order is right but for what others make
-of a failure: the peers of a failing worker see their connections break, and may say so before the
-worker is done dying, or before the lease of its node has run out. So each failure is looked at by
-itself first: can the loss of somebody else explain it? One that can yields to one that cannot.
+Failures are listed in the order in which the leader learned of them. That order is right except for
+consequences: the peers of a failing worker see their connections break, and may report it before
+the worker has died, or before the lease of its node has run out. So each failure is first judged by
+itself: can the loss of another worker explain it? One that can yields to one that cannot.
 
-    a cause               an exception of the script's own, a signal, an exit code
-    a lost node           nobody knows more of it; what it had told before it went is a cause
-    left without a word   an exit code alone: a cause, but not beside a node that was lost
+    a cause               an exception in the script, a signal, an exit code
+    a lost node           no more is known of it; what it reported before is a cause
+    exited silently       an exit code alone: a cause, but not beside a node that was lost
     an abort              its own failed check, or NCCL's watchdog giving up on a lost peer
-    a connection          of whatever kind: to a peer, or to some server of the user's
-    a wait for others     what collectives and stores say whose other end is gone; or the worker was
-                          in a collective, and shows it: who waits for others has not failed first
+    a connection          of any kind: to a peer, or to some server of the user's
+    a wait for others     errors of collectives and stores whose other end is gone; or the worker
+                          was in a collective, and shows it: a waiting worker did not fail first
     stopped               by its own agent
 
-Among equals of the last kinds, those who had entered more collectives waited for who had entered
-fewer. Of several causes the first one heard is named, and the others are said to have failed by
-themselves: the same `SyntaxError` on two ranks is nobody's consequence.
+Among equals of the last kinds, workers that had entered more collectives waited for those that had
+entered fewer. Of several causes the first one reported is named, and the others count as failed by
+themselves: the same `SyntaxError` on two ranks is not a consequence.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _STOPPED = (-15, 128 + 15)
 
 
 class _Look(enum.IntEnum):
-    """What a failure looks like, the likeliest cause first."""
+    """The kind of a failure, the likeliest cause first."""
 
     CAUSE = 0
     LOST_NODE = 1
@@ -73,17 +73,17 @@ class _Look(enum.IntEnum):
 
 
 def is_consequence(failure: Failure) -> bool:
-    """Whether the failure can be explained by the loss of somebody else."""
+    """Return whether the loss of another worker or node can explain the failure."""
     return _look(failure, among_lost=True, node_lost=False) not in (_Look.CAUSE, _Look.LOST_NODE)
 
 
 def waited_for_others(failure: Failure) -> bool:
-    """Whether it says no more than that somebody else is gone."""
+    """Return whether it only says that another worker is gone."""
     return _look(failure, among_lost=True, node_lost=False) is _Look.LOST_PEER
 
 
 def lost_connection(failure: Failure) -> bool:
-    """Whether it tells of a connection that broke: to a peer, or to some server of the user's."""
+    """Return whether it reports a broken connection: to a peer, or to some server of the user's."""
     look = _look(failure, among_lost=False, node_lost=False)
     return look in (_Look.CONNECTION, _Look.LOST_PEER)
 
@@ -91,8 +91,8 @@ def lost_connection(failure: Failure) -> bool:
 def pick(
     failures: Sequence[Failure], lost: Sequence[Failure] = ()
 ) -> tuple[Failure | None, tuple[Failure, ...]]:
-    """The first failure and, in order, the others of its generation. Those that no loss of a peer
-    explains are marked as failed by themselves; the others fell because of the first.
+    """The first failure and, in order, the others of its generation. Those that the loss of a peer
+    does not explain are marked as failed by themselves; the others are consequences of the first.
 
     `lost` are the nodes that are gone (`failure.node_failure`).
     """
@@ -116,17 +116,17 @@ def pick(
 
 
 def _is_by_itself(failure: Failure, cause: Failure) -> bool:
-    """Whether a failure that looks like a cause is one beside the first.
+    """Return whether a failure that looks like a cause is independent of the first.
 
-    Who exits or aborts without a word may have lost a peer, and been told to by its script or by
-    NCCL's watchdog: that counts only if the first one has ended in the same way.
+    A worker that exits or aborts silently may have lost a peer, and been ended by its script or by
+    NCCL's watchdog: that counts only if the first one ended in the same way.
     """
     killed = failure.exitcode < 0 and failure.exitcode not in _SIGABRT
     return failure.told or killed or failure.signature() == cause.signature()
 
 
 def _first(mates: Sequence[Failure], looks: Sequence[_Look]) -> int:
-    """The place of the likeliest cause; of several, the one that became known first."""
+    """The index of the likeliest cause; of several, the one that became known first."""
     rivals = [place for place, look in enumerate(looks) if look is min(looks)]
     entered = [mates[place].entered for place in rivals]
     if min(looks) >= _Look.CONNECTION and min(entered) >= 0:
@@ -157,7 +157,7 @@ def _look(failure: Failure, *, among_lost: bool, node_lost: bool) -> _Look:
 def _said(failure: Failure) -> list[str]:
     """The message, and the errors it came from: those lines of a traceback are not indented.
 
-    Indented ones are source code, which may speak of connections without any being broken.
+    Indented lines are source code, which may mention connections without any being broken.
     """
     chain = [line for line in failure.traceback.splitlines() if not line.startswith(" ")]
     return [text.lower() for text in (failure.message, *chain)]

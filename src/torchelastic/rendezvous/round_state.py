@@ -1,4 +1,4 @@
-"""What the leader knows, and how it changes: the data of a round. Pure."""
+"""The leader's state of a round, and its changes. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES_SHOWN = 8
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRules:
-    """What the user asked for, as far as rounds are concerned."""
+    """The user's settings for rounds."""
 
     min_nodes: int
     max_nodes: int
@@ -55,7 +55,7 @@ class RoundRules:
 
 @dataclass(frozen=True, kw_only=True)
 class Present:
-    """A member that is there, and since when."""
+    """A member, and since when it is one."""
 
     member: Member
     #: Orders members by arrival, the same for every leader.
@@ -66,7 +66,7 @@ class Present:
 
 @dataclass(frozen=True, kw_only=True)
 class Witnessed:
-    """What the host knows of the witness's votes."""
+    """The witness's votes, as the host knows them."""
 
     url: str = ""
     #: Those that this host has in its term.
@@ -79,7 +79,7 @@ class Witnessed:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundState:
-    """All the leader knows."""
+    """Everything the leader knows."""
 
     world: World | None = None
     members: Mapping[str, Present] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class Decision:
 
 
 class Draft:
-    """A state that is being changed: what thousands of reports change is copied once for all."""
+    """A state under change: what thousands of reports change is copied only once."""
 
     def __init__(self, state: RoundState) -> None:
         self.members = dict(state.members)
@@ -170,7 +170,7 @@ class Draft:
         )
 
     def see(self, member: Member, created: int, now: float) -> None:
-        """A member came or changed what it says."""
+        """Note that a member joined or changed its record."""
         before = self.members.get(member.node)
         if before is not None and before.created != created:
             self.lose(member.node)
@@ -185,7 +185,7 @@ class Draft:
         self._note_report(member)
 
     def lose(self, node: str) -> None:
-        """A member's key is gone: it failed, or left after saying so."""
+        """Note that a member's key is gone: it failed, or left after saying so."""
         present = self.members.pop(node, None)
         world = self._state.world
         if present is not None and present.member.leaving:
@@ -196,7 +196,7 @@ class Draft:
             self._lost[node] = None
 
     def _note_report(self, member: Member) -> None:
-        """Take up what a member of the current generation says of it."""
+        """Note what a member of the current generation reports about it."""
         world, node = self._state.world, member.node
         if world is None or world.phase == "closed":
             return
@@ -218,21 +218,21 @@ class Draft:
 
 
 def seen(state: RoundState, member: Member, created: int, now: float) -> RoundState:
-    """A member came or changed what it says."""
+    """The state after a member joined or changed its record."""
     draft = Draft(state)
     draft.see(member, created, now)
     return draft.finish()
 
 
 def lost(state: RoundState, node: str) -> RoundState:
-    """A member's key is gone: it failed, or left after saying so."""
+    """The state after a member's key is gone: it failed, or left after saying so."""
     draft = Draft(state)
     draft.lose(node)
     return draft.finish()
 
 
 def _is_missed(world: World, member: Member) -> bool:
-    """Whether others wait for what a node that is gone was to do."""
+    """Return whether others wait for something from a node that is gone."""
     if member.node in world.handing_over:
         return member.gone < world.generation - 1
     if world.place(member.node) is None:
@@ -243,7 +243,8 @@ def _is_missed(world: World, member: Member) -> bool:
 
 
 def taken_over(world: World, now: float) -> RoundState:
-    """What a new leader knows of a world: not how long it has lived; neither briefly nor long."""
+    """The state of a world for a new leader; how long it has run is unknown: neither briefly nor
+    long."""
     return RoundState(
         world=world,
         base=world.base,
@@ -263,10 +264,10 @@ def hosted(
     settled: int = -1,
     quorum: bool = True,
 ) -> RoundState:
-    """The leader hosts the store; `stored` is what it says of who must agree, and `settled` the
-    last world of which it says that only its nodes must.
+    """The state of a leader that hosts the store; `stored` is the stored roll, and `settled` the
+    last world stored as settled.
 
-    Without `quorum` nobody need: a list of who would have to, and cannot be reached, has no end.
+    Without `quorum` nobody has to agree: the list of unreachable voters would grow without end.
     """
     world = state.world
     roll = Roll() if quorum else None
@@ -279,14 +280,14 @@ def hosted(
             )
         if world.term != term and world.phase in ("agreeing", "running", "pausing"):
             # Those who voted have stopped their workers, and the others cannot go on without them.
-            reason = "the host of the rendezvous is gone"
+            reason = "the rendezvous host was lost"
             world = replace(world, phase="over", after=None, ending="node-failure", reason=reason)
     return replace(state, world=world, host=host, term=term, roll=roll)
 
 
 def votes(state: RoundState) -> set[str]:
     """The nodes that agree to another world: those whose workers have stopped, or wait at a step,
-    or who have none in the last one, and those who said goodbye."""
+    or that have none in the last one, and those that left after saying so."""
     world = state.world
     if world is None:
         return set()
@@ -294,7 +295,7 @@ def votes(state: RoundState) -> set[str]:
 
 
 def departing(state: RoundState) -> set[str]:
-    """Those with a say that need not take up the next world: they are gone after a goodbye, or have
+    """Voters that need not take up the next world: they have left after saying so, or have
     announced it, and vote for nobody any more. An announced leave is consent."""
     world = state.world
     if world is None:
@@ -307,14 +308,14 @@ def departing(state: RoundState) -> set[str]:
 
 
 def _asked(state: RoundState, world: World) -> Set[str]:
-    """Who has a say in what follows the world."""
+    """The voters on what follows the world."""
     electorates = state.roll.electorates if state.roll is not None else ()
     return world.members.union(*(electorate.nodes for electorate in electorates))
 
 
 def follows_later_host(state: RoundState) -> bool:
-    """Whether the last world is of an earlier host. Whoever is here has stopped its workers before
-    it followed this one, and could not even be told of that world any more."""
+    """Return whether the last world is of an earlier host. All members have stopped its workers
+    before they followed this host, and could no longer be told of that world."""
     return state.world is not None and state.world.term != state.term
 
 
@@ -334,7 +335,7 @@ def _agrees(state: RoundState, world: World, node: str) -> bool:
 
 
 def to_claim(state: RoundState) -> tuple[str, ...] | None:
-    """The votes of the witness that are missing for a quorum; None: those would not be enough, or
+    """The witness's votes that are missing for a quorum; None if they would not be enough, or
     cannot be had."""
     if state.roll is None:
         return ()
@@ -343,7 +344,7 @@ def to_claim(state: RoundState) -> tuple[str, ...] | None:
 
 
 def has_ended(state: RoundState) -> bool:
-    """Whether the job is closed, or nobody but the host could go on: all others said goodbye."""
+    """Return whether the job is closed, or only the host could continue: all others have left."""
     if state.world is not None and state.world.phase == "closed":
         return True
     electorates = state.roll.electorates if state.roll is not None else ()
@@ -352,7 +353,7 @@ def has_ended(state: RoundState) -> bool:
 
 
 def roll_after(state: RoundState, world: World) -> Roll:
-    """Who must agree to what follows `world`, which the host forms next."""
+    """The roll for what follows `world`, which the host forms next."""
     assert state.roll is not None
     return majority.formed(
         state.roll,
@@ -365,10 +366,10 @@ def roll_after(state: RoundState, world: World) -> Roll:
 
 
 def may_step_elsewhere(state: RoundState) -> bool:
-    """Whether no node that trained in the last world is known to have stopped.
+    """Return whether no node that trained in the last world is known to have stopped.
 
-    With a quorum that can only be so where one node trained alone, and its host did not: a host
-    that has just taken over waits until that node's lease must have ended.
+    With a quorum that is possible only if one node trained alone, and its host did not: a host that
+    has just taken over waits until that node's lease must have ended.
     """
     world = state.world
     if world is None or state.roll is None or not world.nodes:
@@ -377,7 +378,7 @@ def may_step_elsewhere(state: RoundState) -> bool:
 
 
 def settled(state: RoundState) -> RoundState:
-    """Once enough of those who had to agree have the last world, only its nodes have a say."""
+    """The state after enough voters have the last world: then only its nodes have a vote."""
     if state.roll is None or not state.roll.before:
         return state
     have = {node: present.member.accepted for node, present in state.members.items()}
@@ -386,7 +387,7 @@ def settled(state: RoundState) -> RoundState:
 
 
 def can_be_settled(state: RoundState) -> bool:
-    """Whether enough of those who had to agree to the last world are there to take it up."""
+    """Return whether enough voters on the last world are here to take it up."""
     if state.roll is None:
         return True
     there = {state.roll.latest.host, *state.members, *departing(state)}
@@ -394,30 +395,30 @@ def can_be_settled(state: RoundState) -> bool:
 
 
 def without_the_vanished(state: RoundState) -> RoundState:
-    """Nodes of the world that have no member key when a new leader takes over are lost."""
+    """Count nodes of the world as lost that have no member key when a new leader takes over."""
     world = state.world
     gone = [node.node for node in world.nodes if node.node not in state.members] if world else []
     return replace(state, lost=tuple(dict.fromkeys((*state.lost, *gone))))
 
 
 def checkpoint_seen(state: RoundState, seen: bool) -> RoundState:
-    """Whether a checkpoint has appeared since the waiting newcomers came."""
+    """Note that a checkpoint has appeared since the waiting newcomers came."""
     return replace(state, checkpoint=seen)
 
 
 def given_up(state: RoundState, node: str) -> RoundState:
-    """The leader gives up a node that others could not reach."""
+    """Note that the leader dropped a node that others could not reach."""
     return replace(state, unreachable=state.unreachable | {node})
 
 
 def slow_seen(state: RoundState, slow: Set[str]) -> RoundState:
-    """These nodes of the world hold up the others, and no more of it do."""
+    """Note exactly which nodes of the world slow down the others."""
     known = _outside(state.slow, state.world).union(slow)
     return replace(state, slow=known.intersection(state.members))
 
 
 def with_holds(state: RoundState, now: float) -> RoundState:
-    """The state with those who are held out at this time."""
+    """The state with the nodes that are held out at this time."""
     held = state.world.held if state.world is not None else ()
     ends = held_out.ends(held, state.held_since)
     out = frozenset(node for node, end in ends.items() if now < end) - state.resumed
@@ -425,7 +426,7 @@ def with_holds(state: RoundState, now: float) -> RoundState:
 
 
 def next_let_in(state: RoundState) -> float | None:
-    """When the next member that is held out now is let back in."""
+    """The time when the next held-out member is let back in."""
     if state.world is None or not state.out:
         return None
     ends = held_out.ends(state.world.held, state.held_since)
@@ -433,18 +434,19 @@ def next_let_in(state: RoundState) -> float | None:
 
 
 def has_stepped(state: RoundState) -> bool:
-    """Whether a worker has taken a step in the last world, as far as members tell."""
+    """Return whether a worker has taken a step in the last world, as reported by members."""
     generation = the_world(state).generation
     return any(present.member.trained == generation for present in state.members.values())
 
 
 def tells_steps(state: RoundState) -> bool:
-    """Whether steps are known of any world."""
+    """Return whether steps are known of any world."""
     return any(present.member.trained >= 0 for present in state.members.values())
 
 
 def has_trained(state: RoundState) -> bool:
-    """Whether the last world has: it took a step or, where nobody tells of steps, it lived."""
+    """Return whether the last world has trained: it took a step or, if no steps are reported, it
+    ran."""
     world = state.world
     if world is None or not world.nodes:
         return False
@@ -464,7 +466,8 @@ def _outside(nodes: Iterable[str], world: World | None) -> frozenset[str]:
 
 
 def published(state: RoundState, world: World, now: float) -> RoundState:
-    """The store has taken `world`; what was said about an older generation counts no more."""
+    """The state after the store has accepted `world`; reports about older generations no longer
+    count."""
     before = state.world
     if before is None or world.generation != before.generation:
         state = replace(
@@ -495,7 +498,8 @@ def _is_finished(world: World | None) -> bool:
 
 
 def _first_finished(known: int, member: Member, generation: int) -> int:
-    """Beyond the first end of data nobody can step: it would wait for who has none left."""
+    """The earliest end of data: nobody can step beyond it without waiting for a worker that has
+    none left."""
     if member.finished != generation:
         return known
     return member.finished_after if known < 0 else min(known, member.finished_after)
@@ -517,5 +521,5 @@ def _name_of(state: RoundState, node: str) -> str:
 
 
 def the_world(state: RoundState) -> World:
-    assert state.world is not None, "asked before the first world"
+    assert state.world is not None, "read before the first world"
     return state.world

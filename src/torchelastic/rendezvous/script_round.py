@@ -40,11 +40,11 @@ from torchelastic.rendezvous.world import World
 
 #: How many consequences of a failure are told.
 CONSEQUENCES = 32
-_GONE = "its connection or its lease has ended, without a word from it"
+_GONE = "its connection or lease ended without notice"
 
 
 def decide(rules: RoundRules, state: RoundState, now: float) -> Decision:
-    """What the state calls for."""
+    """Decide what to do in this state."""
     world = state.world
     if world is None or world.phase == "waiting":
         return form(rules, state, now, at_once=False)
@@ -56,7 +56,7 @@ def decide(rules: RoundRules, state: RoundState, now: float) -> Decision:
 
 
 def waits_for_checkpoint(rules: RoundRules, state: RoundState) -> bool:
-    """Whether somebody must look at the checkpoint path: only while newcomers wait for one."""
+    """Return whether the checkpoint path must be watched: only while newcomers wait for one."""
     return rules.grow.when == "after-checkpoint" and bool(newcomers_to(rules, state))
 
 
@@ -64,7 +64,7 @@ def waits_for_checkpoint(rules: RoundRules, state: RoundState) -> bool:
 
 
 def _watch(rules: RoundRules, state: RoundState, now: float) -> Decision:
-    """A running world ends by success, by a failure, by a leave or for newcomers."""
+    """End a running world after success, a failure, a leave, or for newcomers."""
     world = the_world(state)
     if all(node.node in state.done for node in world.nodes):
         return success(state)
@@ -84,7 +84,7 @@ def _watch(rules: RoundRules, state: RoundState, now: float) -> Decision:
 
 
 def _leavers(state: RoundState) -> list[str]:
-    """The nodes of the world that have announced their departure and are still there."""
+    """The nodes of the world that have announced a leave and are still here."""
     return [
         node.node
         for node in the_world(state).nodes
@@ -93,8 +93,8 @@ def _leavers(state: RoundState) -> list[str]:
 
 
 def departed(state: RoundState) -> list[str]:
-    """The nodes of the world that have left, and were never seen to be about to: what they said
-    and their end became known at once."""
+    """The nodes of the world that left without having been seen leaving: their announcement and
+    their end became known at once."""
     left = state.left - state.done
     return [node.node for node in the_world(state).nodes if node.node in left] if left else []
 
@@ -121,7 +121,7 @@ def consider_growth(rules: RoundRules, state: RoundState, now: float) -> Decisio
 
 
 def blame(state: RoundState) -> tuple[Failure | None, tuple[Failure, ...]]:
-    """The first failure of the generation, of a worker or a node, and what fell because of it."""
+    """The first failure of the generation, of a worker or a node, and its consequences."""
     return root_cause.pick(state.failures, _lost(state))
 
 
@@ -147,7 +147,7 @@ def over_by(state: RoundState, kind: Kind, reason: str) -> Decision:
 
 
 def brief(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
-    """What of the consequences is worth sending to every node: a line each, and not thousands."""
+    """A short form of the consequences for all nodes: one line each, and not thousands."""
     return tuple(
         replace(failure, traceback="", log_lines=()) for failure in failures[:CONSEQUENCES]
     )
@@ -157,7 +157,7 @@ def brief(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
 
 
 def succeed(rules: RoundRules, state: RoundState, now: float) -> Decision:
-    """Once the old workers are gone everywhere: go on, wait, or end."""
+    """Continue, wait or end, once the old workers are gone on all nodes."""
     world = the_world(state)
     slow = [node.node for node in world.nodes if holds_up(state, node.node, world.generation)]
     if slow:
@@ -206,8 +206,8 @@ def succeed(rules: RoundRules, state: RoundState, now: float) -> Decision:
 
 
 def _pause(state: RoundState, world: World, verdict: Verdict) -> Decision:
-    """Let some time pass before the next world, and say why; `world` is charged for it once only,
-    when the time is up."""
+    """Wait before the next world, and say why; `world` is charged only once, when the time is
+    up."""
     cause = the_world(state).cause
     reason = why_pause(verdict.ledger)
     if cause is not None:
@@ -218,18 +218,18 @@ def _pause(state: RoundState, world: World, verdict: Verdict) -> Decision:
 
 
 def wait_for_stop(state: RoundState, slow: list[str], now: float) -> Decision:
-    """Somebody's workers do not end: say whose, again and again, or all would wait in silence."""
+    """Say repeatedly whose workers do not stop, while all wait for them."""
     at = state.said_at + SAY_EVERY
     if now < at:
         return Decision(wake_at=at)
-    reason = f"waiting for the workers of {names_of(state, slow)} to end"
+    reason = f"waiting for the workers of {names_of(state, slow)} to stop"
     return Decision(replace(the_world(state), reason=reason), the_world(state).ending)
 
 
 def holds_up(state: RoundState, node: str, generation: int) -> bool:
-    """Whether a node is there, stays, and still has workers of the old generation.
+    """Return whether a node is a member, stays, and still has workers of the old generation.
 
-    Who leaves is waited for only if nobody stays, or its vote is wanted: where somebody has
+    A leaving node is waited for only if no node stays, or its vote is needed: after one node has
     stopped, the others of the world cannot make a step without it.
     """
     present = state.members.get(node)
@@ -245,7 +245,7 @@ def holds_up(state: RoundState, node: str, generation: int) -> bool:
 
 
 def classify(state: RoundState) -> tuple[Kind, Failure | None, tuple[Failure, ...]]:
-    """What really ended the generation, now that everybody has spoken.
+    """Find out what really ended the generation, after all nodes have reported.
 
     The collectives of the survivors fail a few milliseconds before a dead node's connection is
     given up: their errors must not be taken, and charged, for the cause.
@@ -262,7 +262,7 @@ def classify(state: RoundState) -> tuple[Kind, Failure | None, tuple[Failure, ..
 
 
 def _leaving(state: RoundState) -> bool:
-    """Whether a node of the world goes, or has gone, after saying so."""
+    """Return whether a node of the world is leaving, or has left, after saying so."""
     return any(
         node.node not in state.members or state.members[node.node].member.leaving
         for node in the_world(state).nodes
@@ -271,13 +271,11 @@ def _leaving(state: RoundState) -> bool:
 
 
 def why(state: RoundState, kind: Kind, cause: Failure | None) -> str:
-    """What ended a generation, in words."""
+    """The sentence that says what ended a generation."""
     if kind == "node-failure" and state.lost:
         return f"{names_of(state, state.lost)} failed"
     if kind in ("failure", "error") and cause is not None:
         if cause.alive and root_cause.waited_for_others(cause):
-            return (
-                f"rank {cause.rank} on {cause.node} has lost a peer"  # which one is not known yet
-            )
+            return f"rank {cause.rank} on {cause.node} lost a peer"  # which one is not known yet
         return cause.sentence()
     return the_world(state).reason

@@ -1,7 +1,8 @@
-"""What the rendezvous needs from a store: five verbs, on keys that are paths, values that are JSON.
+"""The store interface of the rendezvous: five verbs, on keys that are paths and values that are
+JSON.
 
 Every change has a revision; revisions only grow. A key put with a lease is deleted when the lease
-ends, and a lease ends when nobody has kept it alive for its time to live, or when it is revoked.
+ends. A lease ends when nobody has kept it alive for its time to live, or when it is revoked.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ class Change:
 
 
 class Store(Protocol):
-    """One connection to a store, of one job. Every verb may raise `RendezvousLost`.
+    """A connection to the store of one job. Every verb may raise `RendezvousLost`.
 
-    A connection that breaks is made again unseen; verbs wait meanwhile. `RendezvousLost` says that
-    it could not be made again in time, and is then the answer to everything.
+    A broken connection is remade automatically; verbs wait meanwhile. `RendezvousLost` means that
+    it could not be remade in time; from then on every verb raises it.
     """
 
     #: Set when the lease has ended, as the store says or as our own clock must assume, and before
@@ -73,10 +74,10 @@ class Store(Protocol):
         ...
 
     async def report(self, key: str, value: Json) -> None:
-        """Set a key under this connection's lease, as `put` does; but it may return as soon as that
-        is on its way. Reports of a key are heard in their order, and before what is asked later.
+        """Set a key under this connection's lease, as `put` does; but it may return as soon as the
+        request is on its way. Reports of a key arrive in order, and before later requests.
 
-        A lease that turns out to be over tells by `lease_lost`.
+        If the lease turns out to have ended, `lease_lost` is set.
         """
         ...
 
@@ -93,9 +94,8 @@ class Store(Protocol):
         """Set a key whose last change was at revision `expected` (0: it is absent).
 
         `beside` are other keys, set in the same change and under the same lease, if any: nobody
-        sees one of them new and another one old. `provided` names a key and the revision at which
-        it came into being, and is one more condition: nothing is set if that key is gone or was
-        put anew.
+        sees one of them new and another one old. `provided` names a key and the revision that
+        created it, as one more condition: nothing is set if that key is gone or was put anew.
 
         Returns the new revision of `key`, None if a condition does not hold. Raises as `put` does.
         """
@@ -110,17 +110,17 @@ class Store(Protocol):
         ...
 
     def follow(self, key: str) -> AsyncGenerator[Item | None, None]:
-        """A key as it is now, None if it is absent, and as every change leaves it.
+        """Yield a key as it is now, None if it is absent, and then after every change.
 
-        What `get` and `watch` of the key would tell, in one question. Close it to stop.
+        This is `get` and `watch` of the key in one request. Close it to stop.
         """
         ...
 
     async def latest(self, key: str) -> Item | None:
-        """A key, None if it is absent, for who asks for the same one again and again.
+        """A key, None if it is absent, for callers that read the same one again and again.
 
-        It is no older than what any verb of this connection has told, but need not be newer: a
-        store that is told of changes answers by itself.
+        It is no older than what any verb of this connection has returned, but need not be newer: a
+        store that is told of changes answers locally.
         """
         ...
 
@@ -138,10 +138,11 @@ class Store(Protocol):
     async def give_up(
         self, key: str, *, created: int, provided: tuple[str, int] | None = None
     ) -> None:
-        """End the lease, whoever's, that a key is under: all its keys go, and its holder is told.
+        """End the lease, of any client, that a key is under: all its keys are deleted, and its
+        holder is told.
 
-        Nothing happens unless the key came into being at revision `created` (that of a member
-        that has come back is another one's) and `provided`, as of `compare_and_set`, holds.
+        Nothing happens unless the key was created at revision `created` (the key of a member that
+        has come back is another one) and `provided`, as in `compare_and_set`, holds.
         """
         ...
 

@@ -1,9 +1,8 @@
-"""Whether nodes that hold up the others give their places to spare ones. Pure.
+"""Replacement of slow nodes by spare ones. Pure.
 
-Who is slow is found out elsewhere (`events.stragglers`); who would be in a world without them, if
-anybody can do without, is what `forming` says. A world is changed for it only if it does not become
-smaller; and among slow nodes those of the world have precedence, or two of them would change places
-for ever.
+`events.analysis.stragglers` finds slow nodes; `forming` chooses a world without them. The world
+changes only if it does not become smaller. Among slow nodes, those of the world come first, or two
+of them would change places forever.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from torchelastic.rendezvous.round_state import RoundRules, RoundState, names_of
 
 
 def why_to_replace(rules: RoundRules, state: RoundState) -> str:
-    """Why the running world is to be changed; empty if it is not."""
+    """Return why the running world should change; empty if it should not."""
     world = the_world(state)
     slow = holding_up(state)
     if not slow or state.done or state.finished >= 0:
@@ -24,9 +23,8 @@ def why_to_replace(rules: RoundRules, state: RoundState) -> str:
     coming = [offer.node for offer in chosen if world.place(offer.node) is None]
     if not giving or not coming or workers(chosen) < world.size:
         return ""
-    places = "its place" if len(giving) == 1 else "their places"
-    verb = "is slow and gives" if len(giving) == 1 else "are slow and give"
-    return f"{names_of(state, giving)} {verb} {places} to {names_of(state, coming)}"
+    verb = "replaces" if len(coming) == 1 else "replace"
+    return f"{names_of(state, coming)} {verb} slow {names_of(state, giving)}"
 
 
 def holding_up(state: RoundState) -> list[str]:

@@ -1,16 +1,16 @@
-"""Which nodes an ended generation tells against, and so are held out of the next worlds. Pure.
+"""Find the nodes that caused the end of a generation, to hold them out of the next worlds. Pure.
 
-    what has happened                                              who is held out
+    event                                                          held out
     it failed before its first step, with nodes that were not in   these nodes, at once; the others
-    the last world that trained                                    go on as they did before
+    the last world that trained                                    continue as before
     workers of two nodes could not talk to each other              one of the two, at once
     its program cannot run on some nodes (`Failure.incurable`)     these nodes, at once
     it failed before its first step on one node alone              that node, if it keeps doing so
     no other node could reach a node                               that node, at once
     a node was lost                                                that node, if it keeps doing so
 
-No node is held out that the next world cannot do without. A kill from outside tells against no
-node, nor does the loss of most nodes at once: the network, or this node, is the likelier cause.
+A node that the next world needs is never held out. A kill from outside counts against no node, nor
+does the loss of most nodes at once: the network, or this node, is the likelier cause.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torchelastic.rendezvous.world import WorldNode
 
 
 class Finding(NamedTuple):
-    """What follows for nodes from the end of a generation."""
+    """The consequences for nodes after the end of a generation."""
 
     held: Held
     #: Those that are held out from now on.
@@ -55,9 +55,9 @@ class Finding(NamedTuple):
 def find(
     rules: RoundRules, state: RoundState, cause: Failure | None, others: Iterable[Failure]
 ) -> Finding:
-    """Look for nodes to hold out, given what ended the generation.
+    """Find nodes to hold out, given what ended the generation.
 
-    `cause`: the first failure of a worker; None if it was none. `others`: the other failures.
+    `cause`: the first failure of a worker, or None. `others`: the other failures.
     """
     held = _without_cleared(state)
     finding = None
@@ -74,7 +74,7 @@ def find(
 
 
 def _without_cleared(state: RoundState) -> Held:
-    """The list without nodes that have trained long enough for what they did to be forgotten."""
+    """The list without nodes that have trained long enough to be forgiven."""
     world = the_world(state)
     if state.since - state.running_since < held_out.FORGOTTEN_AFTER:
         return world.held
@@ -82,24 +82,24 @@ def _without_cleared(state: RoundState) -> Held:
 
 
 def _tells_of_nodes(cause: Failure) -> bool:
-    """Whether a node may be the reason. Not where somebody killed the worker, nor where the user's
-    code says that the job is to end; and a worker that has built another model ends by itself, and
-    its node with the last one."""
+    """Return whether a node may be the reason. Not if the worker was killed from outside, nor if
+    the user's code ends the job; and a worker that has built another model ends by itself, and its
+    node with the last one."""
     if cause.fatal or is_from_outside(cause):
         return False
     return not cause.message.startswith(UnfitError.__name__)
 
 
 def _failed_alone(cause: Failure, others: Iterable[Failure]) -> frozenset[str]:
-    """Names of the nodes whose workers failed by themselves: none where they only waited for others
-    in vain, whoever said so first."""
+    """Names of the nodes whose workers failed by themselves: none if they only waited for others in
+    vain, whoever reported it first."""
     if root_cause.waited_for_others(cause):
         return frozenset()
     return frozenset((cause.node, *(other.node for other in others if other.by_itself)))
 
 
 def _failed_early(state: RoundState) -> bool:
-    """Whether the world has ended before its first step, as far as steps are known."""
+    """Return whether the world ended before its first step, if steps are known."""
     if has_stepped(state):
         return False
     return tells_steps(state) or state.since - state.running_since < TRAINED_AFTER
@@ -113,8 +113,8 @@ def _newcomers(
     names: Set[str],
     pairs: Sequence[Unconnected],
 ) -> Finding | None:
-    """Go back to the last membership that worked. Newcomers that did not fail stay if only other
-    newcomers did, and those that could talk to all others if some pair could not."""
+    """Return to the last membership that worked. Newcomers that did not fail stay if only other
+    newcomers did; those that could talk to all others stay if some pair could not."""
     world = the_world(state)
     new = [node for node in world.nodes if node.new and node.node in state.members]
     if names and names <= {node.name for node in new}:
@@ -147,12 +147,13 @@ def _hold_all(
         return None
     longest = max(out, key=lambda one: one.seconds).span()
     named = names_of(state, [node.node for node in nodes])
-    return Finding(held, every, f"going on without {named} for {longest}", instead)
+    return Finding(held, every, f"continuing without {named} for {longest}", instead)
 
 
 def _unable(rules: RoundRules, state: RoundState, held: Held, failure: Failure) -> Finding | None:
-    """Hold out nodes that lack what the program needs: a module, say. Others may have it. It is
-    noted, so that the next ones that lack it end the job (`restart_policy.judge`)."""
+    """Hold out nodes that lack something the program needs, such as a module. Others may have
+    it. The failure is noted, so that the next nodes that lack it end the job
+    (`restart_policy.judge`)."""
     nodes = failed_alike(state, failure)
     if not failure.incurable or not nodes or not enough_without(rules, state, nodes | state.out):
         return None
@@ -163,7 +164,7 @@ def _unable(rules: RoundRules, state: RoundState, held: Held, failure: Failure) 
 def _pairs(
     state: RoundState, cause: Failure, others: Iterable[Failure], *, early: bool
 ) -> list[Unconnected]:
-    """The pairs of nodes that could not talk to each other, if that is what ended the generation.
+    """The pairs of nodes that could not talk to each other, if that ended the generation.
 
     A worker may lose its peer because that one has found such a pair, and be taken for the cause.
     Once a world has trained, failed connections may be the script's own: only silence counts.
@@ -177,7 +178,7 @@ def _pairs(
 def _unconnected(
     rules: RoundRules, state: RoundState, held: Held, cause: Failure, found: Sequence[Unconnected]
 ) -> Finding | None:
-    """Do without a node whose workers could not talk to others; name the pair in any case."""
+    """Continue without a node whose workers could not talk to others; name the pair in any case."""
     if not found:
         return None
     said = "; ".join(pair.words() for pair in found[:NAMES_SHOWN])
@@ -192,7 +193,7 @@ def _unconnected(
 
 
 def _pairs_known(state: RoundState, held: Held) -> set[frozenset[str]]:
-    """Pairs that agents doubt now, and those that nodes are held out for."""
+    """Pairs that agents suspect now, and those that nodes are held out for."""
     members = the_world(state).members
     doubted = {
         frozenset((node, other))
@@ -218,7 +219,7 @@ def _failing_start(
 
 
 def _lost(rules: RoundRules, state: RoundState, held: Held) -> Finding:
-    """Count nodes that went without a word."""
+    """Count nodes that were lost without notice."""
     world = the_world(state)
     lost = [node for node in world.nodes if node.node in state.lost]
     if not lost or 2 * len(lost) > world.count or follows_later_host(state):
@@ -240,7 +241,7 @@ def _counted(
     what: str,
     instead: str = "",
 ) -> Finding:
-    """Hold out those of the nodes that have failed too often, if the others can do without."""
+    """Hold out the nodes that have failed too often, if the others can continue without them."""
     counted = {node.node for node in nodes}
     out = [one for one in held if one.node in counted and one.seconds]
     gone = frozenset(one.node for one in out)
@@ -251,5 +252,5 @@ def _counted(
         why = f"{one.name} {what}"
         if one.node in state.unreachable:
             why = f"other nodes could not reach {one.name}"
-        said.append(f"{why}: going on without it for {one.span()}")
+        said.append(f"{why}: continuing without it for {one.span()}")
     return Finding(held, gone, "; ".join(said), instead)

@@ -1,13 +1,14 @@
 """Pairs of nodes whose workers cannot talk to each other. Pure.
 
-Agents may talk over one network while their workers need another one, or ports that a firewall
-closes. Then a world begins, its workers fail to connect, and agents see nothing wrong; or it has
-begun, and the network between two of its nodes is cut. Which pairs failed is in what the workers
-say: gloo and TCPStore name the address they tried, `train` names the rank. Where only one side of a
-pair is named, it is half a pair.
+Agents may use one network while their workers need another one, or ports that a firewall blocks.
+Then a world begins, its workers fail to connect, and the agents see nothing wrong; or it has begun,
+and the network between two of its nodes fails. The workers' errors show which pairs failed: gloo
+and TCPStore name the address they tried, `train` names the rank. If only one side of a pair is
+named, it is half a pair.
 
-A pair does not tell which of the two is to blame. The node of most pairs is, with those that agents
-doubt (`doubts`) and those of earlier worlds (`HeldOut.other`); of equals, the newest goes.
+A pair does not show which of the two is to blame. The node with the most pairs is, counting also
+those that agents suspect (`doubts`) and those of earlier worlds (`HeldOut.other`); of equals, the
+newest.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _ADDRESSES = re.compile(
 
 
 class Unconnected(NamedTuple):
-    """Two nodes, or one whose other side is not known."""
+    """Two nodes, or one if the other side is not known."""
 
     node: WorldNode
     other: WorldNode | None = None
@@ -51,7 +52,7 @@ class Unconnected(NamedTuple):
 
 
 def pairs(world: World, failures: Iterable[Failure]) -> list[Unconnected]:
-    """The pairs that the failures of a generation tell of, each once."""
+    """The pairs that the failures of a generation name, each once."""
     named = {node.name: node for node in world.nodes}
     found: dict[frozenset[str], Unconnected] = {}
     for failure in failures:
@@ -67,12 +68,12 @@ def pairs(world: World, failures: Iterable[Failure]) -> list[Unconnected]:
 
 
 def is_unconnected(failure: Failure) -> bool:
-    """Whether a worker says that a connection could not be made."""
+    """Return whether a worker reports that a connection could not be made."""
     return _NEVER_MADE.search(failure.message) is not None
 
 
 def got_no_answer(failure: Failure) -> bool:
-    """Whether a worker says that another one does not answer, connected or not."""
+    """Return whether a worker reports that another one does not answer, connected or not."""
     return _NO_ANSWER.search(failure.message) is not None
 
 
@@ -94,8 +95,8 @@ def _ranks(node: WorldNode) -> range:
 def worst(
     found: Sequence[Unconnected], known: Iterable[frozenset[str]] = ()
 ) -> tuple[WorldNode, str]:
-    """The node to do without: that of most pairs, those `known` otherwise included; of several,
-    the newest. And the node that may be to blame as well; empty: none."""
+    """The node to continue without: the one with the most pairs, including those otherwise `known`;
+    of several, the newest. And another node that may be to blame as well; empty: none."""
     every = {*known, *map(_sides, found)}
     counts = Counter(node for pair in every for node in pair)
     sides = [side for pair in found for side in (pair.node, pair.other) if side is not None]

@@ -1,7 +1,7 @@
-"""A rendezvous in one line, as 0.1's `init_method` has it. Pure: text in, data out.
+"""A rendezvous URL, as in 0.1's `init_method`. Pure: text in, data out.
 
 etcd://localhost:2379/job-1?min_workers=2&max_workers=4     at an etcd server
-etcd://etcd1:2379,etcd2:2379/job-1?min_workers=2            at an etcd of several servers
+etcd://etcd1:2379,etcd2:2379/job-1?min_workers=2            at an etcd cluster
 tcp://node1:29400/job-1?min_workers=2                       embedded, hosted by node1
 """
 
@@ -21,7 +21,7 @@ from torchelastic.rendezvous.etcd.settings import KEYS
 
 #: Scheme -> (the backend it means, the port it has when none is given).
 _SCHEMES = {"etcd": ("etcd", DEFAULT_ETCD_PORT), "tcp": ("c10d", DEFAULT_PORT)}
-_FORM = "write SCHEME://HOST[:PORT]/RUN_ID?min_workers=N&max_workers=M, SCHEME being etcd or tcp"
+_FORM = "write SCHEME://HOST[:PORT]/RUN_ID?min_workers=N&max_workers=M, where SCHEME is etcd or tcp"
 #: Scheme, endpoints, and the rest. Of several endpoints `urlsplit` makes what it likes.
 _PARTS = re.compile(r"(\w+)://([^/?#]*)(.*)", re.DOTALL)
 
@@ -37,7 +37,7 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousUrl:
-    """Where the workers of a job meet, and as how many."""
+    """The address of a rendezvous, and the number of workers."""
 
     #: `etcd` or `c10d`, the embedded rendezvous.
     backend: str
@@ -63,7 +63,7 @@ class RendezvousUrl:
 
 
 def parse(url: str) -> RendezvousUrl:
-    """What a URL says; whatever is wrong with it is a `ConfigError` of one sentence.
+    """Parse a URL; raise a `ConfigError` if it is invalid.
 
     >>> parse("etcd://localhost/job-1?min_workers=2").endpoint
     'localhost:2379'
@@ -89,13 +89,13 @@ def parse(url: str) -> RendezvousUrl:
 
 
 def _split(url: str) -> tuple[str, SplitResult]:
-    """The endpoints, and what is around them."""
+    """The endpoints, and the other parts of the URL."""
     match = _PARTS.fullmatch(url)
     if match is None or match[1] not in _SCHEMES:
-        raise ConfigError(f"'{url}' is no rendezvous: {_FORM}.")
+        raise ConfigError(f"'{url}' is not a rendezvous URL: {_FORM}.")
     parts = urlsplit(f"{match[1]}://host{match[3]}")
     if "@" in match[2] or parts.fragment:
-        raise ConfigError(f"'{url}' has a user or a fragment, which mean nothing here: {_FORM}.")
+        raise ConfigError(f"'{url}' has a user or a fragment, which are not supported: {_FORM}.")
     return match[2], parts
 
 
@@ -104,13 +104,13 @@ def _endpoint(url: str, text: str, default_port: int) -> str:
         endpoints = parse_endpoints(text, default_port)
         return ",".join(format_endpoint(host, port) for host, port in endpoints)
     except ConfigError:
-        raise ConfigError(f"'{url}' names no host to meet at: {_FORM}.") from None
+        raise ConfigError(f"'{url}' has no host: {_FORM}.") from None
 
 
 def _run_id(url: str, parts: SplitResult) -> str:
     run_id = unquote(parts.path.strip("/"))
     if not run_id:
-        raise ConfigError(f"'{url}' lacks the id of the job: {_FORM}.")
+        raise ConfigError(f"'{url}' has no job id: {_FORM}.")
     return run_id
 
 
@@ -119,24 +119,25 @@ def _parameters(url: str, parts: SplitResult) -> dict[str, str]:
     given: dict[str, str] = {}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
         if name not in known:
-            raise ConfigError(
-                f"'{name}' in '{url}' is no parameter of a rendezvous: it takes {', '.join(known)}."
-            )
+            raise ConfigError(f"Unknown parameter '{name}' in '{url}': use {', '.join(known)}.")
         if name in given:
-            raise ConfigError(f"'{name}' is there twice in '{url}': leave one out.")
+            raise ConfigError(f"'{name}' appears twice in '{url}': remove one.")
         given[name] = value
     return given
 
 
 def _workers(url: str, given: Mapping[str, str]) -> tuple[int, int]:
     if "min_workers" not in given:
-        raise ConfigError(f"'{url}' lacks min_workers, the fewest workers to go on with: {_FORM}.")
+        raise ConfigError(
+            f"'{url}' lacks min_workers, the smallest number of workers the job may continue "
+            f"with: {_FORM}."
+        )
     smallest = _number(url, "min_workers", given["min_workers"])
     largest = _number(url, "max_workers", given.get("max_workers", given["min_workers"]))
     if not 1 <= smallest <= largest:
         raise ConfigError(
-            f"min_workers={smallest}, max_workers={largest} in '{url}' is no range of workers: "
-            "1 <= min_workers <= max_workers must hold."
+            f"min_workers={smallest}, max_workers={largest} in '{url}' is not a valid range: "
+            "1 <= min_workers <= max_workers is required."
         )
     return smallest, largest
 
@@ -144,13 +145,13 @@ def _workers(url: str, given: Mapping[str, str]) -> tuple[int, int]:
 def _number(url: str, name: str, text: str) -> int:
     # Plain digits: int() would take `1_0`, and digits of other scripts.
     if not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"{name}='{text}' in '{url}' is no whole number.")
+        raise ConfigError(f"{name}='{text}' in '{url}' is not a whole number.")
     return int(text)
 
 
 def _quorum(url: str, given: Mapping[str, str]) -> Literal["majority", "none"]:
     if (value := given.get("quorum", "majority")) not in _QUORUMS:
-        raise ConfigError(f"quorum='{value}' in '{url}' is unknown: write majority or none.")
+        raise ConfigError(f"Unknown quorum='{value}' in '{url}': use majority or none.")
     return "none" if value == "none" else "majority"
 
 
@@ -163,6 +164,7 @@ def _time(url: str, given: Mapping[str, str], name: str) -> float | None:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
         raise ConfigError(
-            f"{name}='{given[name]}' in '{url}' is no time: write a number of seconds, 0 or more."
+            f"{name}='{given[name]}' in '{url}' is not a valid duration: write a number of "
+            "seconds, 0 or more."
         )
     return seconds

@@ -1,9 +1,9 @@
-"""What travels through the store: what a node says of itself, and the world the leader decided.
+"""The records in the store: a node's member record, and the world the leader decided.
 
 A world is stored in pieces, so that a change costs each node as much with thousands of nodes as
 with two: a *summary* of constant size at one key, and the list of nodes in *parts*. A node's place
-is in the part that its id hashes to; it fetches that one, and holds a `World` that lists the nodes
-of its part only, beside totals that speak of all. Whoever needs every node puts all parts together.
+is in the part that its id hashes to; the node fetches that part, and holds a `World` that lists
+only the nodes of its part, and totals for all. A reader that needs every node combines all parts.
 The summary changes with every phase, and is short; what lasts as long as the list is in the parts.
 """
 
@@ -39,8 +39,8 @@ T = TypeVar("T")
 
 
 class Base(NamedTuple):
-    """What a generation of scripts that keep their state has begun from: what older ones did beyond
-    that is void. Nodes outside its world learn it from the leader."""
+    """The version that a generation of scripts that keep their state began from: what older
+    generations did beyond it is void. Nodes outside its world learn it from the leader."""
 
     generation: int
     #: The version: the generation that wrote it, and its step.
@@ -54,7 +54,7 @@ class Base(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """What an agent says of its node. Only that agent writes it."""
+    """An agent's record of its node. Only that agent writes it."""
 
     node: str
     #: For people: host name, and a number where several agents share a host.
@@ -115,7 +115,7 @@ class Member:
     finished_after: int = -1
 
     def to_json(self) -> Json:
-        """All but what is at its default: a record is sent often, and little in it ever is not."""
+        """Everything that differs from its default: records are sent often, and few fields do."""
         made = {
             name: value
             for name, value in vars(self).items()
@@ -140,7 +140,7 @@ class Member:
 
 @cache
 def _defaults(cls: type) -> Json:
-    """The fields that are not sent when they say nothing."""
+    """The fields that are not sent at their default."""
     made: Json = {}
     for item in dataclasses.fields(cls):
         if item.default is not dataclasses.MISSING:
@@ -176,8 +176,8 @@ class WorldNode(NamedTuple):
 
     @classmethod
     def from_json(cls, data: Sequence[Any]) -> WorldNode:
-        """As JSON it is a list: every node is sent many of them, and names would be most of that.
-        A newer peer may say more than we understand, after the rest."""
+        """Read the JSON list: every node is sent many of them, and field names would be most of it.
+        A newer peer may append fields."""
         made = [*data[: len(cls._fields)]]
         made[_LOCAL_RANKS] = tuple(made[_LOCAL_RANKS])
         return cls(*made)
@@ -189,7 +189,7 @@ _by_rank = itemgetter(WorldNode._fields.index("node_rank"))
 
 
 class Candidate(NamedTuple):
-    """A node that may become the host of the embedded store, and where its agent is reached."""
+    """A node that may become the host of the embedded store, and the address of its agent."""
 
     node: str
     peer: str
@@ -197,10 +197,10 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The leader's last word: which generation, who is in it, and how it stands.
+    """The leader's decision: the generation, its nodes, and its phase.
 
-    `nodes` may be a part of them only; what is said of all is in `size`, `count` and `roles`. Made
-    for a list of nodes by `with_nodes`, which keeps the two together.
+    `nodes` may list only a part of them; `size`, `count` and `roles` are of all. Made for a list of
+    nodes by `with_nodes`, which keeps the two consistent.
     """
 
     generation: int
@@ -277,15 +277,15 @@ class World:
 
     @property
     def members(self) -> frozenset[str]:
-        """The nodes that this holder knows the places of."""
+        """The nodes whose places this holder knows."""
         return frozenset(self._by_node)
 
     def find(self, node: str) -> WorldNode | None:
-        """A node's place in full; None if it is no member."""
+        """A node's place; None if it is not a member."""
         return self._by_node.get(node)
 
     def place(self, node: str) -> int | None:
-        """The node rank of a node; None if it is no member."""
+        """The node rank of a node; None if it is not a member."""
         found = self._by_node.get(node)
         return None if found is None else found.node_rank
 
@@ -298,30 +298,32 @@ class World:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether its workers run, or are about to."""
+        """Return whether its workers run, or are about to."""
         return self.phase in ("agreeing", "running", "pausing")
 
     @property
     def has_ended(self) -> bool:
-        """Whether no worker of it may be left: it is over, or was, and the job waits for nodes.
+        """Return whether no worker of it may be left: it is over, or was, and the job waits for
+        nodes.
 
         The world in which a job begins to wait has no nodes, and the number of the first real one.
         """
         return self.phase == "over" or (self.phase == "waiting" and self.count > 0)
 
     def has_ended_for(self, node: str) -> bool:
-        """Whether the leader waits for a node to say that no worker of it is left there."""
+        """Return whether the leader waits for a node to report that no worker of it is left
+        there."""
         return self.has_ended and (self.phase == "over" or self.place(node) is not None)
 
     def steps_without(self, host: str) -> bool:
-        """Whether one node trains alone and its host does not: it needs nobody for a step, so the
-        host goes on without it only when its lease has ended. A refused connection proves nothing.
-        """
+        """Return whether one node trains alone and its host does not: it needs nobody for a step,
+        so the host continues without it only when its lease has ended. A refused connection proves
+        nothing."""
         return self.count == 1 and self.place(host) is None
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """The heirs, one by one."""
+        """The failover candidates, one by one."""
         return tuple(Candidate(*pair) for pair in self.heirs.items())
 
     def role_size(self, role: str) -> int:
@@ -331,15 +333,15 @@ class World:
     # --- another one -----------------------------------------------------------------------------
 
     def without(self, node: str) -> World:
-        """The world as a node has it that was given up, and has joined anew since it began."""
+        """The world as seen by a node that was dropped, and has rejoined since it began."""
         if self.place(node) is None or self.phase not in ("running", "pausing"):
             return self
-        reason = "this node was given up"
+        reason = "the rendezvous dropped this node"
         return replace(self, phase="over", after=None, ending="node-failure", reason=reason)
 
     def with_nodes(self, nodes: Iterable[WorldNode], handing_over: Iterable[str] = ()) -> World:
-        """The same world of these nodes, all of them; what is said of all is counted anew. The host
-        stays one of the heirs: it has a vote, in the world or not."""
+        """The same world with all these nodes; totals are counted anew. The host stays a failover
+        candidate: it has a vote, in the world or not."""
         nodes, handing_over = tuple(nodes), tuple(handing_over)
         host = {self.host: self.heirs[self.host]} if self.host in self.heirs else {}
         roles: dict[str, int] = {}
@@ -358,7 +360,7 @@ class World:
         )
 
     def in_parts(self, most: int) -> World:
-        """The same world in no more than so many parts, however large they are then."""
+        """The same world in at most this many parts, however large they become."""
         return replace(self, shards=min(self.shards, most))
 
     # --- as JSON ---------------------------------------------------------------------------------
@@ -373,8 +375,8 @@ class World:
         }
 
     def summary(self) -> Json:
-        """All but the list of nodes: what every node is sent in every phase, of a size that does
-        not grow with them. What is at its default is left out."""
+        """Everything but the list of nodes: sent to every node in every phase, with a size that
+        does not grow with them. Default values are left out."""
         made = {
             name: getattr(self, name)
             for name in _names(World)
@@ -408,7 +410,7 @@ class World:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> World:
-        """A world as `to_json` made it, or, without nodes, as `summary` did."""
+        """Read a world made by `to_json` or, without nodes, by `summary`."""
         made = _known(cls, data)
         for name in made.keys() & _FROM_JSON.keys():
             made[name] = _FROM_JSON[name](made[name])
@@ -416,9 +418,9 @@ class World:
 
     @classmethod
     def from_parts(cls, summary: Mapping[str, Any], parts: Iterable[Mapping[str, Any]]) -> World:
-        """The world that a summary tells of, with the nodes of these parts.
+        """The world of a summary, with the nodes of these parts.
 
-        Parts of another world, which a longer list has left behind, are passed over.
+        Parts of another world, left over from a longer list, are ignored.
         """
         world = cls.from_json(summary)
         return world.with_parts([part for part in parts if world.owns(part)])
@@ -443,17 +445,18 @@ class World:
         )
 
     def has_list_of(self, other: World) -> bool:
-        """Whether every node has the place that it has there: another phase of one generation."""
+        """Return whether every node has the same place there: another phase of the same
+        generation."""
         return (self.generation, self.digest) == (other.generation, other.digest)
 
     def owns(self, part: Mapping[str, Any]) -> bool:
-        """Whether a part is one of this world's list."""
+        """Return whether a part belongs to this world's list."""
         return (part["generation"], part["digest"]) == (self.generation, self.digest)
 
 
 def addresses_in(parts: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """The nodes of these parts, and where their agents are reached: of thousands of places no more
-    is made than somebody asks for."""
+    """The nodes of these parts, and the addresses of their agents: of thousands of places, only
+    what is needed is made."""
     return {place[_NODE]: place[_PEER] for part in parts for place in part["nodes"]}
 
 
@@ -486,7 +489,7 @@ def _spread(nodes: Sequence[WorldNode]) -> list[WorldNode]:
 
 
 def shards_for(count: int) -> int:
-    """In how many parts a list of so many nodes is stored: a power of two, 8 to 16 nodes in each.
+    """The number of parts for a list of this many nodes: a power of two, 8 to 16 nodes in each.
 
     >>> [shards_for(count) for count in (1, 16, 17, 32, 1024, 4096)]
     [1, 1, 2, 2, 64, 256]
@@ -508,7 +511,7 @@ def _key(index: int) -> str:
 
 
 def _digest(nodes: Sequence[WorldNode], handing_over: Sequence[str]) -> str:
-    """Tells one list of places from another; empty for an empty one."""
+    """A digest that identifies a list of places; empty for an empty one."""
     if not nodes and not handing_over:
         return ""
     lines = [f"{node.node} {node.first_rank} {node.local_ranks}" for node in nodes]
@@ -516,8 +519,8 @@ def _digest(nodes: Sequence[WorldNode], handing_over: Sequence[str]) -> str:
 
 
 def _made(cls: type[T], values: Json) -> T:
-    """As the constructor does, without setting each of the many fields of a record by itself:
-    thousands of them are read when a world changes."""
+    """Make a record like the constructor, without setting each of its many fields separately:
+    thousands are read when a world changes."""
     record: type = cls
     if missing := _required(record) - values.keys():
         raise TypeError(f"A {record.__name__} lacks {', '.join(sorted(missing))}.")
@@ -538,6 +541,6 @@ def _names(cls: type) -> dict[str, None]:
 
 
 def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of `data` that `cls` knows: a newer peer may say more than we understand."""
+    """The entries of `data` that `cls` knows: a newer peer may send more."""
     names = _names(cls)
     return {key: value for key, value in data.items() if key in names}

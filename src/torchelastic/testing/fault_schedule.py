@@ -40,7 +40,7 @@ class Fault(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """One job, and what happens to it."""
+    """One job, and the faults it meets."""
 
     seed: int
     #: Its workers call `torchelastic.train`.
@@ -81,7 +81,7 @@ KINDS = {
 
 
 def made_from(seed: int, faults: int = 10, machines: int | None = None) -> Schedule:
-    """The schedule of a seed."""
+    """Make the schedule of a seed."""
     chance = random.Random(seed)
     count = machines or chance.choice((2, 3, 3, 4, 4, 5, 5, 5))
     there = MACHINES[:count]
@@ -100,7 +100,8 @@ def made_from(seed: int, faults: int = 10, machines: int | None = None) -> Sched
 
 
 def _times(chance: random.Random, count: int) -> list[float]:
-    """Faults come one by one, or in bursts: what is rare happens within a lease of each other."""
+    """The times of faults: single, or in bursts, so that rare combinations happen within a
+    lease."""
     times: list[float] = []
     while len(times) < count:
         at = chance.uniform(FIRST_AT, LAST_AT)
@@ -140,7 +141,8 @@ def _between(chance: random.Random, at: float, kind: str, machines: str) -> Faul
 
 
 def shrunk(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
-    """A short schedule that still fails: without as many faults as may be, then fewer machines."""
+    """A short schedule that still fails: without as many faults as possible, then with fewer
+    machines."""
     size = max(len(schedule.faults) // 2, 1)
     while size:
         begin = 0

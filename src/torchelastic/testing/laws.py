@@ -1,16 +1,16 @@
 """The checker of the laws of a job, over a history of plain events. Pure.
 
-Whoever watches a job (a simulation, a chaos run, a soak) tells `Laws` what happens, in order of
+An observer of a job (a simulation, a chaos run, a soak) tells `Laws` what happens, in order of
 time, and reads `violations` after every event. The laws, by their numbers in the design:
 
     1  at most one world makes progress: once a world has made a step, no older one does
     2  generations only grow, on every node; no number is given twice
-    3  a step that all nodes of a world have finished is not done again while a copy of it is left
-    7  whoever ends says why, and a job that fails names one of its first failures
+    3  a step that all nodes of a world have finished is not repeated while a copy of it is left
+    7  an agent that ends says why, and a job that fails names one of its first failures
     8  when enough machines are up and can talk to each other, and a majority of the last electorate
        is among them, the job trains again within one lease plus one round
 
-It shares no rule with the product: what counts as a majority is said here once more.
+It shares no rule with the product: the meaning of a majority is defined here a second time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 
 class Electorate(NamedTuple):
-    """Nodes of which a strict majority must agree; of two, the host alone will do."""
+    """Nodes of which a strict majority must agree; of two, the host alone is enough."""
 
     nodes: frozenset[str]
     host: str = ""
@@ -48,7 +48,7 @@ class Up(NamedTuple):
 
 
 class Down(NamedTuple):
-    """An agent is gone, and its workers with it; nobody expects it back as the same node."""
+    """An agent is gone, and its workers with it; it is not expected back as the same node."""
 
     at: float
     node: str
@@ -67,14 +67,14 @@ class Thawed(NamedTuple):
 
 
 class Leaves(NamedTuple):
-    """A node was asked to leave: it trains no more, and agrees to what the others do."""
+    """A node was asked to leave: it no longer trains, and agrees to what the others do."""
 
     at: float
     node: str
 
 
 class Cut(NamedTuple):
-    """Nothing gets from one node to another any more; the way back is another event."""
+    """Nothing gets from one node to another any more; the other direction is another event."""
 
     at: float
     source: str
@@ -88,15 +88,15 @@ class Mended(NamedTuple):
 
 
 class Disturbed(NamedTuple):
-    """Something else happened that the job may need a lease and a round for: a worker was killed,
-    a node asked to leave."""
+    """Another event after which the job may need a lease and a round: a worker was killed, a node
+    was asked to leave."""
 
     at: float
     what: str
 
 
 class Formed(NamedTuple):
-    """A host has published a world of a number that it had not published before."""
+    """A host has published a world with a number that it had not published before."""
 
     at: float
     generation: int
@@ -110,7 +110,7 @@ class Formed(NamedTuple):
 
 
 class TookUp(NamedTuple):
-    """A node knows of a world; whoever tells of none is taken to mean that all know of all."""
+    """A node knows of a world; an observer that reports none means that all know of all."""
 
     at: float
     node: str
@@ -118,7 +118,7 @@ class TookUp(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """Only the nodes of this world have a say in what follows it."""
+    """Only the nodes of this world have a vote on what follows it."""
 
     at: float
     generation: int
@@ -173,7 +173,7 @@ class Ended(NamedTuple):
 
 
 class Closed(NamedTuple):
-    """The job has been closed. `blamed` is the node that is named for it, if one is."""
+    """The job was closed. `blamed` is the node that is named for it, if any."""
 
     at: float
     generation: int
@@ -215,7 +215,7 @@ class Violation(NamedTuple):
 
 @dataclass(kw_only=True)
 class Rules:
-    """What the job promises, as far as it depends on its settings."""
+    """The job's promises that depend on its settings."""
 
     min_nodes: int = 1
     #: Seconds in which a job that can go on must train again: one lease plus one round.
@@ -233,7 +233,7 @@ class Rules:
 
 @dataclass
 class _Known:
-    """Of one world."""
+    """The known facts about one world."""
 
     nodes: frozenset[str] = frozenset()
     host: str = ""
@@ -245,7 +245,7 @@ class _Known:
 
 
 class Laws:
-    """Takes the events of one job in order, and notes where they break a law."""
+    """Takes the events of one job in order, and records violations."""
 
     def __init__(self, rules: Rules | None = None) -> None:
         self._rules = rules or Rules()
@@ -293,7 +293,7 @@ class Laws:
 
     @property
     def last_step_at(self) -> float:
-        """When the last step was made; 0.0: none was."""
+        """The time of the last step; 0.0 if there was none."""
         return self._progress_at
 
     # --- laws 1, 2 and 3 -------------------------------------------------------------------------
@@ -341,7 +341,8 @@ class Laws:
         self._held[node] = max(self._held.get(node, -1), event.step - 1)
 
     def _holders(self, world: _Known, node: str) -> frozenset[str]:
-        """Who has what was finished last, and could hand it to the nodes of a world."""
+        """The nodes that have the last finished state, and could hand it to the nodes of a
+        world."""
         there = self._up - self._frozen if self._up else set(self._held)
         if world.present is not None:
             there &= world.present
@@ -413,7 +414,8 @@ class Laws:
     # --- law 8 -----------------------------------------------------------------------------------
 
     def _is_able(self) -> bool:
-        """Whether nodes that can all talk to each other, and to no other node, are enough."""
+        """Return whether nodes that can all talk to each other, and to no other node, are
+        enough."""
         if self._able is None:
             self._able = any(self._are_enough(group) for group in self._groups())
         return self._able
@@ -426,7 +428,8 @@ class Laws:
         )
 
     def _agrees(self, electorate: Electorate, group: frozenset[str]) -> bool:
-        """With those who leave, and can say so; but one of it must stay: nobody else could host."""
+        """Return whether an electorate agrees, counting leaving nodes that can say so; but one of
+        it must stay: nobody else could host."""
         leaving = {
             node
             for node in self._leaving - self._frozen
@@ -436,7 +439,7 @@ class Laws:
         return stay and electorate.agrees(group | leaving)
 
     def _electorates_for(self, group: frozenset[str]) -> Iterable[Electorate]:
-        """Who must agree by what these nodes know: of a world that only lost nodes know of, nobody
+        """The electorates that these nodes know of: for a world that only lost nodes know, nobody
         can be asked."""
         newest = self._latest
         if self._known:
@@ -446,7 +449,7 @@ class Laws:
         return self._world(newest).electorates
 
     def _groups(self) -> list[frozenset[str]]:
-        """The nodes that are there, those together of which one hears another."""
+        """The nodes that are up, grouped by who can reach whom."""
         left, groups = self._up - self._frozen - self._leaving, []
         while left:
             group, edge = set[str](), {left.pop()}
@@ -539,7 +542,7 @@ def _names(nodes: Iterable[str]) -> str:
 
 
 def check(events: Iterable[Event], rules: Rules | None = None) -> list[Violation]:
-    """What of a whole history breaks a law."""
+    """The violations in a whole history."""
     laws = Laws(rules)
     for event in events:
         laws.note(event)

@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def explained(schedule: Schedule, level: Level = Simulation) -> str:
-    """What a schedule breaks, and a short one that breaks the same law."""
+    """The violation of a schedule, and a short schedule that breaks the same law."""
 
     def broken(tried: Schedule) -> list[Violation]:
         return level(tried).run()[:1]
@@ -77,7 +77,7 @@ def explained(schedule: Schedule, level: Level = Simulation) -> str:
 
 
 def told(schedule: Schedule, level: Level = Simulation) -> str:
-    """What happens, event by event."""
+    """The events, one line each."""
     simulation = level(schedule)
     lines = [str(schedule), ""]
     note = simulation.laws.note

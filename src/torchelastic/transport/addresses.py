@@ -1,4 +1,5 @@
-"""Which agent hosts the store: the one whose machine the endpoint names, if the port is free."""
+"""Find the agent that hosts the store: the one whose machine the endpoint names, if the port is
+free."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 class Network(Protocol):
-    """What an agent asks of its machine."""
+    """The network functions of the machine that an agent uses."""
 
     def resolve(self, host: str) -> list[tuple[int, str]]:
         """The addresses of a name, each with its family; may wait for the name service."""
@@ -36,7 +37,8 @@ class Network(Protocol):
     def is_local(self, family: int, address: str) -> bool: ...
 
     def outward_address(self) -> str | None:
-        """What this machine sends from on its way out, or has at all where there is no way out."""
+        """The address this machine uses to reach others; any of its addresses if there is no
+        route."""
         ...
 
     def listen(self, family: int, address: str, port: int) -> socket.socket: ...
@@ -66,10 +68,10 @@ NETWORK: ContextVar[Network] = ContextVar("network", default=_KERNEL)
 
 @lru_cache(maxsize=64)  # an agent asks it of its endpoint with every connection
 def loopback_addresses(host: str) -> tuple[str, ...]:
-    """The addresses of a host that says by its name that it is this machine only; else none.
+    """The addresses of a host name that can only mean this machine; else none.
 
-    A machine's own name does not say that, even where /etc/hosts maps it to 127.0.1.1: on the
-    other machines it means an address they can reach.
+    A machine's own name does not count, even if /etc/hosts maps it to 127.0.1.1: on other machines
+    it means an address they can reach.
     """
     if host == "localhost" or host.endswith(".localhost"):
         return _LOOPBACK
@@ -80,7 +82,7 @@ def loopback_addresses(host: str) -> tuple[str, ...]:
 
 
 def is_address(host: str) -> bool:
-    """Whether it is an address and no name.
+    """Return whether this is an address, not a name.
 
     >>> is_address("10.0.0.1"), is_address("fe80::1%eth0"), is_address("node1")
     (True, True, False)
@@ -93,7 +95,8 @@ def is_address(host: str) -> bool:
 
 
 def is_own_endpoint(host: str, *, is_host: bool | None = None) -> bool:
-    """Whether an endpoint's name means this machine, unless `is_host` says so or the contrary.
+    """Return whether an endpoint's name means this machine, unless `is_host` says so or the
+    contrary.
 
     May wait for the name service.
     """
@@ -105,11 +108,11 @@ def is_own_endpoint(host: str, *, is_host: bool | None = None) -> bool:
 def bind_endpoint(
     host: str, port: int, *, is_host: bool | None = None
 ) -> list[socket.socket] | None:
-    """Listening sockets for the endpoint; None if another agent is to host the store.
+    """Listening sockets for the endpoint; None if another agent should host the store.
 
-    That is so when the name means another machine, means nothing yet, or the port is in use.
-    `is_host` answers instead of the look at the addresses (behind address translation, say).
-    May wait for the name service.
+    That is so if the name means another machine, does not resolve yet, or the port is in use.
+    `is_host` replaces the check of the addresses (behind address translation, for example). May
+    wait for the name service.
     """
     if not is_own_endpoint(host, is_host=is_host):
         return None
@@ -127,9 +130,9 @@ def bind_endpoint(
 
 
 def listen_beside(host: str, port: int, known: int = 0) -> list[socket.socket]:
-    """Listening sockets for an agent whose endpoint is another's: at the port where this node is
-    `known`, or at the same port, if it is free here, for then the address of any node is as good
-    as the endpoint's."""
+    """Listening sockets for an agent whose endpoint belongs to another: at the port where this node
+    is `known`, or at the same port if it is free here, because then the address of any node is as
+    good as the endpoint's."""
     loopback = loopback_addresses(host)
     for wanted in filter(None, (known, 0 if loopback else port)):
         try:
@@ -145,10 +148,10 @@ def _listen_at(loopback: Sequence[str], port: int) -> list[socket.socket]:
 
 
 def reachable_address(address: str, host: str) -> str:
-    """Where peers reach a node whose connection to the store has `address` at its end.
+    """The address where peers reach a node whose connection to the store has the local `address`.
 
-    A host that meets itself by its own name may have come over the loopback interface; what
-    it has towards the network is told then.
+    A host that connects to itself by its own name may use the loopback interface; then this is its
+    address on the network.
     """
     if loopback_addresses(host) or can_be_told(address):
         return address
@@ -162,10 +165,10 @@ def _outward_address() -> str | None:
 
 
 def _is_this_machine(host: str) -> bool:
-    """Whether all the addresses of a name are this machine's.
+    """Return whether all the addresses of a name are this machine's.
 
-    Any would not do: the name of a Kubernetes headless service has the addresses of all its
-    pods, and each of them would host a store of its own.
+    Any is not enough: the name of a Kubernetes headless service has the addresses of all its pods,
+    and each of them would host its own store.
     """
     try:
         found = NETWORK.get().resolve(host)
@@ -174,8 +177,8 @@ def _is_this_machine(host: str) -> bool:
     local = [NETWORK.get().is_local(family, address) for family, address in found]
     if any(local) and not all(local):
         log.warning(
-            "'%s' names this machine and others; this agent leaves hosting the rendezvous to "
-            "them. Use a name of one machine in --rdzv-endpoint.",
+            "'%s' resolves to this machine and others, so this agent does not host the "
+            "rendezvous. Use the name of one machine in --rdzv-endpoint.",
             host,
         )
     return all(local)
@@ -231,7 +234,7 @@ def _listen_on(addresses: Iterable[str], port: int) -> list[socket.socket]:
 
 
 def _listen_everywhere(port: int) -> socket.socket:
-    """A socket for every address of this machine, IPv4 and, where there is, IPv6."""
+    """A socket for every address of this machine, IPv4 and, if available, IPv6."""
     try:
         return NETWORK.get().listen(socket.AF_INET6, "::", port)
     except OSError as error:

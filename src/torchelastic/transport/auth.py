@@ -44,23 +44,23 @@ class Secret:
         key = key.strip()
         if not SHORTEST <= len(key) <= LONGEST:
             raise ConfigError(
-                f"A secret has {SHORTEST} to {LONGEST} bytes, not {len(key)}: make one with "
-                "openssl rand -hex 32."
+                f"A secret must have {SHORTEST} to {LONGEST} bytes, not {len(key)}: create one "
+                "with openssl rand -hex 32."
             )
         self._key = key
 
     def reveal(self) -> bytes:
-        """The bytes themselves, for a process of ours that is handed them."""
+        """The bytes themselves, for one of our own processes."""
         return self._key
 
     def proof(self, role: Role, hello: bytes, nonce: str) -> str:
-        """What `role` says to show that it has the secret: `hello` as sent, the server's nonce."""
+        """The proof that `role` has the secret, for `hello` as sent and the server's nonce."""
         said = hashlib.sha256(hello).hexdigest()
         message = f"torchelastic {role} {said} {nonce}"
         return hmac.new(self._key, message.encode(), hashlib.sha256).hexdigest()
 
     def proves(self, proof: str, role: Role, hello: bytes, nonce: str) -> bool:
-        """Whether that is the proof of `role`; how long it takes tells nothing."""
+        """Return whether this is the proof of `role`, in constant time."""
         # As bytes: `compare_digest` raises for text that is not ASCII, which a stranger may send.
         given = proof.encode(errors="replace")
         return hmac.compare_digest(given, self.proof(role, hello, nonce).encode())
@@ -69,15 +69,12 @@ class Secret:
         return "<Secret>"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("A secret is not pickled: hand it over by a descriptor.")
+        raise TypeError("A secret cannot be pickled: pass it through a file descriptor.")
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a node shows to the others and asks of them.
-
-    Nothing, as it is by itself: whoever reaches the port is let in, and all goes in the clear.
-    """
+    """The secret and the TLS contexts of a node."""
 
     secret: Secret | None = None
     #: TLS as who is called, and as who calls.
@@ -94,5 +91,5 @@ def new_nonce() -> str:
 
 
 def is_nonce(text: str) -> bool:
-    """Whether a peer's nonce is one of ours: as long, so that it can be one only by chance."""
+    """Return whether a peer's nonce has the form of ours."""
     return _NONCE.fullmatch(text) is not None

@@ -1,8 +1,8 @@
 """Dataclasses as JSON data, and back with every field checked against its declaration.
 
-What another process sends may be garbage. A field of the wrong type, or one that is missing, is a
-`ValueError` with one sentence; what to do about that is the caller's to know. A field that nobody
-here knows is left alone: a later release may say more.
+Another process may send garbage. A field that has the wrong type or is missing raises a
+`ValueError` with one sentence; the caller decides what to do. Unknown fields are ignored: a later
+release may send more.
 
 A field is declared as bool, int, float, str, None, `Count`, a `Literal`, `Mapping` (any object),
 `Sequence[T]`, `tuple[T, ...]`, `tuple[T, U]`, a dataclass, or a union of these.
@@ -39,14 +39,14 @@ _Reader = Callable[[Any], Any]
 
 
 class _Misfit(ValueError):
-    """A value is not what its declaration says; whoever knows its name says so."""
+    """A value does not match its declaration; the caller that knows its name reports it."""
 
 
 class Codec(Generic[M]):
     """The messages of one conversation. The `type` of each is its class's name in lower case."""
 
     def __init__(self, *kinds: type[M], prefix: str = "") -> None:
-        """`prefix` tells them from others on the same line."""
+        """`prefix` distinguishes them from other messages on the same connection."""
         self._kinds = {
             prefix + getattr(kind, "wire_name", kind.__name__.lower()): kind for kind in kinds
         }
@@ -57,14 +57,14 @@ class Codec(Generic[M]):
         return {"type": name, **dataclasses.asdict(cast(Any, message))}
 
     def from_json(self, data: Mapping[str, Any]) -> M | None:
-        """The message; None where its type is none of these, `ValueError` where a field is wrong.
+        """The message; None if its type is unknown, `ValueError` if a field is wrong.
 
         >>> @dataclasses.dataclass(frozen=True)
         ... class Ask:
         ...     generation: int
         >>> Codec(Ask).from_json({"type": "ask", "generation": "7"})
         Traceback (most recent call last):
-        ValueError: 'generation' of a message 'ask' is not what it should be: '7'.
+        ValueError: 'generation' of a message 'ask' has the wrong value: '7'.
         """
         name = str(data.get("type"))
         kind = self._kinds.get(name)
@@ -72,7 +72,7 @@ class Codec(Generic[M]):
 
 
 def read(cls: type[T], data: Mapping[str, Any], what: str) -> T:
-    """A dataclass of what JSON gave for its fields; `what` names it if that cannot be."""
+    """A dataclass from the JSON values of its fields; `what` names it in errors."""
     shape = _shape(cast(Any, cls))
     given = {}
     for name, reader in shape.readers.items():
@@ -81,7 +81,7 @@ def read(cls: type[T], data: Mapping[str, Any], what: str) -> T:
                 given[name] = reader(data[name])
             except _Misfit:
                 found = f"{data[name]!r:.80}"
-                sentence = f"'{name}' of {what} is not what it should be: {found}."
+                sentence = f"'{name}' of {what} has the wrong value: {found}."
                 raise ValueError(sentence) from None
         elif name in shape.required:
             raise ValueError(f"'{name}' of {what} is missing.")
@@ -95,7 +95,7 @@ class _Shape(NamedTuple):
 
 @cache
 def _shape(cls: type) -> _Shape:
-    """Found once for a class: it takes longer than to read a message."""
+    """Cached for a class: computing it takes longer than reading a message."""
     hints = get_type_hints(cls, include_extras=True)
     fields = dataclasses.fields(cls)
     required = [
@@ -128,7 +128,7 @@ def _reader(hint: Any) -> _Reader:
         return _list_of(_reader(args[0]), tuple)
     if origin is tuple:
         return _fixed([_reader(arg) for arg in args])
-    raise TypeError(f"A field cannot be declared as {hint}: it would be read unchecked.")
+    raise TypeError(f"A field cannot have the type {hint}: it would be read unchecked.")
 
 
 #: By the very type: a bool is an int to Python, and to nobody else.

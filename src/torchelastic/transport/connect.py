@@ -1,4 +1,4 @@
-"""Getting a connection to the store: try until its host is there, then greet."""
+"""Connect to the store: try until its host answers, then greet it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SAY_AFTER, SAY_EVERY, SAY_CHANGES = 5.0, 60.0, 5.0
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the store of a job is to be found."""
+    """The address of the store of a job."""
 
     host: str
     port: int
@@ -59,7 +59,7 @@ class Endpoint:
 
 
 class NoAnswer(Exception):
-    """Something took the connection and said nothing."""
+    """A server accepted the connection and did not answer."""
 
 
 class _Nowhere(Exception):
@@ -67,7 +67,7 @@ class _Nowhere(Exception):
 
 
 class _InVain(Exception):
-    """An attempt, and what went wrong at which place."""
+    """A failed attempt: the place and the error."""
 
     def __init__(self, place: Endpoint, problem: Exception) -> None:
         super().__init__(place, problem)
@@ -77,7 +77,7 @@ class _InVain(Exception):
 
 @dataclass
 class _Complaint:
-    """Says why nobody answers: after a while, then once in a while, and when it is another why."""
+    """Says why nobody answers: after a while, then periodically, and when the reason changes."""
 
     say: Callable[[str], None]
     #: When the next one is due, and when it is if there is something new to say.
@@ -91,7 +91,7 @@ class _Complaint:
             self.say(sentence)
 
 
-async def dial(
+async def connect_to_host(
     places: Sequence[Endpoint],
     lease: str | None,
     *,
@@ -103,13 +103,13 @@ async def dial(
     meanwhile: Callable[[], Awaitable[None]] | None = None,
     say: Callable[[str], None] = log.debug,
 ) -> tuple[Link, frames.Welcome, Endpoint]:
-    """A greeted connection, which takes up `lease` if it can; waits for the host to be there.
+    """Connect and greet, taking up `lease` if possible; wait for the host.
 
-    The host is looked for at all `places`, and must be of `term` at least. `again` says that there
-    was a connection already; after `refused` seconds of nothing but refused connections the time
-    is up as well. `meanwhile` is called after every attempt in vain, `say` once in a while with
-    what is in the way. Raises `RendezvousRefused` at once when the store refuses or something else
-    lives at the port, `RendezvousLost` when nobody is there until the time is up.
+    Tries all `places`; the host must have at least `term`. `again`: there was a connection before.
+    After `refused` seconds of nothing but refused connections the time is up too. `meanwhile` is
+    called after every failed attempt, `say` now and then with the obstacle. Raises
+    `RendezvousRefused` at once if the store refuses or another server has the port,
+    `RendezvousLost` if nobody answers in time.
     """
     deadline = clock.now() + timeout
     complaint = _Complaint(say, clock.now() + SAY_AFTER, clock.now() + SAY_AFTER)
@@ -139,8 +139,8 @@ def _verdict(
 ) -> RendezvousLost | RendezvousRefused:
     if again:
         return RendezvousLost(
-            f"The rendezvous at {endpoint} was lost and does not answer ({_words(vain.problem)}): "
-            "its host has ended, is frozen or cannot be reached."
+            f"Lost the rendezvous at {endpoint} ({_words(vain.problem)}): its host has exited, "
+            "is frozen or is unreachable."
         )
     why = obstacle(vain.place, vain.problem)
     if isinstance(vain.problem, NoAnswer):
@@ -149,7 +149,7 @@ def _verdict(
 
 
 def obstacle(place: Endpoint, problem: Exception) -> str:
-    """What keeps this node from its rendezvous, and what to do: a sentence for each kind."""
+    """Describe what keeps this node from its rendezvous, and what to do about it."""
     if isinstance(problem, socket.gaierror):
         return (
             f"The name '{place.host}' does not resolve on this node: check --rdzv-endpoint, DNS "
@@ -179,9 +179,9 @@ def _words(problem: Exception) -> str:
     if isinstance(problem, NoAnswer):
         return "no answer to our hello"
     if isinstance(problem, _Nowhere):
-        return "nobody hosts it"
+        return "no node hosts it"
     if isinstance(problem, socket.gaierror):
-        return "its name is not known"
+        return "host name not known"
     if isinstance(problem, asyncio.TimeoutError):
         return "no answer"
     if isinstance(problem, ConnectionRefusedError):
@@ -194,7 +194,7 @@ async def _follow(
 ) -> tuple[Link, frames.Welcome, Endpoint]:
     """Ask at the places, then wherever an agent says that the store is, each place once.
 
-    Raises `_InVain`, or `RendezvousRefused` where nothing but that is in the way.
+    Raises `_InVain`, or `RendezvousRefused` if that is the only obstacle.
     """
     vain: _InVain | None = None
     refusal: RendezvousRefused | None = None
@@ -202,7 +202,7 @@ async def _follow(
     while asking:
         place = asking.pop(0)
         try:
-            link, answer = await knock(place, lease=lease, term=term, timeout=timeout)
+            link, answer = await connect_once(place, lease=lease, term=term, timeout=timeout)
         except (OSError, asyncio.TimeoutError, NoAnswer) as error:
             vain = _InVain(place, error)
             continue
@@ -223,7 +223,7 @@ async def _follow(
     raise vain or refusal or _InVain(places[0], _Nowhere())
 
 
-async def knock(
+async def connect_once(
     endpoint: Endpoint,
     *,
     purpose: str = frames.STORE,
@@ -263,7 +263,9 @@ async def _connect(link: Link, endpoint: Endpoint) -> None:
             lambda: link, final, endpoint.port, happy_eyeballs_delay=stagger
         )
     except UnicodeError as error:
-        raise ConfigError(f"'{endpoint.host}' is no host name: correct --rdzv-endpoint.") from error
+        raise ConfigError(
+            f"'{endpoint.host}' is not a host name: correct --rdzv-endpoint."
+        ) from error
     except OSError as error:
         if is_refused_everywhere(error):
             raise ConnectionRefusedError(errno.ECONNREFUSED, str(error)) from error
@@ -271,8 +273,8 @@ async def _connect(link: Link, endpoint: Endpoint) -> None:
 
 
 def is_refused_everywhere(error: OSError) -> bool:
-    """Whether nobody listens at any address of a name. Of several, asyncio tells the errors in one
-    text; a list of them is to be had only from Python 3.12 on.
+    """Return whether nothing listens at any address of a name. For several, asyncio puts the errors
+    in one text; a list of them exists only from Python 3.12 on.
 
     >>> is_refused_everywhere(OSError("Multiple exceptions: [Errno 111] a, [Errno 113] b"))
     False
@@ -286,7 +288,7 @@ def is_refused_everywhere(error: OSError) -> bool:
 async def _greet(
     link: Link, endpoint: Endpoint, hello: frames.Hello, timeout: float
 ) -> frames.Welcome | frames.Elsewhere:
-    """Say hello; where the job has a secret, ask for proof that the other end has it, too."""
+    """Say hello; if the job has a secret, ask for proof that the other end has it too."""
     greeting = frames.pack(hello)
     link.send(greeting)
     answer = await _answer(link, endpoint, timeout)
@@ -300,34 +302,34 @@ async def _greet(
 
 
 def _prove(link: Link, endpoint: Endpoint, hello: bytes, challenge: frames.Message) -> None:
-    """See whether the other end has our secret, and only then show that we have it."""
+    """Check that the other end has our secret, and only then prove that we have it."""
     secret = endpoint.credentials.secret
     assert secret is not None
     if not isinstance(challenge, frames.Challenge):
         raise RendezvousRefused(
-            f"This node has a secret, the rendezvous at {endpoint} has none: give every node of "
-            "the job the same (--rdzv-secret-file or TORCHELASTIC_SECRET)."
+            f"This node has a secret, but the rendezvous at {endpoint} has none: give every node "
+            "of the job the same secret (--rdzv-secret-file or TORCHELASTIC_SECRET)."
         )
     known = is_nonce(challenge.nonce) and secret.proves(
         challenge.proof, "server", hello, challenge.nonce
     )
     if not known:
         raise RendezvousRefused(
-            f"The rendezvous at {endpoint} and this node have different secrets: give every node "
-            "of the job the same (--rdzv-secret-file or TORCHELASTIC_SECRET)."
+            f"The rendezvous at {endpoint} has a different secret: give every node of the job "
+            "the same secret (--rdzv-secret-file or TORCHELASTIC_SECRET)."
         )
     link.send(frames.Proof(secret.proof("client", hello, challenge.nonce)))
 
 
 async def _answer(link: Link, endpoint: Endpoint, timeout: float) -> frames.Message:
-    """What the other end says next, if it is not that we are refused."""
+    """The next message of the other end, unless it refuses us."""
     try:
         frame = await asyncio.wait_for(link.next_frame(), timeout)
         answer = frames.parse(frame, frames.ANSWERS_TO_HELLO)
     except TlsError as error:
         raise RendezvousRefused(
-            f"TLS with {endpoint} does not come about ({error}): give every node certificates of "
-            "one authority (--rdzv-tls-ca, --rdzv-tls-cert, --rdzv-tls-key), or none."
+            f"TLS handshake with {endpoint} failed ({error}): give every node a certificate from "
+            "the same CA (--rdzv-tls-ca, --rdzv-tls-cert, --rdzv-tls-key), or none."
         ) from error
     except WireError as error:
         raise RendezvousRefused(_no_rendezvous(endpoint)) from error
@@ -341,6 +343,6 @@ async def _answer(link: Link, endpoint: Endpoint, timeout: float) -> frames.Mess
 
 def _no_rendezvous(endpoint: Endpoint) -> str:
     return (
-        f"The port of {endpoint} is used by something that is not a torchelastic rendezvous: "
+        f"The port of {endpoint} is in use by something other than a torchelastic rendezvous: "
         "choose another port in --rdzv-endpoint."
     )

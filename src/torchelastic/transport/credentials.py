@@ -1,4 +1,4 @@
-"""Where the job's secret and the certificates of this node come from."""
+"""Load the job's secret and the certificates of this node."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VARIABLE = "TORCHELASTIC_SECRET"
 
 
 def load(config: LaunchConfig) -> Credentials:
-    """The credentials of this node; says what is unwise about them."""
+    """Load the credentials of this node, and warn about weaknesses."""
     shown = load_quietly(config)
     for doubt in doubts(config, shown.secret):
         log.warning("%s", doubt)
@@ -30,7 +30,7 @@ def load(config: LaunchConfig) -> Credentials:
 
 
 def load_quietly(config: LaunchConfig) -> Credentials:
-    """The same, without a word."""
+    """Load the credentials of this node without warnings."""
     secret = load_secret(config)
     if not config.rdzv_tls_cert:
         return Credentials(secret)
@@ -38,20 +38,23 @@ def load_quietly(config: LaunchConfig) -> Credentials:
 
 
 def doubts(config: LaunchConfig, secret: Secret | None) -> list[str]:
-    """What is unwise about a job's secret, a sentence each."""
+    """Warnings about a job's secret, a sentence each."""
     path = config.rdzv_secret_file
     if path and os.stat(path).st_mode & (stat.S_IROTH | stat.S_IWOTH):
-        return [f"Every user of this machine has access to the secret: chmod 600 {path}."]
+        return [
+            f"Every user of this machine can read or write the secret file: run chmod 600 {path}."
+        ]
     if secret is None and _is_open(config):
         return [
-            f"This job has no secret: whoever can reach {_danger(config)}. Give every node the "
-            f"same --rdzv-secret-file or {VARIABLE}."
+            f"This job has no secret: anyone who can reach {_danger(config)}. Give every node "
+            f"the same --rdzv-secret-file or {VARIABLE}."
         ]
     return []
 
 
 def load_secret(config: LaunchConfig) -> Secret | None:
-    """The job's secret: of the file if one is named, else of the environment; None: it has none."""
+    """The job's secret: from the file if one is named, else from the environment; None if it has
+    none."""
     if config.rdzv_secret_file:
         return read_secret(config.rdzv_secret_file, "--rdzv-secret-file")
     text = env.get(VARIABLE)
@@ -71,15 +74,15 @@ def read_secret(path: str, flag: str) -> Secret:
             return Secret(file.read(2 * LONGEST))
     except OSError as error:
         raise ConfigError(
-            f"{flag} {path} cannot be read ({error.strerror}): name a file that has the secret."
+            f"Cannot read {flag} {path} ({error.strerror}): name a file that contains the secret."
         ) from None
     except ConfigError as error:
         raise ConfigError(f"{flag} {path}: {error}") from None
 
 
 def _is_open(config: LaunchConfig) -> bool:
-    """Whether others than this machine can reach a port of ours: nodes that meet at etcd listen,
-    too, for each other."""
+    """Return whether other machines can reach a port of ours: nodes with etcd listen too, for each
+    other."""
     if not config.rdzv_endpoint:
         return False
     return not all(loopback_addresses(host) for host, _ in parse_endpoints(config.rdzv_endpoint))
@@ -87,14 +90,14 @@ def _is_open(config: LaunchConfig) -> bool:
 
 def _danger(config: LaunchConfig) -> str:
     if config.rdzv_backend in ETCD_BACKENDS:
-        return "the agents of its nodes can pass for one of them"
+        return "its agents can impersonate one of them"
     return f"{config.rdzv_endpoint} can join it and stop it"
 
 
 def _tls(config: LaunchConfig, *, server: bool) -> ssl.SSLContext:
-    """Mutual: both ends have a certificate of the authority, which is all that is asked of it.
+    """Mutual TLS: both ends need a certificate from the CA, and nothing else is checked.
 
-    Names are not compared: nodes call each other at addresses that no certificate foresees.
+    Host names are not checked: nodes use addresses that no certificate foresees.
     """
     import ssl
 
@@ -112,6 +115,6 @@ def _tls(config: LaunchConfig, *, server: bool) -> ssl.SSLContext:
     except (OSError, ssl.SSLError, ValueError) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"{flag} {path} cannot be used ({reason}): name PEM files, the key unencrypted."
+            f"Cannot use {flag} {path} ({reason}): name PEM files, with an unencrypted key."
         ) from None
     return context

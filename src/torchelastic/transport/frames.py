@@ -1,11 +1,11 @@
-"""What goes over a connection: frames of JSON, each message a checked dataclass. Never pickle.
+"""The messages on a connection: frames of JSON, each message a checked dataclass. Never pickle.
 
 A frame is a 4-byte big-endian length and that many bytes of UTF-8 JSON, an object whose `kind`
 names the message. The conversation:
 
     client                          server
     hello                      ->
-                               <-   challenge, where the job has a secret
+                               <-   challenge, if the job has a secret
     proof                      ->
                                <-   welcome; or refusal, elsewhere (then the connection ends)
     get, watch                 ->
@@ -15,10 +15,10 @@ names the message. The conversation:
     report                     ->
                                <-   no_lease, or nothing
     unwatch, bye               ->
-                               <-   changed (to who watches), lease_ended, refusal
+                               <-   changed (to watchers), lease_ended, refusal
 
-Requests may be sent without waiting for earlier answers; answers carry the request's id. They are
-done in the order in which they come: an answer tells that all that was said before was heard.
+Requests may be sent without waiting for earlier answers; answers carry the request's id. Requests
+are handled in order: an answer shows that all earlier requests were received.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _SHOWN = 20
 
 
 class Row(NamedTuple):
-    """One key as of one revision: its JSON text, or None where the change was its deletion."""
+    """One key at one revision: its JSON text, or None if the change deleted it."""
 
     key: str
     text: str | None
@@ -67,7 +67,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Something one end says to the other."""
+    """A message from one end to the other."""
 
     kind: ClassVar[str]
 
@@ -94,7 +94,7 @@ class Hello(Message):
 
 
 class OtherVersion(NamedTuple):
-    """Which version of the protocol a client speaks that does not speak ours."""
+    """The protocol version of a client that does not use ours."""
 
     version: str
 
@@ -121,7 +121,7 @@ class Put(Message):
     """Sets a key, and others beside it, all or none.
 
     With `expected`, only if the key's last change was at that revision; with `provided`, only if
-    another key is there that came into being at a revision.
+    another key exists that was created at a given revision.
     """
 
     kind = "put"
@@ -138,8 +138,8 @@ class Put(Message):
 
 @dataclass(frozen=True, slots=True)
 class Report(Message):
-    """Sets a key under this connection's lease. Answered only if there is none: thousands report at
-    once, and have more to do than to read that they were heard."""
+    """Sets a key under this connection's lease. Answered only if there is no lease: thousands
+    report at once, and need no confirmation."""
 
     kind = "report"
     id: int
@@ -149,9 +149,9 @@ class Report(Message):
 
 @dataclass(frozen=True, slots=True)
 class Watch(Message):
-    """Asks for the changes under a prefix after a revision: as `rows` first, then as `changed`.
+    """Asks for the changes under a prefix after a revision: first as `rows`, then as `changed`.
 
-    Without a revision the rows are what is there now.
+    Without a revision, the rows are the current ones.
     """
 
     kind = "watch"
@@ -170,7 +170,7 @@ class Unwatch(Message):
 
 @dataclass(frozen=True, slots=True)
 class OpenLease(Message):
-    """Opens a lease, ending the one this connection had. The client makes up the token."""
+    """Opens a lease, ending the one this connection had. The client chooses the token."""
 
     kind = "open_lease"
     id: int
@@ -188,7 +188,7 @@ class KeepAlive(Message):
 
 @dataclass(frozen=True, slots=True)
 class GiveUp(Message):
-    """Ends the lease a key is under, if that key, and `provided`, came into being then."""
+    """Ends the lease of a key, if that key, and `provided`, were created at these revisions."""
 
     kind = "give_up"
     id: int
@@ -209,7 +209,8 @@ class Bye(Message):
 
 @dataclass(frozen=True, slots=True)
 class Challenge(Message):
-    """The first answer to a hello where the job has a secret: the server has it, prove it too."""
+    """The first answer to a hello if the job has a secret: the server's proof, and a nonce for the
+    client's."""
 
     kind = "challenge"
     nonce: str
@@ -233,7 +234,7 @@ class Welcome(Message):
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere(Message):
-    """Where the store is, as far as an agent knows that does not host it."""
+    """The address of the store, as known to an agent that does not host it."""
 
     kind = "elsewhere"
     #: As `host:port`, the likeliest first; none while nobody hosts it.
@@ -243,7 +244,7 @@ class Elsewhere(Message):
 
 @dataclass(frozen=True, slots=True)
 class Refusal(Message):
-    """Why the server ends the connection, for people. Every version has this message."""
+    """The reason why the server ends the connection, for people. Every version has this message."""
 
     kind = "refusal"
     sentence: str
@@ -262,7 +263,7 @@ class Rows(Message):
 
 @dataclass(frozen=True, slots=True)
 class Done(Message):
-    """Answers `put` (the revision, None: `expected` was not so) and what asks for no revision."""
+    """Answers `put` (the revision, None if a condition failed) and requests without a revision."""
 
     kind = "done"
     id: int
@@ -271,7 +272,7 @@ class Done(Message):
 
 @dataclass(frozen=True, slots=True)
 class NoLease(Message):
-    """Answers what needed a lease: there is none, nothing was done."""
+    """Answers a request that needed a lease: there is none, and nothing was done."""
 
     kind = "no_lease"
     id: int
@@ -279,7 +280,7 @@ class NoLease(Message):
 
 @dataclass(frozen=True, slots=True)
 class Changed(Message):
-    """Tells who watches a prefix what changed under it."""
+    """Tells watchers of a prefix what changed under it."""
 
     kind = "changed"
     prefix: str
@@ -288,7 +289,7 @@ class Changed(Message):
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded(Message):
-    """Tells the holder of a lease that its time was up."""
+    """Tells the holder of a lease that it expired."""
 
     kind = "lease_ended"
     token: str
@@ -316,7 +317,7 @@ def by_kind(*classes: type[Message]) -> Kinds:
 
 
 def _reader(hint: Any) -> Reader:
-    """Found once for each field: thousands of messages are read in a second."""
+    """Cached for each field: thousands of messages are read in a second."""
     if hint in _READERS:
         return _READERS[hint]
     # By the very type: a bool is an int to Python, and to nobody else.
@@ -333,18 +334,18 @@ def _row(item: Any, what: str) -> Row:
     match item:
         case [str(key), str() | None as text, int(created), int(modified)]:
             return Row(key, text, created, modified)
-    raise WireError(f"{what} holds something that is no row.")
+    raise WireError(f"{what} contains something that is not a row.")
 
 
 def _list_of_texts(value: Any, what: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise WireError(f"{what} is not a list of texts.")
+        raise WireError(f"{what} is not a list of strings.")
     return value
 
 
 def _texts(value: Any, what: str) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise WireError(f"{what} is no object of texts.")
+        raise WireError(f"{what} is not an object of strings.")
     return value
 
 
@@ -354,7 +355,7 @@ def _key_and_revision(value: Any, what: str) -> tuple[str, int] | None:
             return None
         case [str(key), int(revision)]:
             return key, revision
-    raise WireError(f"{what} is no key with a revision.")
+    raise WireError(f"{what} is not a key with a revision.")
 
 
 _READERS: dict[Any, Reader] = {
@@ -400,8 +401,8 @@ def pack(message: Message) -> bytes:
 
 
 def pack_rows(id: int, revision: int, rows: Sequence[Row], last: bool) -> bytes:
-    """A `rows` message. Those who may be the next host ask for the same long list all at once: it
-    is written once for them."""
+    """A `rows` message, packed once: the possible next hosts ask for the same long list at the same
+    time."""
     head = f'{{"kind":"{Rows.kind}","id":{id},"revision":{revision},"last":{_encode(last)}'
     return _frame(f'{head},"rows":{_text_of(tuple(rows))}}}')
 
@@ -412,7 +413,7 @@ def _text_of(rows: tuple[Row, ...]) -> str:
 
 
 def pack_before(message: Message, rest: bytes) -> bytes:
-    """A message and, behind the end of its line, bytes that are the receiver's to read."""
+    """A message and, after the end of its line, raw bytes for the receiver."""
     return _frame(payload_of(pack(message)) + b"\n" + rest)
 
 
@@ -420,14 +421,13 @@ def _frame(content: str | bytes) -> bytes:
     payload = content.encode() if isinstance(content, str) else content
     if len(payload) > FRAME_LIMIT:
         raise WireError(
-            f"A message of {len(payload)} bytes is too large for the rendezvous, which takes "
-            f"{FRAME_LIMIT}."
+            f"A message of {len(payload)} bytes is too large: the limit is {FRAME_LIMIT}."
         )
     return _LENGTH.pack(len(payload)) + payload
 
 
 def payload_of(frame: bytes) -> bytes:
-    """What a frame that was packed holds."""
+    """The payload of a packed frame."""
     return frame[_LENGTH.size :]
 
 
@@ -447,15 +447,15 @@ def batches(rows: Iterable[Row], limit: int = FRAME_LIMIT // 2) -> list[list[Row
 
 
 def encode_value(key: str, value: Mapping[str, Any]) -> str:
-    """A value as the text that is stored, refused here if no frame could carry it."""
+    """A value as stored text; refused here if it does not fit in a frame."""
     text = _encode_finite(value)
     if not key or len(key) > KEY_LIMIT:
-        raise WireError(f"A key has 1 to {KEY_LIMIT} characters, not {len(key)}.")
+        raise WireError(f"A key must have 1 to {KEY_LIMIT} characters, not {len(key)}.")
     # In a message its quotes are escaped: at most it doubles, which is not worth a look at most.
     size = 2 * len(text) if 2 * len(text) < FRAME_LIMIT - ROOM else len(_encode(text))
     if size > FRAME_LIMIT - ROOM:
         raise WireError(
-            f"The value of '{key}' takes {size} bytes; the rendezvous takes {FRAME_LIMIT - ROOM}."
+            f"The value of '{key}' has {size} bytes: the limit is {FRAME_LIMIT - ROOM}."
         )
     return text
 
@@ -473,18 +473,19 @@ class Unpacker:
 
     @property
     def is_amid(self) -> bool:
-        """Whether part of a frame has come."""
+        """Return whether part of a frame has arrived."""
         return bool(self._buffer)
 
     def feed(self, data: bytes) -> Iterable[bytes]:
-        """Take in more bytes; gives the payloads they complete."""
+        """Add bytes; return the payloads they complete."""
         if not self._buffer and (payload := self._whole(data)) is not None:
             return (payload,)
         self._buffer += data
         return iter(self._next, None)
 
     def _whole(self, data: bytes) -> bytes | None:
-        """The payload of bytes that are one frame, as nearly always when few are on their way."""
+        """The payload of bytes that are exactly one frame, as is usual when few are on their
+        way."""
         if len(data) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(data)
@@ -498,7 +499,7 @@ class Unpacker:
         (length,) = _LENGTH.unpack_from(self._buffer)
         if length > self.limit:
             # Before it is waited for: text of another protocol reads as a length of gigabytes.
-            raise WireError(f"A frame of {length} bytes is announced; {self.limit} is the limit.")
+            raise WireError(f"A frame of {length} bytes exceeds the limit of {self.limit}.")
         end = _LENGTH.size + length
         if len(self._buffer) < end:
             return None
@@ -514,18 +515,18 @@ def _load(payload: bytes | str, what: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise WireError(f"{what} is not JSON: {error}.") from error
     if end != len(text):
-        raise WireError(f"{what} is JSON with something behind it.")
+        raise WireError(f"{what} has trailing data after its JSON.")
     if not isinstance(content, dict):
         raise WireError(f"{what} is JSON, but not an object.")
     return content
 
 
 def parse(payload: bytes, kinds: Kinds) -> Message:
-    """The message a frame holds, if it is one of these kinds and its fields are as declared."""
+    """The message in a frame, if it is of these kinds and its fields are valid."""
     content = _load(payload, "A frame")
     cls = kinds.get(str(content.pop("kind", None)))
     if cls is None:
-        raise WireError(f"A frame is none of: {', '.join(kinds)}.")
+        raise WireError(f"A frame is not one of: {', '.join(kinds)}.")
     return _message(cls, content)
 
 
@@ -539,22 +540,22 @@ def _message(cls: type[M], content: Mapping[str, Any]) -> M:
             value = reader(value, f"'{name}' of a '{cls.kind}' message")
         elif type(value) not in reader:
             found = type(value).__name__
-            raise WireError(f"'{name}' of a '{cls.kind}' message is of the wrong type: {found}.")
+            raise WireError(f"'{name}' of a '{cls.kind}' message has the wrong type: {found}.")
         made.append(value)
     # Fields nobody here knows are left alone: a later release of this version may say more.
     return cls(*made)
 
 
 def parse_hello(payload: bytes) -> Hello | OtherVersion:
-    """The hello of a client, or the other version of the protocol that it speaks."""
+    """The hello of a client, or its other version of the protocol."""
     content = _load(payload, "A frame")
     if content.get("kind") != Hello.kind or content.get("protocol") != PROTOCOL:
-        raise WireError(f"The first frame of a connection is no hello of {PROTOCOL}.")
+        raise WireError(f"The first frame of a connection is not a hello of {PROTOCOL}.")
     if content.get("version") != VERSION:
         return OtherVersion(str(content.get("version"))[:_SHOWN])
     return _message(Hello, content)
 
 
 def decode_value(text: str) -> dict[str, Any]:
-    """A stored text as the value it stands for."""
+    """The value of a stored text."""
     return _load(text, "A value")

@@ -1,6 +1,6 @@
-"""The little of HTTP/1.1 that is spoken here: requests in, answers out. Pure.
+"""A minimal HTTP/1.1: requests in, answers out. Pure.
 
-Read-only, one answer per connection: no bodies are taken, and nothing is kept open but a stream.
+Read-only, one answer per connection: request bodies are not read, and only streams are kept open.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for; the names of its fields in small letters."""
+    """A request; the names of its fields are in lower case."""
 
     method: str
     path: str
@@ -36,12 +36,12 @@ class Request:
     fields: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, name: str) -> str:
-        """Empty where it is not there."""
+        """The value of a field; empty if it is missing."""
         return self.fields.get(name, "")
 
 
 def parse(head: bytes) -> Request | None:
-    """What is asked for; None where it makes no sense."""
+    """Parse a request; None if it is invalid."""
     first, *lines = head.decode("latin-1").split("\r\n")
     words = first.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
@@ -57,21 +57,21 @@ def parse(head: bytes) -> Request | None:
 
 
 def bears(authorization: str, token: bytes) -> bool:
-    """Whether it is `Bearer` and the token; how long that takes tells nothing of it."""
+    """Return whether this is `Bearer` and the token, in constant time."""
     scheme, _, given = authorization.partition(" ")
     return scheme.lower() == "bearer" and same(given.strip(), token)
 
 
 def same(given: str, secret: bytes) -> bool:
-    """Whether a stranger has said the secret; how long that takes tells nothing of it."""
+    """Return whether two secrets are equal, in constant time."""
     return hmac.compare_digest(given.encode("latin-1", errors="replace"), secret)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a `Host` field names this machine by an address or name that nobody else can have.
+    """Return whether a `Host` field names this machine by a loopback address or name.
 
-    A stranger's web page, in a browser of this machine, may come by a name of its own that leads to
-    127.0.0.1: who asks for no token has to ask for this.
+    A foreign web page, in a browser on this machine, may use its own name that resolves to
+    127.0.0.1: a server without a token has to check this.
 
     >>> is_loopback("127.0.0.1:8080"), is_loopback("[::1]"), is_loopback("evil.example:8080")
     (True, True, False)

@@ -1,4 +1,4 @@
-"""The sockets of what speaks HTTP here."""
+"""Sockets of the HTTP servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRY_AGAIN = 1.0
 
 
 async def listen(address: str, port: int, backlog: int) -> socket.socket:
-    """A socket that listens there. Raises `OSError` where that cannot be."""
+    """A socket that listens there. Raises `OSError` if that is not possible."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     family, _, _, _, place = found[0]
@@ -33,20 +33,20 @@ async def listen(address: str, port: int, backlog: int) -> socket.socket:
 
 
 async def accepted(listener: socket.socket) -> AsyncIterator[socket.socket]:
-    """Those who come, one after the other."""
+    """Accepted connections, one after the other."""
     loop = asyncio.get_running_loop()
     while True:
         try:
             connection, _ = await loop.sock_accept(listener)
         except OSError as error:
-            logger.debug("nobody can be taken: %s", error)
+            logger.debug("cannot accept a connection: %s", error)
             await asyncio.sleep(TRY_AGAIN)
             continue
         yield connection
 
 
 async def receive_head(connection: socket.socket) -> bytes | None:
-    """A request without its end, or as much of it as is taken; None: there will be none."""
+    """The head of a request, or as much of it as is read; None if the connection ends first."""
     loop = asyncio.get_running_loop()
     head = bytearray()
     while _END not in head and len(head) < LONGEST:

@@ -1,4 +1,4 @@
-"""Which addresses this machine has, and on which network interface each is."""
+"""The addresses of this machine, and the network interface of each."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Placed:
 
 
 def placed_addresses() -> list[Placed]:
-    """The addresses of this machine, in the kernel's order; none where it may not be asked."""
+    """The addresses of this machine, in the kernel's order; none if it cannot be asked."""
     try:
         return [found for answer in _answers() for found in _parse(answer)]
     except OSError as error:
         # Some sandboxes have no netlink. What follows from this list can be set by hand.
-        log.debug("The addresses of this machine are not known: %s.", error)
+        log.debug("Cannot list the addresses of this machine: %s.", error)
         return []
 
 
@@ -58,13 +58,13 @@ def interface_of(address: str) -> str | None:
 
 
 def can_be_told(address: str) -> bool:
-    """Whether an address means this machine to others as well."""
+    """Return whether other machines can use an address to reach this one."""
     found = ipaddress.ip_address(address.partition("%")[0])
     return not (found.is_loopback or found.is_link_local or found.is_unspecified)
 
 
 def _answers() -> Iterator[bytes]:
-    """What the kernel says of each address."""
+    """The kernel's answers about each address."""
     body = _ADDRESS_MESSAGE.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
     head = _HEADER.pack(_HEADER.size + len(body), _RTM_GETADDR, _REQUEST_ALL, 1, 0)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
@@ -76,7 +76,7 @@ def _answers() -> Iterator[bytes]:
                 elif kind == _END:
                     return
                 else:
-                    raise OSError(f"the kernel answers with {kind}")
+                    raise OSError(f"the kernel answered with {kind}")
 
 
 def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:

@@ -1,7 +1,7 @@
-"""Who waits at the door: not too many in all, not too many from one place. Pure.
+"""Limits on connections that are not admitted yet: in total, and from one source. Pure.
 
-Strangers can open connections faster than they can be looked at. Beyond the limits the one that
-has waited longest goes: a client of ours says its hello at once and does not wait.
+Strangers can open connections faster than they can be checked. Beyond the limits, the oldest is
+dropped: a client of ours says its hello at once and does not wait.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AdmissionLimits(Generic[T]):
         return visitor in self._sources
 
     def enter(self, visitor: T, source: str) -> T | None:
-        """Take a guest in; returns one who has to go for it, and is gone from here already."""
+        """Add a visitor; return one that must go for it, already removed here."""
         self._sources[visitor] = source
         of_source = self._visitors.setdefault(source, {})
         of_source[visitor] = None
@@ -49,7 +49,7 @@ class AdmissionLimits(Generic[T]):
         return oldest
 
     def leave(self, visitor: T) -> None:
-        """A guest is admitted, or gone; nothing happens if it was already."""
+        """Remove a visitor that is admitted or gone; nothing happens if it already was."""
         source = self._sources.pop(visitor, None)
         if source is None:
             return
@@ -59,7 +59,8 @@ class AdmissionLimits(Generic[T]):
 
 
 class Told:
-    """What was logged of whom, so that it is logged once; forgets who was not seen for long."""
+    """Remembers what was logged about which source, so that it is logged once; forgets old
+    sources."""
 
     def __init__(self, most: int = REMEMBERED) -> None:
         self._most = most
@@ -75,7 +76,8 @@ class Told:
 
 
 def source_of(address: str) -> str:
-    """Whom an address belongs to. With IPv6 one machine has a whole network of them.
+    """The source that an address belongs to. With IPv6 one machine has a whole network of
+    addresses.
 
     >>> source_of("10.0.0.1"), source_of("::ffff:10.0.0.1"), source_of("2001:db8::5:6:7:8%eth0")
     ('10.0.0.1', '10.0.0.1', '2001:db8::/64')

@@ -25,14 +25,14 @@ _SOCKET_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, PEER_TIMEOUT * 1000),
 )
 _OTHER_KIND = (
-    "Nodes with TLS and nodes without do not meet: give every node --rdzv-tls-cert, --rdzv-tls-key "
-    "and --rdzv-tls-ca, or none."
+    "Some nodes use TLS and some do not: give every node --rdzv-tls-cert, --rdzv-tls-key and "
+    "--rdzv-tls-ca, or none."
 )
 
 
 class _Desk(threading.local):
-    """Where a thread's loop puts what it receives, to be taken away in the same callback: room for
-    each of thousands of connections, or anew for every frame, would cost more than the frames."""
+    """The receive buffer of a thread's loop, emptied in the same callback: a buffer for each of
+    thousands of connections, or for every frame, would cost more than the frames."""
 
     def __init__(self) -> None:
         self.room = bytearray(64 * 1024)
@@ -42,7 +42,7 @@ _desk = _Desk()
 
 
 class Link(asyncio.BufferedProtocol):
-    """Whole frames in and out; `ended` tells that it is over, and why. Made in a running loop."""
+    """Whole frames in and out; `ended` says that it is over, and why. Made in a running loop."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class Link(asyncio.BufferedProtocol):
         made: Callable[[Link], None] | None = None,
         foreign: Callable[[Link, bytes], bool] | None = None,
     ) -> None:
-        """`limit` is the most bytes of a frame; `made` is told when there is a connection.
-        `foreign` sees the first bytes, and says whether it has taken the connection for itself."""
+        """`limit` is the largest frame in bytes; `made` is called when there is a connection.
+        `foreign` sees the first bytes, and returns whether it has taken over the connection."""
         #: Done when the connection is over; the result is the error that ended it, if any.
         self.ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         self.local_addr = ""
@@ -76,13 +76,13 @@ class Link(asyncio.BufferedProtocol):
     # What the owner calls
 
     def admit(self) -> None:
-        """The peer is one of ours: its frames may be as large as any."""
+        """Allow frames of any size: the peer is one of ours."""
         self._unpacker.limit = FRAME_LIMIT
 
     def deliver_to(self, handler: Callable[[bytes], None]) -> None:
-        """Hand every frame to `handler`, beginning with those already here.
+        """Pass every frame to `handler`, beginning with those already here.
 
-        A `WireError` that it raises ends the connection.
+        If it raises `WireError`, the connection ends.
         """
         self._handler = handler
         self._resume()
@@ -93,10 +93,10 @@ class Link(asyncio.BufferedProtocol):
             self.abort(error)
 
     def keep_frames(self) -> None:
-        """Hand frames to nobody until somebody wants them.
+        """Keep frames until they are asked for.
 
-        Nothing is read meanwhile once one has come, so that no peer can fill the memory; nor is
-        the end of the connection noticed then.
+        Once one has come, nothing more is read, so that no peer can fill the memory; the end of the
+        connection is not noticed then either.
         """
         self._handler = None
 
@@ -107,7 +107,7 @@ class Link(asyncio.BufferedProtocol):
             self._transport.set_write_buffer_limits(high=backlog)
 
     def next_frame(self) -> asyncio.Future[bytes]:
-        """The next frame, for the greeting, or what ended the connection instead of it."""
+        """The next frame, for the greeting, or the error that ended the connection."""
         wanted: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         # Who gives up waiting does not want asyncio to print what became of it.
         wanted.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -121,7 +121,7 @@ class Link(asyncio.BufferedProtocol):
         return wanted
 
     def send(self, message: Message | bytes) -> None:
-        """Send a message, or a frame packed before; nothing happens if the connection is over."""
+        """Send a message, or a packed frame; nothing happens if the connection is over."""
         if self._transport is None or self._transport.is_closing():
             return
         frame = message if isinstance(message, bytes) else pack(message)
@@ -146,14 +146,14 @@ class Link(asyncio.BufferedProtocol):
             self.ended.set_result(self._error)
 
     def detach(self) -> tuple[socket.socket, TlsPipe | None]:
-        """Take the connection itself, for what is no frames; the link is over then.
+        """Take the socket, for a protocol other than frames; the link is over then.
 
-        `WireError` if bytes are on their way in it: they would be lost, or come twice.
+        Raises `WireError` if bytes are in transit: they would be lost, or come twice.
         """
         if self._transport is None or self._transport.is_closing():
-            raise WireError("The connection is over.")
+            raise WireError("The connection is closed.")
         if self._early or self._unpacker.is_amid or self._transport.get_write_buffer_size():
-            raise WireError("The peer speaks before it is asked, or does not listen.")
+            raise WireError("The peer sends before it is asked, or does not read.")
         taken: socket.socket = self._transport.get_extra_info("socket").dup()
         # Closes asyncio's own descriptor, not the connection: another one is open.
         self._transport.abort()
@@ -210,9 +210,11 @@ class Link(asyncio.BufferedProtocol):
             self.abort(error)
 
     def _part_from_the_other_kind(self) -> None:
-        """One end speaks TLS, the other does not. Both can tell, in their own way, from this."""
+        """End a connection where only one end uses TLS, in a way that both ends understand."""
         assert self._transport is not None
-        self._error = TlsError("it speaks TLS" if self._tls is None else "it speaks no TLS")
+        self._error = TlsError(
+            "the peer uses TLS" if self._tls is None else "the peer does not use TLS"
+        )
         self._transport.write(pack(Refusal(_OTHER_KIND)))
         self.close()
 
@@ -240,9 +242,9 @@ class Link(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def pause_writing(self) -> None:
-        """The peer reads slower than we write: rather lose it than our memory or our time."""
+        """Drop a peer that reads slower than we write, rather than lose memory or time."""
         if self._backlog is not None:
-            self.abort(ConnectionError("it does not read what it is sent"))
+            self.abort(ConnectionError("the peer does not read what it is sent"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         error = self._error or exc

@@ -1,11 +1,12 @@
-"""An agent's one port: whoever comes is greeted here, and handed on if the job is theirs.
+"""An agent's listener: its one port, where connections are authenticated and passed to their
+handlers.
 
-A connection is a guest until it has said which version it speaks and which job it means, and has
-proved that it has the job's secret, where there is one. Then it belongs to the handler of the
-purpose its hello names. Everything is done in the callback that brought the frame.
+A connection is a visitor until it has named its protocol version and its job, and has proved that
+it has the job's secret, if there is one. Then it belongs to the handler of the purpose in its
+hello. Everything is done in the callback that delivers the frame.
 
-A guest is nobody: it has little time, little memory and little room, and a connection that was
-admitted never suffers for it. What strangers do is logged once for each place they come from.
+A visitor is untrusted: it gets little time, memory and room, and admitted connections never suffer
+from it. Rejections are logged once for each source and reason.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class _Visitor:
 
 
 class Listener:
-    """Listens for the connections of one job (of any, if it is None) and hands them to who serves
-    their purpose."""
+    """Listens for the connections of one job (of any, if it is None) and passes them to the
+    handlers of their purposes."""
 
     def __init__(
         self,
@@ -69,9 +70,9 @@ class Listener:
         secret: Secret | None = None,
         tls: ssl.SSLContext | None = None,
         patience: float = PATIENCE,
-        most_guests: int | None = None,
+        most_visitors: int | None = None,
     ) -> None:
-        """`patience` is how many seconds a guest has to be admitted."""
+        """`patience`: seconds until a visitor must be admitted."""
         self._job = job
         self._secret = secret
         self._tls = tls
@@ -81,15 +82,15 @@ class Listener:
         self._store_of_workers: Callable[[], str] | None = None
         self._passed_on: set[asyncio.Task[None]] = set()
         self._listeners: list[asyncio.Server] = []
-        most = most_guests or _most_guests()
+        most = most_visitors or _most_visitors()
         self._visitors: AdmissionLimits[_Visitor] = AdmissionLimits(most, most // 2)
         self._told = Told()
         self._closing = False
         self.port = 0
 
     @property
-    def guests(self) -> int:
-        """How many connections are not admitted yet."""
+    def visitors(self) -> int:
+        """The number of connections that are not admitted yet."""
         return len(self._visitors)
 
     @property
@@ -97,7 +98,7 @@ class Listener:
         return self._closing
 
     def serve(self, purpose: str, handler: Handler) -> None:
-        """Hand the connections of this purpose to `handler` from now on."""
+        """Pass the connections of this purpose to `handler` from now on."""
         self._handlers[purpose] = handler
 
     def pass_workers_on(self, where: Callable[[], str]) -> None:
@@ -105,7 +106,7 @@ class Listener:
         self._store_of_workers = where
 
     async def listen(self, sockets: Sequence[socket.socket]) -> int:
-        """Receive on the sockets `bind_endpoint` gave; returns the port."""
+        """Accept on the sockets of `bind_endpoint`; return the port."""
         loop = asyncio.get_running_loop()
         for sock in sockets:
             # As many are accepted at a time: between them, those before say who they are.
@@ -117,7 +118,7 @@ class Listener:
         return self.port
 
     async def close(self) -> None:
-        """Receive nobody any more. What was handed on stays with its handler."""
+        """Stop listening. Connections that were passed on stay with their handlers."""
         self._closing = True
         for listener in self._listeners:
             listener.close()
@@ -125,7 +126,7 @@ class Listener:
             task.cancel()
         ends = [visitor.link.ended for visitor in self._visitors]
         for visitor in self._visitors:
-            visitor.refuse("This agent has ended.")
+            visitor.refuse("This agent has exited.")
         if ends:
             await asyncio.wait(ends, timeout=CLOSING_PATIENCE)
         for visitor in self._visitors:
@@ -141,7 +142,7 @@ class Listener:
         return Link(tls=tls, limit=frames.GREETING_LIMIT, made=made, foreign=foreign)
 
     def _is_worker(self, link: Link, first: bytes) -> bool:
-        """Whether it is a client of torch's store, which is passed on then."""
+        """Return whether this is a client of torch's store, which is then passed on."""
         if self._store_of_workers is None or not first.startswith(TORCH_STORE):
             return False
         address = self._store_of_workers()
@@ -161,11 +162,11 @@ class Listener:
         link.deliver_to(partial(self._greet, visitor))
         displaced = self._visitors.enter(visitor, visitor.source)
         if displaced is not None:
-            self._tell(displaced, "opens more connections than are looked at")
+            self._tell(displaced, "too many connections without a hello")
             displaced.link.abort()
 
     def _tired_of(self, link: Link) -> None:
-        link.abort(WireError("it has not said who it is"))
+        link.abort(WireError("no hello in time"))
 
     def _gone(self, visitor: _Visitor, ended: asyncio.Future[Exception | None]) -> None:
         visitor.time_is_up.cancel()
@@ -175,12 +176,12 @@ class Listener:
         # Whoever just looks whether the port is open, as load balancers do, is not worth a line.
         if isinstance(ended.result(), WireError) and not self._closing:
             tls = isinstance(ended.result(), TlsError)
-            self._tell(visitor, "has no TLS that is ours" if tls else "does not speak as a node")
+            self._tell(visitor, "TLS handshake failed" if tls else "not a torchelastic node")
 
     def _tell(self, visitor: _Visitor, what: str) -> None:
         if self._told.first_time(visitor.source, what):
             log.warning(
-                "Somebody at %s %s: sent away, as all that follow. This is logged once.",
+                "Rejected a connection from %s: %s. Further ones for this reason are not logged.",
                 visitor.source,
                 what,
             )
@@ -192,28 +193,29 @@ class Listener:
     # Greeting
 
     def _greet(self, visitor: _Visitor, payload: bytes) -> None:
-        """The first frame. What raises here is no client of ours: its connection just ends."""
+        """Check the first frame. If this raises, the client is not ours and its connection just
+        ends."""
         hello = frames.parse_hello(payload)
         if isinstance(hello, frames.OtherVersion):
             self._refuse(
                 visitor,
-                "speaks another version of the protocol",
-                f"This node speaks version {hello.version} of the rendezvous protocol, the job "
-                f"version {frames.VERSION}: install the same torchelastic on every node.",
+                "another version of the rendezvous protocol",
+                f"This node uses version {hello.version} of the rendezvous protocol, but the job "
+                f"uses version {frames.VERSION}: install the same torchelastic on every node.",
             )
         elif self._secret is not None and not hello.nonce:
             self._refuse(
                 visitor,
-                "has no secret",
-                "This job has a secret, and this node none: give every node of the job the same "
-                "(--rdzv-secret-file or TORCHELASTIC_SECRET).",
+                "no secret",
+                "This job has a secret, but this node has none: give every node of the job the "
+                "same secret (--rdzv-secret-file or TORCHELASTIC_SECRET).",
             )
         elif self._secret is None and hello.nonce:
             self._refuse(
                 visitor,
-                "has a secret, and this agent has none",
-                "This node has a secret, and the rendezvous none: give every node of the job the "
-                "same (--rdzv-secret-file or TORCHELASTIC_SECRET).",
+                "it has a secret, but this agent has none",
+                "This node has a secret, but the rendezvous has none: give every node of the "
+                "job the same secret (--rdzv-secret-file or TORCHELASTIC_SECRET).",
             )
         elif self._secret is not None:
             self._challenge(self._secret, visitor, hello, payload)
@@ -224,7 +226,7 @@ class Listener:
         self, secret: Secret, visitor: _Visitor, hello: frames.Hello, payload: bytes
     ) -> None:
         if not is_nonce(hello.nonce):
-            raise WireError("The nonce of a hello is none.")
+            raise WireError("The nonce of a hello is invalid.")
         nonce = new_nonce()
         visitor.link.send(frames.Challenge(nonce, secret.proof("server", payload, nonce)))
 
@@ -235,27 +237,27 @@ class Listener:
                 self._admit(visitor, hello)
             else:
                 # Without a word: who has the secret would not have come so far with another.
-                self._tell(visitor, "does not have this job's secret")
+                self._tell(visitor, "wrong secret")
                 visitor.link.abort()
 
         visitor.link.deliver_to(hear)
 
     def _admit(self, visitor: _Visitor, hello: frames.Hello) -> None:
-        """The guest may know of us: who is not meant is told where it has come to."""
+        """Admit a visitor that has the secret, or tell it which job it has reached."""
         handler = self._handlers.get(hello.purpose)
         if self._job is not None and hello.job != self._job:
             self._refuse(
                 visitor,
-                "means another job",
+                "it belongs to another job",
                 f"The rendezvous belongs to job '{self._job}', not to '{hello.job[:QUOTED]}': "
-                "give every node of a job the same --rdzv-id, and every job a port of its own.",
+                "give every node of a job the same --rdzv-id, and every job its own port.",
             )
         elif handler is None:
             self._refuse(
                 visitor,
-                "comes for something that is not served",
-                f"Nobody here serves '{hello.purpose[:QUOTED]}': install the same torchelastic on "
-                "every node.",
+                "unknown purpose of the connection",
+                f"This agent does not serve '{hello.purpose[:QUOTED]}': install the same "
+                "torchelastic on every node.",
             )
         else:
             visitor.time_is_up.cancel()
@@ -265,7 +267,7 @@ class Listener:
             handler(visitor.link, hello)
 
 
-def _most_guests() -> int:
-    """Half of the files this process may open: the rest is for those who are admitted."""
+def _most_visitors() -> int:
+    """Half of the files this process may open: the rest is for admitted connections."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_VISITORS if files == resource.RLIM_INFINITY else min(MOST_VISITORS, files // 2)

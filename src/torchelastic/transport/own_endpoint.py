@@ -1,4 +1,4 @@
-"""Where an agent listens: at the endpoint that is its own, if there is one, or beside it."""
+"""The address where an agent listens: its own endpoint, if there is one, or another."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class OwnEndpoint:
         self._next_look = 0.0
 
     async def listen(self, known: int = 0) -> None:
-        """Listen, at the own endpoint or elsewhere: at the port where others know this node from
-        its last agent, if there was one and the port is free."""
+        """Listen at the own endpoint or elsewhere: at the port where others know this node from its
+        last agent, if there was one and the port is free."""
         await self.look()
         if not self._listener.port:
             first = self.places[0]
@@ -45,8 +45,8 @@ class OwnEndpoint:
     async def look(self, *, again: bool = False) -> None:
         """Listen at the endpoint that is this machine's, if there is one and its port is free.
 
-        Called while nobody answers: in a cluster that is starting, a machine's name may come to
-        mean that machine only after its agent has started. Looks once in a while, or `again`.
+        Called while nobody answers: in a starting cluster, a machine's name may resolve to it only
+        after its agent has started. Checks once in a while, or if `again`.
         """
         if self.ours is not None or (self._clock.now() < self._next_look and not again):
             return

@@ -1,9 +1,9 @@
 """The ring: every agent keeps a connection to the next one in the world, so that the end of an
-agent is seen at once also where the store would notice it by a lease only. It expects one from the
-agent before it, too: who can be reached by nobody is doubted by two.
+agent is noticed at once even if the store would only notice it by a lease. It also expects one from
+the agent before it: an agent that nobody can reach is suspected by two.
 
-What is seen here is a hint. A connection may end because of a firewall, and an agent may be silent
-because it is busy: whoever leads asks the agent itself, and decides (`doubts`).
+This is only a hint. A firewall may end a connection, and a busy agent may be silent: the leader
+asks the agent itself, and decides (`membership.suspicion`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torchelastic.errors import RendezvousError, WireError
 from torchelastic.transport import frames
-from torchelastic.transport.connect import Endpoint, NoAnswer, knock
+from torchelastic.transport.connect import Endpoint, NoAnswer, connect_once
 from torchelastic.transport.frames import Message, by_kind
 from torchelastic.transport.link import Link
 
@@ -34,7 +34,7 @@ ASK_AGAIN = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Beat(Message):
-    """Says who speaks, and that it lives."""
+    """Names the sender, and says that it is alive."""
 
     kind = "beat"
     node: str
@@ -42,7 +42,7 @@ class Beat(Message):
 
 @dataclass(frozen=True, slots=True)
 class Parting(Message):
-    """Ends the connection: there is another neighbour."""
+    """Ends the connection: the sender has another neighbour."""
 
     kind = "parting"
 
@@ -55,7 +55,8 @@ BEATS_AND_PARTINGS = by_kind(Beat, Parting)
 
 
 def successor(nodes: Sequence[tuple[str, str]], node: str) -> tuple[str, str] | None:
-    """The next one after a node among (node, address), the first after the last; None: nobody.
+    """The next one after a node among (node, address), the first after the last; None if there is
+    none.
 
     >>> successor([("a", "h:1"), ("b", "h:2")], "b")
     ('a', 'h:1')
@@ -67,7 +68,7 @@ def successor(nodes: Sequence[tuple[str, str]], node: str) -> tuple[str, str] | 
 
 
 def predecessor(nodes: Sequence[tuple[str, str]], node: str) -> tuple[str, str] | None:
-    """The one before a node: whose successor it is."""
+    """The node before a node, whose successor it is."""
     return successor(nodes[::-1], node)
 
 
@@ -77,7 +78,8 @@ class Ring:
     def __init__(
         self, node: str, job: Endpoint, *, silence: float, on_doubts: Callable[[set[str]], None]
     ) -> None:
-        """`job` says which, and what to show; `on_doubts` hears who seems to be gone."""
+        """`job` has the job and its credentials; `on_doubts` is called with the nodes that seem to
+        be gone."""
         self._node = node
         self._job = job
         self._silence = silence
@@ -95,7 +97,7 @@ class Ring:
         self._callers: dict[str, Link] = {}
 
     def turn_to(self, nodes: Sequence[tuple[str, str]]) -> None:
-        """Take one's place among these nodes and their addresses, in order."""
+        """Take the place of this node among these nodes and their addresses, in order."""
         reached = [pair for pair in nodes if pair[1]]
         self._expect(predecessor(reached, self._node))
         following = successor(reached, self._node)
@@ -111,7 +113,7 @@ class Ring:
             self._calling = asyncio.create_task(self._call(*following), name="ring")
 
     def _expect(self, before: tuple[str, str] | None) -> None:
-        """Doubt the one before us unless it calls within the time that silence takes to count."""
+        """Suspect the predecessor unless it connects before silence counts."""
         if before == self._expected:
             return
         self._expected = before
@@ -123,13 +125,13 @@ class Ring:
             self._overdue = loop.call_later(self._silence, self._doubt, before[0])
 
     def admit(self, link: Link, hello: frames.Hello) -> None:
-        """Take a connection of a neighbour, or of whoever asks if we live."""
+        """Serve a connection of a neighbour, or of an agent that asks whether we are alive."""
         link.send(frames.Welcome(frames.PROTOCOL, frames.VERSION, "", False, 0))
         self._visitors[link] = asyncio.create_task(self._receive(link), name="ring guest")
         link.ended.add_done_callback(lambda _: self._visitors.pop(link, None))
 
     async def ask(self, address: str) -> bool | None:
-        """Ask the agent there whether it lives (`doubts.Ask`)."""
+        """Ask the agent there whether it is alive (`suspicion.Ask`)."""
         return await lives(Endpoint.at(address, self._job.job, self._job.credentials))
 
     async def close(self) -> None:
@@ -144,11 +146,11 @@ class Ring:
     # Both ends
 
     async def _call(self, node: str, address: str) -> None:
-        """Be connected to the next one as long as it is the next one."""
+        """Stay connected to the successor as long as it is the successor."""
         place = Endpoint.at(address, self._job.job, self._job.credentials)
         while True:
             try:
-                link, _ = await knock(place, purpose=frames.RING, timeout=self._silence)
+                link, _ = await connect_once(place, purpose=frames.RING, timeout=self._silence)
             except (OSError, asyncio.TimeoutError, NoAnswer, RendezvousError) as error:
                 logger.debug("the next node does not answer at %s: %r", place, error)
                 self._doubt(node)
@@ -159,7 +161,7 @@ class Ring:
             await asyncio.sleep(TRY_AGAIN)
 
     async def _receive(self, link: Link) -> None:
-        """Hear who calls, then go on as at the other end."""
+        """Read who connects, then continue as at the other end."""
         try:
             frame = await asyncio.wait_for(link.next_frame(), self._silence)
             beat = frames.parse(frame, BEAT)
@@ -182,8 +184,8 @@ class Ring:
             self._overdue = None
 
     async def _converse(self, link: Link) -> bool:
-        """Say that we live and hear that the neighbour does, until that is over; says whether it
-        has parted from us."""
+        """Exchange beats with the neighbour until that ends; return whether it has parted from
+        us."""
         said: asyncio.Queue[Message] = asyncio.Queue()
         link.deliver_to(lambda payload: said.put_nowait(frames.parse(payload, BEATS_AND_PARTINGS)))
         link.ended.add_done_callback(lambda _: said.put_nowait(_ENDED))
@@ -223,16 +225,16 @@ class Ring:
 
 
 def answer_that_we_live(link: Link, hello: frames.Hello) -> None:
-    """To whoever asks, where there is no ring."""
+    """Answer an agent that asks whether we are alive, if there is no ring."""
     link.send(frames.Welcome(frames.PROTOCOL, frames.VERSION, "", False, 0))
     link.close()
 
 
 async def lives(place: Endpoint) -> bool | None:
-    """Ask an agent whether it lives: yes; no, nobody listens there; or there is no telling."""
+    """Ask an agent whether it is alive: True, False if nothing listens there, None if unknown."""
     for _ in range(QUESTIONS):
         try:
-            link, _ = await knock(place, purpose=frames.RING, timeout=ANSWERS)
+            link, _ = await connect_once(place, purpose=frames.RING, timeout=ANSWERS)
         except ConnectionRefusedError:
             return False
         except NoAnswer as error:

@@ -1,8 +1,8 @@
-"""Pass a worker on that looks for torch's store at the agent's port.
+"""Pass on workers that look for torch's store at the agent's port.
 
-torchrun's static rendezvous keeps torch's store at `--master-port`, and scripts write that port
-down: `init_process_group("tcp://localhost:29500")`. Here an agent listens there, and every
-generation has a store of its own: who speaks torch's protocol is connected to that one.
+torchrun's static rendezvous has torch's store at `--master-port`, and scripts use that port
+directly: `init_process_group("tcp://localhost:29500")`. Here an agent listens there, and every
+generation has its own store: a client that uses torch's protocol is connected to that one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TORCH_STORE = b"\x00\xce\xf7\x85\x3c"
 
 
 class _End(asyncio.Protocol):
-    """One of two connections: whatever it says is said to the other one."""
+    """One of two connections: everything it receives is sent to the other one."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None

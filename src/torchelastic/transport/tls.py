@@ -1,7 +1,7 @@
-"""One end of a TLS conversation, as bytes in and bytes out: whoever has the socket moves them.
+"""One end of a TLS conversation, as bytes in and bytes out: the owner of the socket moves them.
 
-asyncio has TLS of its own, but it shows a connection only once the handshake is done: strangers
-who never do it would be nobody's to count and to drop.
+asyncio's own TLS shows a connection only after the handshake: strangers that never finish it could
+not be counted and dropped.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _FIRST_BYTES = (0x15, 0x16)
 
 
 def is_tls(data: bytes) -> bool:
-    """Whether a conversation that begins so is TLS, and not frames in the clear."""
+    """Return whether a conversation that begins with these bytes is TLS, not plain frames."""
     return data[0] in _FIRST_BYTES
 
 
 class TlsPipe:
-    """What is written before the handshake is done waits for it."""
+    """One end of TLS. What is written before the handshake is done waits for it."""
 
     def __init__(self, context: ssl.SSLContext, *, server: bool) -> None:
         self._incoming = ssl.MemoryBIO()
@@ -31,11 +31,11 @@ class TlsPipe:
         self._waiting = bytearray()
 
     def begin(self) -> None:
-        """Say the first words, as the client does."""
+        """Start the handshake, as the client does."""
         self._shake_hands()
 
     def decrypt(self, data: bytes) -> bytes:
-        """What the other end has said; raises `TlsError` if it is not to be trusted."""
+        """The decrypted data; raises `TlsError` if it cannot be trusted."""
         self._incoming.write(data)
         try:
             if not self._ready:
@@ -45,14 +45,14 @@ class TlsPipe:
             raise TlsError(_words(error)) from error
 
     def encrypt(self, data: bytes) -> None:
-        """Have something to say; `outgoing` has it then."""
+        """Encrypt data; `outgoing` has it then."""
         if self._ready:
             self._tls.write(data)
         else:
             self._waiting += data
 
     def outgoing(self) -> bytes:
-        """What is to be sent now."""
+        """The bytes to send now."""
         return self._outgoing.read()
 
     def _shake_hands(self) -> None:

@@ -33,7 +33,7 @@ FELL = replace(
 WORLD = World(
     generation=3,
     phase="closed",
-    reason=f"{CAUSE.sentence()}; all 3 restarts are used (--max-restarts)",
+    reason=f"{CAUSE.sentence()}; all 3 restarts used (--max-restarts)",
     cause=CAUSE,
     consequences=(FELL,),
     exitcode=1,
@@ -64,7 +64,7 @@ def test_the_last_block_names_the_first_failure_of_the_job_and_who_fell_because_
     assert failure_report.job_failed(WORLD, name="train.py") == (
         "\n"
         "============================================================\n"
-        "train.py FAILED in generation 3: all 3 restarts are used (--max-restarts)\n"
+        "train.py FAILED in generation 3: all 3 restarts used (--max-restarts)\n"
         "------------------------------------------------------------\n"
         "Root Cause (first observed failure):\n"
         "[0]:\n"

@@ -239,7 +239,7 @@ def test_the_cost_of_a_recovery_in_a_line():
 
 
 def test_the_cause_of_a_recovery_is_the_failure_and_not_why_the_next_world_was_formed():
-    why = "enough workers are there again"
+    why = "enough workers are available again"
     change = Recovery(generation=0, wall=0, kind="failure", why=why)
     assert words.cause(change) == why
     fell = dataclasses.replace(change, failure=failure().to_json())

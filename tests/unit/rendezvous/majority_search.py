@@ -144,7 +144,11 @@ def _act(model: Model, state: State, node: Node, there: frozenset[str]) -> State
     for move in model.moves_of(state, "follows", node):
         if any(host.session == move.argument for host in hosts):
             return model.after(state, move)
-    return state if hosts or not node.roll.latest.nodes else _stand(model, state, node, there)
+    return (
+        state
+        if hosts or not node.roll.latest.nodes
+        else _run_for_election(model, state, node, there)
+    )
 
 
 def _would_follow(node: Node, host: Node) -> bool:
@@ -204,7 +208,7 @@ def _serve(model: Model, state: State, node: Node, there: frozenset[str]) -> Sta
     return state
 
 
-def _stand(model: Model, state: State, node: Node, there: frozenset[str]) -> State:
+def _run_for_election(model: Model, state: State, node: Node, there: frozenset[str]) -> State:
     """Ask who would vote, and only if that is enough, for the votes."""
     others = [state.node(name) for name in there]
     term = majority.next_term(node.elector, max(other.elector.term for other in others))

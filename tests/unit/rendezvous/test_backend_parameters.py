@@ -22,7 +22,7 @@ def test_parameters_keep_what_they_are_given():
 
 @pytest.mark.parametrize("nodes", [(0, 1), (2, 1), (-1, -1)])
 def test_a_range_of_nodes_must_be_one(nodes):
-    with pytest.raises(ConfigError, match="no range of nodes"):
+    with pytest.raises(ConfigError, match="not a valid range"):
         parameters(nodes=nodes)
 
 
@@ -42,7 +42,7 @@ def test_numbers_are_read():
 
 
 def test_what_cannot_be_read_is_named():
-    with pytest.raises(ConfigError, match="key: 'twelve' is no whole number"):
+    with pytest.raises(ConfigError, match="key: 'twelve' is not a whole number"):
         parameters(key="twelve").get_as_int("key")
     with pytest.raises(ConfigError, match="key: 'maybe' is neither yes nor no"):
         parameters(key="maybe").get_as_bool("key")
@@ -67,7 +67,7 @@ def test_torchruns_keys_set_our_fields(conf, fields):
 
 @pytest.mark.parametrize("value", ["soon", "-1", "nan", "inf", None])
 def test_a_time_must_be_one(value):
-    with pytest.raises(ConfigError, match=r"last_call_timeout.*is no time"):
+    with pytest.raises(ConfigError, match=r"last_call_timeout.*is not a valid duration"):
         fields_from_conf({"last_call_timeout": value})
 
 

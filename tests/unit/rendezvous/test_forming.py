@@ -65,7 +65,7 @@ def test_settling_and_warming_up_go_on_side_by_side():
 def test_below_min_the_job_waits_and_says_so_every_minute():
     job = Job("2:2", wait_for_nodes=0)
     job.come("a")
-    assert job.world.reason == "waiting for nodes: 1 of at least 2 there"
+    assert job.world.reason == "waiting for nodes: 1 of at least 2 joined"
     job.wait(3 * SAY_EVERY + 1)
     assert [world.phase for world in job.worlds] == ["waiting"] * 4
 
@@ -76,9 +76,9 @@ def test_who_comes_while_the_job_waits_is_told_soon_but_not_one_by_one():
     job.wait(1)
     job.come("b")
     job.come("c")
-    assert job.world.reason.startswith("waiting for nodes: 1 of at least 4 there")
+    assert job.world.reason.startswith("waiting for nodes: 1 of at least 4 joined")
     job.wait(SAY_CHANGES)
-    assert job.world.reason.startswith("waiting for nodes: 3 of at least 4 there")
+    assert job.world.reason.startswith("waiting for nodes: 3 of at least 4 joined")
     assert len(job.worlds) == 2
     assert job.world.patience == pytest.approx(95, abs=1)
     assert job.world.reason.endswith(limit(job.world.patience))
@@ -92,9 +92,9 @@ def test_that_enough_are_there_or_not_any_more_is_told_at_once():
     assert not job.world.enough
     job.wait(0.2)
     job.come("b", ready=False)
-    assert (job.world.reason, job.world.enough) == ("warming up: 2 of at least 2 there", True)
+    assert (job.world.reason, job.world.enough) == ("warming up: 2 of at least 2 joined", True)
     job.die("b")
-    assert job.world.reason.startswith("waiting for nodes: 1 of at least 2 there")
+    assert job.world.reason.startswith("waiting for nodes: 1 of at least 2 joined")
     assert not job.world.enough
     job.come("c")
     job.say("a", ready=True)
@@ -114,7 +114,7 @@ def test_nodes_that_warm_up_are_not_missing():
     job.come("a", "b", ready=False)
     job.wait(1000)
     assert job.world.phase == "waiting"
-    assert job.world.reason == "warming up: 2 of at least 2 there"
+    assert job.world.reason == "warming up: 2 of at least 2 joined"
 
 
 def test_ranks_follow_unequal_nodes_and_roles():
@@ -218,7 +218,7 @@ def test_a_node_that_is_unfit_is_not_waited_for_and_the_reason_to_wait_names_it(
     waiting.come("b", ready=False, unfit="its --preflight check failed (exit code 3)")
     waiting.wait(10)
     assert waiting.world.reason.startswith(
-        "waiting for nodes: 1 of at least 2 there, without b (its --preflight check failed (exit "
+        "waiting for nodes: 1 of at least 2 joined, without b (its --preflight check failed (exit "
         "code 3)), for "
     )
     waiting.say("b", ready=True, unfit="")

@@ -234,7 +234,7 @@ def test_a_failure_after_the_training_ends_the_job_with_it():
     job.say("a", finished=0, finished_after=12)
     job.say("b", failures=(failure("b", exitcode=1, message="OSError: disk full"),))
     assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_FAILED)
-    assert "after the training was done" in job.world.reason
+    assert "after training was done" in job.world.reason
 
 
 def test_a_lease_lost_after_the_training_does_not_fail_a_job_whose_node_comes_back():
@@ -244,7 +244,7 @@ def test_a_lease_lost_after_the_training_does_not_fail_a_job_whose_node_comes_ba
     job.die("b")
     assert (job.world.phase, job.world.reason) == (
         "over",
-        "the training is done; waiting for b to come back",
+        "training is done; waiting for b to come back",
     )
     job.say("a", done=0, gone=0)
     job.wait(5.0)
@@ -264,7 +264,7 @@ def test_a_node_that_does_not_come_back_after_the_training_ends_the_job():
     assert job.world.phase == "over"
     job.wait(2.0)
     assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_FAILED)
-    assert job.world.reason == "after the training was done: b failed"
+    assert job.world.reason == "after training was done: b failed"
 
 
 def test_a_failure_while_a_lost_node_is_waited_for_ends_the_job():
@@ -304,7 +304,7 @@ def test_an_error_is_tried_again_once_then_ends_the_job():
     job.say("b", failures=(error("b", 1, step=7, rank=3),), step=7)
     gone(job, 1)
     assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_FAILED)
-    assert "the same error came back at step 7 after a rollback" in job.world.reason
+    assert "same error again at step 7 after a rollback" in job.world.reason
 
 
 def test_another_error_or_another_step_is_tried_again():

@@ -19,7 +19,7 @@ def test_a_node_that_lacks_a_module_is_held_out_and_the_others_train():
     job = running("2:3", "abc")
     fail(job, "b")
     assert (job.world.phase, job.names, job.world.spares) == ("running", ["a", "c"], ("b",))
-    assert job.world.reason.endswith("no restart is spent; going on without b for 60 s")
+    assert job.world.reason.endswith("no restart used; continuing without b for 60 s")
 
 
 def test_it_spends_nothing_of_what_the_others_have():
@@ -55,7 +55,7 @@ def test_the_job_ends_when_the_next_node_lacks_it_too():
     fail(job, "b")
     fail(job, "a")
     assert (job.world.phase, job.world.exitcode) == ("closed", 1)
-    assert job.world.reason.endswith("; no restart cures this ModuleNotFoundError; giving up")
+    assert job.world.reason.endswith("; a restart cannot fix this ModuleNotFoundError; giving up")
     assert job.world.cause.node == "a"
 
 

@@ -55,7 +55,7 @@ def test_releases_mix_within_a_series(ours, theirs, may_mix):
     objection = here.objection(there.to_json())
     assert (here.digest == there.digest) == may_mix == (not objection)
     if objection:
-        assert f"This node runs torchelastic {ours}, the job {theirs}: " in objection
+        assert f"This node runs torchelastic {ours}, but the job runs {theirs}: " in objection
 
 
 def test_a_leader_that_shows_nothing_is_taken_as_it_is():

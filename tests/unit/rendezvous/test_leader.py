@@ -221,8 +221,8 @@ async def test_a_slow_node_is_replaced_when_a_spare_is_there_and_else_that_is_sa
         a.leader.replace_slow(0, {"b"})
         await c.say()
         over = await b.world(0, "over")
-        assert over.reason == "b is slow and gives its place to c"
-        assert a.told.said == ["there is no spare node that could take the place of b"]
+        assert over.reason == "c replaces slow b"
+        assert a.told.said == ["no spare node can replace the slow b"]
         await a.say(gone=0, store="a:2")
         await b.say(gone=0, store="b:2")
         assert [node.name for node in (await c.world(1)).nodes] == ["a", "c"]

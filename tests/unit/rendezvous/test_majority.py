@@ -172,17 +172,17 @@ ASKED = Candidacy(9, "c", 7, binding=True)
     [
         (LOST, ASKED, ""),
         (LOST, replace(ASKED, generation=8), ""),
-        (LOST, replace(ASKED, generation=6), "it knows generation 7, a newer one"),
+        (LOST, replace(ASKED, generation=6), "it knows a newer generation, 7"),
         (replace(LOST, has_host=True), ASKED, "its host answers"),
-        (LOST, replace(ASKED, term=3), "it has voted in term 4"),
-        (LOST, replace(ASKED, term=4), "it has voted in term 4"),
+        (LOST, replace(ASKED, term=3), "it has already voted in term 4"),
+        (LOST, replace(ASKED, term=4), "it has already voted in term 4"),
         (replace(LOST, term=9, chosen="c"), ASKED, ""),
-        (replace(LOST, term=9, chosen="d"), ASKED, "it has voted in term 9"),
-        (replace(LOST, term=10, chosen="c"), ASKED, "it has voted in term 10"),
+        (replace(LOST, term=9, chosen="d"), ASKED, "it has already voted in term 9"),
+        (replace(LOST, term=10, chosen="c"), ASKED, "it has already voted in term 10"),
         (
             replace(LOST, leaving=True),
             ASKED,
-            "it leaves, and has agreed to what its last host does",
+            "it is leaving, and has agreed to what its last host does",
         ),
     ],
 )

@@ -227,7 +227,7 @@ def test_a_cut_that_heals_leaves_nobody_waiting():
     job.come("c", "d", gone=0)
     job.wait(10.0)
     assert job.world.phase == "waiting"  # they may have workers of it, as far as is known
-    assert "but the workers of c, d are not reported to have ended" in job.world.reason
+    assert "but the workers of c, d have not been reported as stopped" in job.world.reason
     node = ScriptState(node="c", generation=0)
     _, commands = script.handle(node, WorldSeen(job.world))
     for command in commands:

@@ -64,7 +64,7 @@ def test_what_is_charged(kind, count_resizes, used):
 def test_the_budget_ends():
     verdict = judged(ledger=RestartLedger(used=3))
     assert not verdict.go_on
-    assert verdict.sentence == "all 3 restarts are used (--max-restarts)"
+    assert verdict.sentence == "all 3 restarts used (--max-restarts)"
     assert not judged(ledger=RestartLedger(used=3, best_step=7), step=7).go_on, "no progress"
 
 
@@ -217,7 +217,7 @@ NOTED = RestartLedger(signature=repr((*INCURABLE.signature(), None)), repeats=1)
 def test_what_no_restart_cures_ends_the_job_unless_other_nodes_can_run_it(ending, ledger, go_on):
     verdict = judged(ledger=ledger, failure=INCURABLE, **ending)
     assert verdict.go_on == go_on
-    assert go_on or verdict.sentence == "no restart cures this ModuleNotFoundError; giving up"
+    assert go_on or verdict.sentence == "a restart cannot fix this ModuleNotFoundError; giving up"
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_a_node_failure_goes_on_without_settling_and_spends_nothing():
     assert (job.world.phase, job.names, job.world.ledger.used) == ("running", ["a", "c"], 0)
     assert job.world.reason.startswith("b failed")
     assert (job.world.cause.node, job.world.cause.is_node) == ("b", True)
-    assert job.world.cause.sentence().startswith("b failed: its connection or its lease has ended")
+    assert job.world.cause.sentence().startswith("b failed: its connection or lease ended")
     assert job.world.consequences == ()
 
 
@@ -197,7 +197,7 @@ def test_below_min_after_a_failure_waits_then_goes_on_with_a_replacement():
     assert (job.world.phase, job.world.missing) == ("waiting", ("b",))
     job.come("c")
     assert (job.world.phase, job.names, job.world.generation) == ("running", ["a", "c"], 1)
-    assert job.world.reason == "enough nodes are there again"
+    assert job.world.reason == "enough nodes are available again"
 
 
 def test_a_node_that_was_given_up_and_came_back_is_a_newcomer():
@@ -244,8 +244,8 @@ def test_what_falls_with_a_resize_or_a_leave_is_not_charged(told, what):
 @pytest.mark.parametrize(
     ("rules", "fields", "sentence"),
     [
-        ({"world_sizes": WorldSizes.parse("multiple:5")}, {}, "has no use for 4 workers"),
-        ({}, {"node_rank": 0}, "two of them claim the same --node-rank"),
+        ({"world_sizes": WorldSizes.parse("multiple:5")}, {}, "allows no world of 4 workers"),
+        ({}, {"node_rank": 0}, "two nodes have the same --node-rank"),
     ],
 )
 def test_nodes_that_cannot_form_a_world_do_not_wait_for_ever(rules, fields, sentence):
@@ -276,7 +276,7 @@ def test_a_node_that_does_not_get_rid_of_its_workers_is_named_every_minute():
     job = running("2:2")
     job.say("a", failures=(failure("a"),), gone=0)
     job.wait(SAY_EVERY + 1)
-    assert (job.world.phase, job.world.reason) == ("over", "waiting for the workers of b to end")
+    assert (job.world.phase, job.world.reason) == ("over", "waiting for the workers of b to stop")
 
 
 # --- worlds that fail as soon as they begin ------------------------------------------------------
@@ -302,8 +302,8 @@ def test_meanwhile_it_is_said_why_and_once():
     fall(job, 1)
     assert (job.world.phase, job.world.generation) == ("over", 1)
     assert job.world.reason.endswith(
-        "connection refused; the last 2 generations failed as soon as they began, without a step: "
-        "the next one begins in 0.25 s"
+        "connection refused; the last 2 generations failed right after start, before their "
+        "first step; the next one starts in 0.25 s"
     )
     told = len(job.worlds)
     job.say("b", doubts=())

@@ -20,12 +20,12 @@ def test_a_slow_node_gives_its_place_and_nothing_is_spent():
     job.come("c")
     find_slow(job, "b")
     assert (job.world.phase, job.kinds[-1]) == ("over", "resize")
-    assert job.world.reason == "b is slow and gives its place to c"
+    assert job.world.reason == "c replaces slow b"
     job.all_gone()
     assert (job.world.phase, job.world.generation, job.names) == ("running", 1, ["a", "c"])
     assert job.world.spares == ("b",)
     assert job.world.ledger.used == 0
-    assert job.world.reason.startswith("b is slow and gives its place to c")
+    assert job.world.reason.startswith("c replaces slow b")
 
 
 def test_it_happens_once_and_not_back_again():
@@ -67,7 +67,7 @@ def test_without_a_spare_it_stays_until_one_comes(keeps_up_again):
     if keeps_up_again:
         assert (job.world.phase, job.world.generation) == ("running", 0)
     else:
-        assert job.world.reason == "b is slow and gives its place to c"
+        assert job.world.reason == "c replaces slow b"
 
 
 def test_a_spare_that_is_not_ready_takes_no_place():
@@ -97,7 +97,7 @@ def test_several_slow_nodes_give_as_many_places_as_there_are_spares():
     assert job.names == ["a", "c", "d"]
     find_slow(job, "a")
     job.come("e", "f")
-    assert job.world.reason == "a is slow and gives its place to e"
+    assert job.world.reason == "e replaces slow a"
 
 
 def test_a_spare_left_over_by_its_size_steps_in():
@@ -141,7 +141,7 @@ def test_resident_workers_change_between_two_steps(training):
     assert training.names == ["a", "c"]
     assert world.handing_over == ("b",), "it runs through the step, too"
     assert world.ledger.used == 0
-    assert world.reason == "b is slow and gives its place to c"
+    assert world.reason == "c replaces slow b"
     training.wait(1000)
     assert training.world.generation == 1
 

@@ -54,7 +54,7 @@ def test_a_join_that_fails_before_its_first_step_is_undone_and_costs_nothing():
     assert (job.world.phase, job.world.generation, job.names) == ("running", 2, ["a"])
     assert job.world.reason == (
         "generation 1 with b failed before its first step: rank 0 on a (local rank 0, pid 1): "
-        f"{NO}; going on without b for 60 s"
+        f"{NO}; continuing without b for 60 s"
     )
     assert (job.world.spares, out(job)) == (("b",), {"b": FIRST})
     assert job.world.ledger.used == 0
@@ -161,7 +161,7 @@ def test_resident_workers_go_back_too_and_keep_their_state():
     job.say("a", gone=1)
     job.say("b", gone=1)
     assert (job.world.phase, job.names, job.world.spares) == ("running", ["a"], ("b",))
-    assert job.world.reason.endswith(f"at step 8: {NO}; going on without b for 60 s")
+    assert job.world.reason.endswith(f"at step 8: {NO}; continuing without b for 60 s")
     assert job.world.ledger.used == 0
 
 
@@ -215,7 +215,7 @@ def test_what_the_user_calls_fatal_ends_the_job_also_where_a_newcomer_could_be_h
     job = grown()
     fails(job, "b", fatal=True)
     assert job.world.phase == "closed"
-    assert job.world.reason.endswith("trying again cannot help")
+    assert job.world.reason.endswith("a restart cannot help")
 
 
 # --- nodes that keep failing ---------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_a_node_that_keeps_failing_is_held_out_longer_each_time():
     for hold in (60.0, 120.0, 240.0):
         lose(job, "c")
         assert job.world.reason.startswith(
-            "c failed; a node failure spends no restart; c keeps failing: going on without it"
+            "c failed; a node failure uses no restart; c keeps failing: continuing without it"
         )
         assert out(job) == {"c": hold}
         job.wait(hold - 0.1)
@@ -295,7 +295,7 @@ def test_a_node_whose_workers_alone_keep_failing_at_start_is_held_out():
     fails(job, "b")
     assert job.names == ["a", "c"]
     assert job.world.ledger.used == ALLOWED
-    assert job.world.reason.endswith("b keeps failing at start: going on without it for 60 s")
+    assert job.world.reason.endswith("b keeps failing at start: continuing without it for 60 s")
 
 
 def test_a_failing_node_that_the_world_needs_spends_restarts():
@@ -309,7 +309,7 @@ def test_a_failing_node_that_the_world_needs_spends_restarts():
 
 
 def test_nodes_that_are_not_ready_do_not_make_up_for_one_that_keeps_failing():
-    """It would be taken in at once, and fail again, without an end: that spends no restart."""
+    """It would be taken in at once, and fail again, without an end: that uses no restart."""
     job = running("2:3", "ab", max_restarts=4)
     job.come("c", ready=False)
     for used in range(1, 5):
@@ -537,7 +537,7 @@ def test_a_node_that_others_cannot_reach_is_held_out_at_once():
     job.state = given_up(job.state, "c")
     job.die("c")
     job.all_gone()
-    said = "other nodes could not reach c: going on without it for 60 s"
+    said = "other nodes could not reach c: continuing without it for 60 s"
     assert job.world.reason.endswith(f"; {said}")
     job.come("c")
     job.wait(FIRST - 1)

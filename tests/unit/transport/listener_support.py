@@ -11,7 +11,7 @@ from typing import Any
 from torchelastic.transport import frames
 from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.auth import ANONYMOUS, Credentials, Secret
-from torchelastic.transport.connect import Endpoint, knock
+from torchelastic.transport.connect import Endpoint, connect_once
 from torchelastic.transport.link import Link
 from torchelastic.transport.listener import Listener
 
@@ -57,7 +57,7 @@ async def receiving(**options: Any) -> AsyncIterator[tuple[Listener, Echo]]:
 
 async def call(port: int, credentials: Credentials = ANONYMOUS, job: str = JOB) -> Link:
     """A connection that was welcomed."""
-    link, _ = await knock(Endpoint("127.0.0.1", port, job, credentials), timeout=PATIENCE)
+    link, _ = await connect_once(Endpoint("127.0.0.1", port, job, credentials), timeout=PATIENCE)
     return link
 
 

@@ -93,7 +93,7 @@ def test_the_port_of_a_host_that_just_ended_is_free():
 def test_endpoints_that_others_host(monkeypatch, caplog, addresses, warned):
     names(monkeypatch, *addresses)
     assert bind_endpoint("node1", 0) is None
-    assert ("names this machine and others" in caplog.text) is warned
+    assert ("resolves to this machine and others" in caplog.text) is warned
 
 
 def test_the_user_knows_better(monkeypatch):

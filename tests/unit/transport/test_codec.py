@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_refused_by_name():
     }
     assert set(wrong) | {"real_or_none"} == {field.name for field in fields(Everything)}
     for name, values in wrong.items():
-        told = f"^'{name}' of a line is not what it should be: .*[.]$"
+        told = f"^'{name}' of a line has the wrong value: .*[.]$"
         for value in values:
             with pytest.raises(ValueError, match=told):
                 codec.read(Everything, {name: value}, "a line")

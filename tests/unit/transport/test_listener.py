@@ -12,7 +12,7 @@ from torchelastic.clock import SystemClock
 from torchelastic.errors import RendezvousLost, RendezvousRefused
 from torchelastic.rendezvous.embedded import bind_endpoint
 from torchelastic.transport import frames
-from torchelastic.transport.connect import Endpoint, dial
+from torchelastic.transport.connect import Endpoint, connect_to_host
 from torchelastic.transport.link import Link
 from torchelastic.transport.listener import Listener
 
@@ -39,7 +39,7 @@ async def receiving(answer: frames.Message | None = None) -> AsyncIterator[Liste
 
 
 async def call(port: int, timeout: float = 10.0) -> frames.Welcome:
-    link, welcome, _ = await dial(
+    link, welcome, _ = await connect_to_host(
         [Endpoint("127.0.0.1", port, JOB)], None, timeout=timeout, clock=SystemClock()
     )
     link.abort()
@@ -49,7 +49,7 @@ async def call(port: int, timeout: float = 10.0) -> frames.Welcome:
 @story
 async def test_a_purpose_nobody_serves_is_refused():
     async with receiving() as listener:
-        with pytest.raises(RendezvousRefused, match="Nobody here serves 'store'"):
+        with pytest.raises(RendezvousRefused, match="This agent does not serve 'store'"):
             await call(listener.port)
 
 

@@ -13,7 +13,7 @@ from torchelastic.rendezvous.membership.suspicion import Suspicion, give_up_lead
 from torchelastic.rendezvous.world import LEADER_KEY, MEMBER_PREFIX, Member
 from torchelastic.transport import frames
 from torchelastic.transport.addresses import bind_endpoint
-from torchelastic.transport.connect import Endpoint, knock
+from torchelastic.transport.connect import Endpoint, connect_once
 from torchelastic.transport.listener import Listener
 from torchelastic.transport.ring import Beat, Ring, lives, successor
 
@@ -54,8 +54,8 @@ class Node:
             self.changed.clear()
             await within(PATIENCE, self.changed.wait())
 
-    async def connected(self, guests: int) -> None:
-        while len(self.ring._visitors) < guests:
+    async def connected(self, visitors: int) -> None:
+        while len(self.ring._visitors) < visitors:
             await asyncio.sleep(0.01)
 
     async def close(self) -> None:
@@ -133,7 +133,9 @@ async def test_the_one_before_is_doubted_if_it_never_calls():
 async def test_the_end_of_an_old_connection_tells_nothing_of_who_has_called_again():
     async with ring_of("ab") as (_, b):
         (old,) = b.ring._visitors
-        link, _ = await knock(Endpoint.at(b.address, JOB), purpose=frames.RING, timeout=PATIENCE)
+        link, _ = await connect_once(
+            Endpoint.at(b.address, JOB), purpose=frames.RING, timeout=PATIENCE
+        )
         link.send(Beat("a"))
         while b.ring._callers["a"] is old:
             await asyncio.sleep(0.01)

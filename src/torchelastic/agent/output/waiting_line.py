@@ -27,7 +27,7 @@ class Screen(Protocol):
 
 
 def sentence(what: str, left: float | None) -> str:
-    """`waiting for nodes: 1 of at least 4 there; missing: node3; for 4 min 53 s more`."""
+    """`waiting for nodes: 1 of at least 4 joined; missing: node3; for 4 min 53 s more`."""
     if left is None:
         return what
     return f"{what}; for {words.seconds(left)} more" if left >= 1 else f"{what}; any moment now"

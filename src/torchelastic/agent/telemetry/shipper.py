@@ -38,7 +38,7 @@ from torchelastic.rendezvous.membership.backend import RendezvousBackend
 from torchelastic.rendezvous.world import LEADER_KEY, MEMBER_PREFIX
 from torchelastic.side_tasks import keep_up
 from torchelastic.transport import frames
-from torchelastic.transport.connect import Endpoint, NoAnswer, knock
+from torchelastic.transport.connect import Endpoint, NoAnswer, connect_once
 from torchelastic.transport.link import Link
 
 logger = logging.getLogger(__name__)
@@ -271,7 +271,7 @@ class LogShipper:
     async def _call(self, peer: str) -> Link:
         assert self._backend is not None
         place = Endpoint.at(peer, self._job, self._backend.credentials)
-        link, answer = await knock(place, purpose=frames.EVENTS, timeout=CONNECT_LIMIT)
+        link, answer = await connect_once(place, purpose=frames.EVENTS, timeout=CONNECT_LIMIT)
         if not isinstance(answer, frames.Welcome):
             link.abort()
             raise ConnectionError("the peer did not answer as a torchelastic agent")

@@ -28,7 +28,7 @@ from torchelastic.events.analysis.hangs import Doing
 from torchelastic.rendezvous.membership.backend import RendezvousBackend
 from torchelastic.rendezvous.world import World, WorldNode
 from torchelastic.transport import frames
-from torchelastic.transport.connect import Endpoint, knock
+from torchelastic.transport.connect import Endpoint, connect_once
 from torchelastic.transport.frames import Message, by_kind
 from torchelastic.transport.link import Link
 
@@ -214,7 +214,7 @@ class Inspector:
         if self._backend is None or not peer:
             raise ConnectionError("the agent has no known address")
         place = Endpoint.at(peer, self._job, self._backend.credentials)
-        link, answer = await knock(place, purpose=frames.DOINGS, timeout=THERE)
+        link, answer = await connect_once(place, purpose=frames.DOINGS, timeout=THERE)
         try:
             if not isinstance(answer, frames.Welcome):
                 raise ConnectionError("the peer did not answer as a torchelastic agent")

@@ -1,4 +1,4 @@
-"""Asking other agents about the host of the store: many at once, each with little patience."""
+"""Ask many agents at once about the host of the store, each with a short timeout."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torchelastic.errors import RendezvousError
-from torchelastic.rendezvous.embedded.votes import REPLIES, Ballot, Canvass, Noted, Reign
+from torchelastic.rendezvous.embedded.votes import (
+    REPLIES,
+    Ballot,
+    HostAnnouncement,
+    Noted,
+    VoteRequest,
+)
 from torchelastic.transport import frames
-from torchelastic.transport.connect import Endpoint, NoAnswer, knock
+from torchelastic.transport.connect import Endpoint, NoAnswer, connect_once
 from torchelastic.transport.link import Link
 
 log = logging.getLogger(__name__)
@@ -34,7 +40,7 @@ _TROUBLE = (OSError, EOFError, asyncio.TimeoutError, NoAnswer, RendezvousError)
 
 @dataclass
 class Returns:
-    """What came back of a canvass, by whom it was asked of."""
+    """The answers of the peers that were asked, by peer."""
 
     ballots: dict[str, Ballot] = field(default_factory=dict)
     #: Connections of those who gave their vote: the winner tells them over these.
@@ -44,7 +50,7 @@ class Returns:
 
     @property
     def latest_term(self) -> int:
-        """The highest term that somebody knows of; 0: nobody has answered."""
+        """The highest term that any peer knows; 0 if none has answered."""
         return max((ballot.term for ballot in self.ballots.values()), default=0)
 
     def close(self) -> None:
@@ -53,10 +59,11 @@ class Returns:
         self.links.clear()
 
 
-async def canvass(
-    places: Mapping[str, Endpoint], asked: Canvass, *, enough: Callable[[Returns], bool]
+async def ask_for_votes(
+    places: Mapping[str, Endpoint], asked: VoteRequest, *, enough: Callable[[Returns], bool]
 ) -> Returns:
-    """Ask everybody; returns when all have answered, or enough, and the others had a moment."""
+    """Ask all peers; return when all have answered, or when enough have and the others had a
+    moment."""
     returns = Returns()
     questions = _Questions(places, asked, returns)
     try:
@@ -72,16 +79,18 @@ async def canvass(
 
 
 class _Questions:
-    """Who is being asked, and who is to be, some at a time.
+    """The peers being asked and those still to ask, a few at a time.
 
-    Thousands of connections at once would be more than a process may have open, and to ask the
-    thousands in turn would take too long where many are silent. So as many as `AT_ONCE` are asked
-    at a time, and as many more when these have been silent for `BRISK` seconds; whoever is silent
-    for `PATIENCE` is given up. The connections of those who have voted stay, for the winner to tell
-    them: it will have as many clients.
+    A process cannot open thousands of connections at once, and asking thousands of peers in turn
+    takes too long when many are silent. So `AT_ONCE` peers are asked at a time, and as many more
+    after `BRISK` seconds of silence; a peer that is silent for `PATIENCE` seconds is dropped. The
+    connections of peers that voted stay open, so that the winner can tell them: they will be its
+    clients.
     """
 
-    def __init__(self, places: Mapping[str, Endpoint], asked: Canvass, returns: Returns) -> None:
+    def __init__(
+        self, places: Mapping[str, Endpoint], asked: VoteRequest, returns: Returns
+    ) -> None:
         self._asked = asked
         self._returns = returns
         self._next = deque(places.items())
@@ -91,7 +100,7 @@ class _Questions:
         self._more_at = self._deadline = 0.0
 
     def ask_more(self) -> bool:
-        """Ask as many as may be; False: nobody is left."""
+        """Ask as many peers as allowed; False if none is left."""
         now = self._time()
         room = AT_ONCE - (0 if now >= self._more_at else len(self._under_way))
         asked = [self._next.popleft() for _ in range(min(room, len(self._next)))]
@@ -106,8 +115,8 @@ class _Questions:
         return bool(self._under_way)
 
     async def wait(self, last_call: float | None) -> bool:
-        """Wait for an answer, or until more are to be asked; within `last_call` seconds if they are
-        enough. False: this was all."""
+        """Wait for an answer, or until more peers should be asked; at most `last_call` seconds once
+        there are enough answers. False if this was all."""
         now = self._time()
         more = bool(self._next) and last_call is None
         until = self._more_at if more else self._deadline
@@ -121,18 +130,18 @@ class _Questions:
         return bool(done) or more
 
     async def drop(self) -> None:
-        """Ask nobody any more."""
+        """Cancel all questions."""
         for task in self._under_way:
             task.cancel()
         if self._under_way:
             await asyncio.wait(self._under_way)
 
 
-def _patience(asked: Canvass) -> float:
+def _patience(asked: VoteRequest) -> float:
     return STOPPING_PATIENCE if asked.binding else PATIENCE
 
 
-async def _ask_one(key: str, place: Endpoint, asked: Canvass, returns: Returns) -> None:
+async def _ask_one(key: str, place: Endpoint, asked: VoteRequest, returns: Returns) -> None:
     try:
         link, ballot = await _exchange(place, asked, _patience(asked))
     except ConnectionRefusedError:
@@ -150,8 +159,8 @@ async def _ask_one(key: str, place: Endpoint, asked: Canvass, returns: Returns) 
 
 
 async def unless(news: asyncio.Event, waiting: Coroutine[Any, Any, T]) -> T | None:
-    """Wait for answers, or for a time, but not once there is news of a host: who has frozen, or is
-    being stopped, would keep this node from following it."""
+    """Wait for answers, or for a while, but stop as soon as there is news of a host: a frozen or
+    stopping peer would otherwise keep this node from following it."""
     asked = asyncio.ensure_future(waiting)
     heard = asyncio.ensure_future(news.wait())
     try:
@@ -164,12 +173,12 @@ async def unless(news: asyncio.Event, waiting: Coroutine[Any, Any, T]) -> T | No
             await asyncio.wait({asked})
 
 
-async def proclaim(place: Endpoint, reign: Reign) -> Noted | None:
-    """Tell an agent who is host; what it knows of that, None if it does not answer."""
+async def announce(place: Endpoint, announcement: HostAnnouncement) -> Noted | None:
+    """Tell an agent who is host; return what it knows about hosts, None if it does not answer."""
     try:
-        link, noted = await _exchange(place, reign, PATIENCE)
+        link, noted = await _exchange(place, announcement, PATIENCE)
     except _TROUBLE as error:
-        log.debug("nobody to be told who hosts at %s: %r", place, error)
+        log.debug("could not announce the host at %s: %r", place, error)
         return None
     link.abort()
     assert isinstance(noted, Noted)
@@ -177,14 +186,14 @@ async def proclaim(place: Endpoint, reign: Reign) -> Noted | None:
 
 
 async def _exchange(
-    place: Endpoint, question: Canvass | Reign, patience: float
+    place: Endpoint, question: VoteRequest | HostAnnouncement, patience: float
 ) -> tuple[Link, frames.Message]:
-    link, _ = await knock(place, purpose=frames.SUCCESSION, timeout=patience)
+    link, _ = await connect_once(place, purpose=frames.SUCCESSION, timeout=patience)
     with contextlib.ExitStack() as unless_answered:
         unless_answered.callback(link.abort)
         link.send(question)
         frame = await asyncio.wait_for(link.next_frame(), patience)
-        expected = Ballot if isinstance(question, Canvass) else Noted
+        expected = Ballot if isinstance(question, VoteRequest) else Noted
         reply = frames.parse(frame, {expected.kind: REPLIES[expected.kind]})
         unless_answered.pop_all()
     return link, reply

@@ -23,12 +23,12 @@ from torchelastic.errors import (
     RendezvousLost,
     WireError,
 )
-from torchelastic.rendezvous.embedded.watch_queue import Feed, Memo
+from torchelastic.rendezvous.embedded.watch_queue import Memo, WatchQueue
 from torchelastic.rendezvous.membership.lease import HeldLease
 from torchelastic.rendezvous.store import Change, Item, Json, Listing
 from torchelastic.transport import frames
 from torchelastic.transport.addresses import reachable_address
-from torchelastic.transport.connect import Endpoint, dial
+from torchelastic.transport.connect import Endpoint, connect_to_host
 from torchelastic.transport.frames import Row
 from torchelastic.transport.link import Link
 
@@ -45,11 +45,11 @@ GOODBYE = 1.0
 
 
 class _Silence(ConnectionError):
-    """The other end takes what we send, or nobody says that it does not, and never answers."""
+    """The other end accepts what we send, or never rejects it, and does not answer."""
 
 
 class _Request:
-    """A request that is not answered yet."""
+    """A request that has no answer yet."""
 
     def __init__(self, frame: bytes) -> None:
         self.frame = frame
@@ -78,10 +78,10 @@ class EmbeddedStore:
         self._requests: dict[int, _Request] = {}
         #: The last report of each key, and its id, until something tells that it was heard.
         self._reports: dict[str, tuple[int, bytes]] = {}
-        self._feeds: list[Feed] = []
+        self._watch_queues: list[WatchQueue] = []
         self._memos: dict[str, Memo] = {}
         #: Feeds that wait for what was before now, by the request that asked for it.
-        self._catching_up: dict[int, Feed] = {}
+        self._catching_up: dict[int, WatchQueue] = {}
         self._link: Link | None = None
         self._store_name = ""
         #: Of the store's host; 0: it is no agent, and nobody would take its place.
@@ -113,18 +113,17 @@ class EmbeddedStore:
         meanwhile: Callable[[], Awaitable[None]] | None = None,
         say: Callable[[str], None] = log.debug,
     ) -> EmbeddedStore:
-        """Connect to the store of a job, waiting up to `timeout` seconds (None: for ever) for it.
+        """Connect to the store of a job, waiting up to `timeout` seconds (None: forever) for it.
 
-        Its host must be of `term` at least. `lease` (token, seconds) is one that is open there
-        already, if things went well: see `has_lease`. `meanwhile` is called every now and then
-        while nobody is there, `say` once in a while with what
-        is in the way. Raises `RendezvousLost` if nobody comes, `RendezvousRefused` if who
-        is there is not for us.
+        The host must have at least `term`. `lease` (token, seconds) is a lease that should already
+        be open there: see `has_lease`. While nobody answers, `meanwhile` is called after every
+        attempt and `say` now and then with the obstacle. Raises `RendezvousLost` if nobody answers
+        in time, `RendezvousRefused` if the answer is not from our job's rendezvous.
         """
         clock = clock or SystemClock()
         store = cls(places[0], clock=clock, reconnect_timeout=reconnect_timeout)
         sent = clock.now()
-        link, welcome, store.place = await dial(
+        link, welcome, store.place = await connect_to_host(
             places,
             None if lease is None else lease[0],
             timeout=math.inf if timeout is None else timeout,
@@ -145,7 +144,7 @@ class EmbeddedStore:
 
     @property
     def local_addr(self) -> str:
-        """This node's address towards the store: what its peers can reach as well."""
+        """This node's address on the route to the store; its peers can reach it too."""
         return self._local_addr
 
     @property
@@ -154,7 +153,7 @@ class EmbeddedStore:
 
     @property
     def loss(self) -> str:
-        """Why nothing works any more; empty while it does."""
+        """The reason why the store is lost; empty while it is not."""
         return self._lost or ""
 
     def lose(self, sentence: str) -> None:
@@ -202,12 +201,12 @@ class EmbeddedStore:
         )
 
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Change, None]:
-        async with contextlib.aclosing(self._rows_of(Feed(prefix, after))) as rows:
+        async with contextlib.aclosing(self._rows_of(WatchQueue(prefix, after))) as rows:
             async for row in rows:
                 yield _change(row)
 
     async def follow(self, key: str) -> AsyncGenerator[Item | None, None]:
-        async with contextlib.aclosing(self._rows_of(Feed(key, None, one_key=True))) as rows:
+        async with contextlib.aclosing(self._rows_of(WatchQueue(key, None, one_key=True))) as rows:
             async for row in rows:
                 yield _change(row).item
 
@@ -216,25 +215,25 @@ class EmbeddedStore:
         if key not in self._memos:
             self._forget_memos()
             self._memos[key] = memo = Memo(key)
-            self._feeds.append(memo)
+            self._watch_queues.append(memo)
             self._subscribe(memo)
         return _change(await self._memos[key].latest()).item
 
     def _forget_memos(self) -> None:
-        """Be told no more of the keys that were asked for before, unless somebody waits for one."""
+        """Stop watching the keys asked for before, unless a caller waits for one."""
         for memo in [memo for memo in self._memos.values() if memo.live]:
             del self._memos[memo.prefix]
             self._drop(memo)
 
-    async def _rows_of(self, feed: Feed) -> AsyncGenerator[Row, None]:
+    async def _rows_of(self, queue: WatchQueue) -> AsyncGenerator[Row, None]:
         self._check()
-        self._feeds.append(feed)
-        self._subscribe(feed)
+        self._watch_queues.append(queue)
+        self._subscribe(queue)
         try:
             while True:
-                yield await feed.next()
+                yield await queue.next()
         finally:
-            self._drop(feed)
+            self._drop(queue)
 
     async def keep_alive(self) -> bool:
         self._check()
@@ -319,7 +318,7 @@ class EmbeddedStore:
         if isinstance(answer, frames.NoLease):
             if lease is not None:
                 lease.end()
-            raise LeaseExpired(f"The rendezvous has given this node up: '{key}' was not written.")
+            raise LeaseExpired(f"The rendezvous dropped this node: '{key}' was not written.")
         assert isinstance(answer, frames.Done)
         return answer.revision
 
@@ -341,7 +340,7 @@ class EmbeddedStore:
         return request
 
     def _check(self) -> None:
-        """Before a verb does anything: is there still a store, is there still a lease?"""
+        """Check that the store and, if needed, the lease still exist before a verb runs."""
         self._check_lease()
         if self._lost is not None:
             raise RendezvousLost(self._lost)
@@ -353,14 +352,14 @@ class EmbeddedStore:
         message = frames.parse(payload, frames.ANSWERS)
         match message:
             case frames.Changed(prefix=prefix, rows=rows):
-                for feed in self._feeds:
-                    if feed.live and feed.prefix == prefix:
-                        feed.take(rows)
+                for queue in self._watch_queues:
+                    if queue.live and queue.prefix == prefix:
+                        queue.take(rows)
             case frames.LeaseEnded(token=token):
                 if self._lease is not None and self._lease.id == token:
                     self._lease.end()
             case frames.Refusal(sentence=sentence):
-                self._lose(f"The rendezvous at {self.place} is over: {sentence}")
+                self._lose(f"The rendezvous at {self.place} ended the connection: {sentence}")
             case frames.NoLease(id=id) if id not in self._requests:
                 if self._lease is not None:  # a report was refused
                     self._lease.end()
@@ -371,10 +370,10 @@ class EmbeddedStore:
         for key in [key for key, (id, _) in self._reports.items() if id < message.id]:
             del self._reports[key]  # it was said before, and so it was heard
         last = not isinstance(message, frames.Rows) or message.last
-        if isinstance(message, frames.Rows) and (feed := self._catching_up.get(message.id)):
-            feed.take(message.rows)
+        if isinstance(message, frames.Rows) and (queue := self._catching_up.get(message.id)):
+            queue.take(message.rows)
             if last:
-                feed.begin(message.revision)
+                queue.begin(message.revision)
                 del self._catching_up[message.id]
         elif request := self._requests.get(message.id):
             if isinstance(message, frames.Rows):
@@ -384,25 +383,25 @@ class EmbeddedStore:
 
     # Watches
 
-    def _subscribe(self, feed: Feed) -> None:
-        feed.live = False
+    def _subscribe(self, queue: WatchQueue) -> None:
+        queue.live = False
         if self._link is not None:
             id = next(self._ids)
-            self._catching_up[id] = feed
-            self._link.send(frames.Watch(id, feed.prefix, feed.seen))
+            self._catching_up[id] = queue
+            self._link.send(frames.Watch(id, queue.prefix, queue.seen))
 
-    def _drop(self, feed: Feed) -> None:
-        self._feeds.remove(feed)
-        for id in [id for id, waiting in self._catching_up.items() if waiting is feed]:
+    def _drop(self, queue: WatchQueue) -> None:
+        self._watch_queues.remove(queue)
+        for id in [id for id, waiting in self._catching_up.items() if waiting is queue]:
             del self._catching_up[id]
-        shared = any(other.prefix == feed.prefix for other in self._feeds)
+        shared = any(other.prefix == queue.prefix for other in self._watch_queues)
         if self._link is not None and not shared:
-            self._link.send(frames.Unwatch(feed.prefix))
+            self._link.send(frames.Unwatch(queue.prefix))
 
     # The connection
 
     def _adopt(self, link: Link) -> None:
-        """Go on where the last connection ended."""
+        """Continue on a new connection where the last one ended."""
         self._link = link
         self._heard_at = self._loop.time()
         self._local_addr = reachable_address(link.local_addr, self.place.host)
@@ -410,15 +409,15 @@ class EmbeddedStore:
         self._catching_up.clear()
         for _, frame in self._reports.values():
             link.send(frame)  # before all else: an answer to that tells that these were heard
-        for feed in self._feeds:
-            self._subscribe(feed)
+        for queue in self._watch_queues:
+            self._subscribe(queue)
         for request in self._requests.values():
             request.rows.clear()
             link.send(request.frame)
         self._expect_answer()
 
     async def _stay_connected(self, link: Link) -> None:
-        """Make the connection anew whenever it is lost; give up when that takes too long."""
+        """Reconnect whenever the connection is lost; give up when that takes too long."""
         while True:
             error = await asyncio.shield(link.ended)
             self._link = None
@@ -426,12 +425,14 @@ class EmbeddedStore:
                 return
             if isinstance(error, WireError):
                 # Asked again, it would say the same again.
-                self._lose(f"The rendezvous at {self.place} cannot be understood: {error}")
+                self._lose(
+                    f"The rendezvous at {self.place} sent something this node cannot read: {error}"
+                )
                 return
             # Not for people: it is made again in a moment, or a sentence says that it is lost.
             log.debug("The connection to the rendezvous was lost (%s).", error or "closed")
             try:
-                link = await self._dial_again(was_silent=isinstance(error, _Silence))
+                link = await self._reconnect(was_silent=isinstance(error, _Silence))
             except RendezvousLost as problem:
                 self._lose(str(problem))
                 return
@@ -440,18 +441,18 @@ class EmbeddedStore:
                 return
 
     def _disconnected(self, connector: asyncio.Task[None]) -> None:
-        """No verb may wait for a connection that nobody makes any more, whatever went wrong."""
+        """Fail all waiting verbs if reconnecting ended, for whatever reason."""
         if not connector.cancelled() and (bug := connector.exception()) is not None:
-            log.error("The connection to the rendezvous cannot be made again.", exc_info=bug)
+            log.error("Reconnecting to the rendezvous failed.", exc_info=bug)
             self._lose(f"The rendezvous at {self.place} is lost: {bug!r}.")
 
-    async def _dial_again(self, *, was_silent: bool) -> Link:
+    async def _reconnect(self, *, was_silent: bool) -> Link:
         lease = self._held()
         token = None if lease is None else lease.id
         # Whoever would take the host's place is not to be kept waiting, once there is reason to
         # think that it is gone: it was silent for long already, or nobody listens at its port.
         hurry = SUCCESSOR_WAITS if self.term else self._patience
-        link, welcome, _ = await dial(
+        link, welcome, _ = await connect_to_host(
             [self.place],
             token,
             timeout=min(hurry, self._patience) if was_silent else self._patience,
@@ -466,16 +467,17 @@ class EmbeddedStore:
         if welcome.store != self._store_name:
             link.abort()
             what = "has another host now" if self.term else "has forgotten this job"
-            raise RendezvousLost(f"The rendezvous at {self.place} was started anew and {what}.")
+            raise RendezvousLost(f"The rendezvous at {self.place} was restarted and {what}.")
         if lease is not None and not welcome.lease:
             lease.end()
         self._adopt(link)
         return link
 
     def _expect_answer(self) -> None:
-        """While something is unanswered, notice a frozen host: its machine takes what we send.
+        """While a request is unanswered, watch for a frozen host: its kernel still accepts what we
+        send.
 
-        An answer leaves the timer alone: there are many, and it looks for itself when it is due.
+        An answer does not touch the timer: answers are many, and the timer checks when it fires.
         """
         if self._requests and self._lost is None and self._silence_timer is None:
             self._silence_timer = self._loop.call_at(self._patience_ends(), self._notice_silence)
@@ -491,18 +493,18 @@ class EmbeddedStore:
         if self._link is None:
             return  # the next connection will expect an answer again
         if self._requests and self._loop.time() >= self._patience_ends():
-            self._link.abort(_Silence("it does not answer"))
+            self._link.abort(_Silence("no answer"))
         else:
             self._expect_answer()
 
     def _lose(self, sentence: str) -> None:
-        """The end: every verb and every watch, now and later, says this."""
+        """Fail every verb and every watch, now and later, with this sentence."""
         self._lost = sentence
         for request in self._requests.values():
             if not request.answer.done():
                 request.answer.set_exception(RendezvousLost(sentence))
-        for feed in self._feeds:
-            feed.lose(sentence)
+        for queue in self._watch_queues:
+            queue.lose(sentence)
         if self._silence_timer is not None:
             self._silence_timer.cancel()
         if self._lease is not None:
@@ -517,7 +519,7 @@ class EmbeddedStore:
 
     def _need_lease(self, key: str) -> HeldLease:
         if (lease := self._held()) is None:
-            raise LeaseExpired(f"This node holds no lease: '{key}' was not written.")
+            raise LeaseExpired(f"This node has no lease: '{key}' was not written.")
         return lease
 
     def _check_lease(self) -> None:
@@ -525,7 +527,7 @@ class EmbeddedStore:
             self._lease.check()
 
     def _stop_keeping(self) -> None:
-        """Hold the lease no more; it is given back, not lost."""
+        """Stop holding the lease; it is given back, not lost."""
         if self._lease is not None:
             self._lease.give_back()
         if self._keeper is not None:

@@ -1,4 +1,4 @@
-"""What a node without a host makes of the answers it has got. Pure."""
+"""Decide what a node without a host does with the answers of its peers. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WITNESS = -3
 
 @dataclass(frozen=True)
 class WitnessView:
-    """The votes of the witness that a candidate has in its term, and those it cannot have."""
+    """The witness's votes that a candidate has in its term, and those it was refused."""
 
     claimed: Set[str] = frozenset()
     refused: Set[str] = frozenset()
@@ -32,7 +32,7 @@ class WitnessView:
 
 @dataclass(frozen=True)
 class Poll:
-    """Who asks, and what it knows. Before the first world the endpoints vote, each for a node."""
+    """The candidate and what it knows. Before the first world, each endpoint has a vote."""
 
     elector: Elector
     holding: Holding
@@ -48,41 +48,41 @@ class Poll:
 
     @property
     def is_in_world(self) -> bool:
-        """Whether this node trained in the last world, for sure: its host may not have."""
+        """Return whether this node certainly trained in the last world; its host may not have."""
         latest = self.holding.roll.latest
         return self.elector.node in latest.nodes - {latest.host}
 
     @property
     def roll(self) -> Roll:
-        """Who must agree that this node be host."""
+        """The voters that must agree for this node to become host."""
         if self.has_world:
             return self.holding.roll
         return Roll(latest=Electorate(frozenset(self.places)))
 
     @property
     def voice(self) -> str:
-        """As whom this node votes itself."""
+        """The voter that this node itself counts as."""
         return self.elector.node if self.has_world else self.own_place
 
     def turn(self, in_vain: int = 0) -> float:
-        """Seconds to let others try first; more, the more often this node has stood in vain: with
-        slow answers, those who stand a little later than others still stand at the same time."""
+        """Seconds to let other candidates try first; longer after each failed attempt, because with
+        slow answers, nodes that run a little later than others would still run at the same time."""
         order, host = self.places, ""
         if self.has_world:
             order, host = self.holding.order, self.holding.roll.latest.host
         return majority.turn(order, self.voice, host) * (1 << min(in_vain, MOST_DOUBLINGS))
 
     def suffices(self, returns: Returns) -> bool:
-        """Whether nobody else need be asked."""
+        """Return whether no other peer needs to be asked."""
         named = any(ballot.hosts for ballot in returns.ballots.values())
         return named or self.is_won(returns)
 
     def is_won(self, returns: Returns) -> bool:
-        """Whether this node is, or would be, elected."""
+        """Return whether this node is, or would be, elected."""
         return self.to_claim(returns) == ()
 
     def to_claim(self, returns: Returns) -> tuple[str, ...] | None:
-        """The votes of the witness with which it would be elected; None: it would not be."""
+        """The witness's votes that would elect this node; None if they are not enough."""
         if self.has_world and not self.holding.rows:
             return None  # nothing to host the store with
         votes = self.votes(returns)
@@ -96,7 +96,7 @@ class Poll:
         return self.holding.settled() if is_settled else self.holding
 
     def votes(self, returns: Returns) -> dict[str, int]:
-        """Who agrees, and the newest world that each of them has."""
+        """The voters that agree, each with the newest world it has."""
         votes = {
             # Of a node, not of who sits in its place now: that one may know less.
             each.node if self.has_world else key: each.generation
@@ -110,11 +110,11 @@ class Poll:
         return votes
 
     def _dead_in(self, returns: Returns) -> set[str]:
-        """Who seems to be no more: nobody listens at its port, or another agent does."""
+        """The nodes that seem dead: nothing listens at their port, or another agent does."""
         return returns.refused | self._replaced_in(returns)
 
     def _replaced_in(self, returns: Returns) -> set[str]:
-        """In whose place another agent answers."""
+        """The nodes whose address another agent answers at."""
         return {
             key
             for key, ballot in returns.ballots.items()
@@ -122,10 +122,11 @@ class Poll:
         }
 
     def is_outdated(self, returns: Returns, *, waited: bool) -> bool:
-        """Whether the job of this node's world has ended, and been started again without it.
+        """Return whether the job of this node's world has ended and was started again without it.
 
-        Too many of its nodes have other agents in their places for a majority ever to agree; or a
-        host answers that this node cannot follow, and others have had the time to elect another.
+        Either so many of its nodes have been replaced by other agents that no majority can ever
+        agree; or a host answers that this node cannot follow, and the others had time to elect
+        another.
         """
         electorates = self.roll.electorates
         there = frozenset().union(*(each.voters for each in electorates))
@@ -143,10 +144,11 @@ class Poll:
         return self.has_world and len(latest) == 2 and node in latest
 
     def hosts(self, returns: Returns, *, waited: bool = False) -> list[str]:
-        """Where a host is said to be, of the latest term first.
+        """The addresses of possible hosts, latest term first.
 
-        Who has voted in a later term may not follow it; but it yields to who says hello, and may
-        not know where this node is. So that is done where others had a lease's time to elect.
+        A node that has voted in a later term may not follow a host; but that host yields to a node
+        that says hello, and may not know where this node is. So such hosts are included once the
+        others had a lease's time to elect.
         """
         ballots = sorted(returns.ballots.values(), key=lambda ballot: -ballot.term)
         named = [
@@ -159,23 +161,24 @@ class Poll:
         return list(dict.fromkeys(named))
 
     def may_follow(self, term: int, generation: int) -> bool:
-        """Not who knows less than this node, and may never know more: a store that was started
-        anew, say, at the endpoint of a host that is gone."""
+        """Return whether this node may follow a host: not one that knows less and may never know
+        more, such as a store that was restarted at the endpoint of a lost host."""
         knows_more = self._knows_more(term, generation)
         return knows_more and majority.may_follow(self.elector, term)
 
     def _knows_more(self, term: int, generation: int) -> bool:
-        """Whether the host of a term does, or will when it forms its first world."""
+        """Return whether the host of a term knows more than this node, or will with its first
+        world."""
         ours = self.elector.generation
         return generation >= ours or majority.first_generation(term) > ours
 
     def predicament(self, returns: Returns) -> str:
-        """What a node waits for that has no host and no majority, for people."""
-        gone = "the host of the rendezvous is out of reach"
+        """The sentence for users that says what a node without a host waits for."""
+        gone = "the rendezvous host is unreachable"
         if obstacle := self.witness.obstacle:
             return f"{gone}: {obstacle}" if self.has_world else obstacle
         if self.has_world and not self.holding.rows:
-            return f"{gone}: this node waits for one of those that could host it"
+            return f"{gone}: waiting for a node that can take over as host"
         votes = set(self.votes(returns))
         wanted = max(self.roll.electorates, key=lambda each: len(each.nodes - votes))
         what = "nodes" if self.has_world else "endpoints"
@@ -183,17 +186,18 @@ class Poll:
         hint = ""
         if self.has_world and len(wanted.nodes) == 2 and not wanted.witness:
             hint = (
-                "; if the host is gone for good, --two-node-takeover lets the other go on; with "
-                "--witness (a directory that all nodes share) either of two nodes may be lost"
+                "; if the host is gone for good, --two-node-takeover lets the other node "
+                "continue; with --witness (a directory that all nodes share) the job survives "
+                "the loss of either node"
             )
         elif wanted.witness in self.witness.refused:
-            hint = ", and the witness has voted for them"
-        return f"{gone}, and {there} are no majority: this node waits for the others{hint}"
+            hint = ", and the witness voted for them"
+        return f"{gone}, and {there} are not a majority: waiting for the others{hint}"
 
 
 class Search:
-    """How a node that looks for a host goes on: in which term it asks, how soon, and when it is its
-    turn to stand for election."""
+    """The state of a node that looks for a host: in which term it asks, how soon, and when it runs
+    for election."""
 
     def __init__(self, now: float) -> None:
         self.begun = self._tried = now
@@ -207,16 +211,17 @@ class Search:
         self.heard = max(self.heard, returns.latest_term)
 
     def is_our_turn(self, poll: Poll, term: int, now: float) -> bool:
-        """Whether a node that has asked for the votes of a term stands for election.
+        """Return whether a node that has asked for the votes of a term runs for election.
 
-        Not if it has voted in that term itself meanwhile: the node it voted for may be host by now,
-        and would yield to a later term as soon as it heard of it.
+        It does not if it has itself voted in that term meanwhile: the node it voted for may be host
+        by now, and would yield to a later term as soon as it heard of it.
         """
         voted = poll.elector.term >= term and poll.elector.chosen != poll.elector.node
         return not voted and now - self._tried >= poll.turn(self._in_vain)
 
-    def stood_in_vain(self, now: float) -> None:
-        """Others stood at the same time, and would again: let those before this node try first."""
+    def lost_election(self, now: float) -> None:
+        """After a lost election, let the nodes before this one try first: rivals would run
+        again."""
         self.pause, self._tried = FIRST_PAUSE, now
         self._in_vain += 1
 

@@ -1,4 +1,4 @@
-"""What a node keeps, so that the store survives its host."""
+"""The state a node keeps so that the store survives its host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from torchelastic.transport.frames import Row
 
 @dataclass(frozen=True)
 class Holding:
-    """What a node has of the newest world: enough to vote, and, with `rows`, to host it."""
+    """A node's knowledge of the newest world: enough to vote and, with `rows`, to host the
+    store."""
 
     roll: Roll = field(default_factory=Roll)
     #: Who could be host next, in order.
@@ -58,15 +59,15 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Belongings:
-    """What this node has in the store under its lease; it takes it along to the next host."""
+class LeasedRows:
+    """This node's rows in the store under its lease; it takes them along to the next host."""
 
     seconds: float
     rows: Mapping[str, Json] = field(default_factory=dict)
     lease: str = field(default_factory=lambda: secrets.token_hex(16))
 
     def ballot(self, elector: Elector, hosts: list[str], *, why: str, granted: bool) -> Ballot:
-        """The answer to who asks for this node's vote; what it has goes along with the vote."""
+        """The answer to a request for this node's vote; a vote carries what the node holds."""
         rows = [Row(key, json.dumps(value), 0, 0) for key, value in self.rows.items()]
         return Ballot(
             node=elector.node,
@@ -82,7 +83,7 @@ class Belongings:
 
 
 def table_of(holding: Holding, ballots: Iterable[Ballot], now: float) -> Table:
-    """The store as it was, as far as it lasts: the world, and what the voters had in there."""
+    """The lasting part of the lost store: the world, and the rows the voters had."""
     table = Table()
     rows = dict(holding.rows)
     if holding.is_settled:

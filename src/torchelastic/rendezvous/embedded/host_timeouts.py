@@ -1,5 +1,4 @@
-"""How long the host of the store waits for others: for an agent whose connection has ended, and for
-a successor when it leaves."""
+"""Timeouts of the host: for an agent whose connection ended, and for a successor when it leaves."""
 
 from __future__ import annotations
 
@@ -17,10 +16,11 @@ from torchelastic.transport.ring import lives
 async def grace_of(
     rows: Sequence[Row], *, at: Callable[[str], Endpoint], alone: bool
 ) -> float | None:
-    """How long to wait for the agent with these rows, whose connection has ended.
+    """Seconds to wait for the agent with these rows after its connection ended; None: its whole
+    lease.
 
-    Not at all where its machine says that nobody listens at its port any more; where it lives, or
-    there is no telling, or one trains `alone`, without its host, the lease tells.
+    It is not waited for if its machine refuses connections to its port. If it lives, if that is not
+    known, or if a node trains `alone` without its host, the lease decides.
     """
     records = [row.text for row in rows if row.key.startswith(MEMBER_PREFIX)]
     address = frames.decode_value(records[0] or "{}").get("peer") if records else None
@@ -31,7 +31,7 @@ async def grace_of(
 
 
 def trains_alone(summary: Json, parts: Iterable[Row], host: str) -> bool:
-    """Whether the last world is of another node than its host alone."""
+    """Return whether the last world is a single node other than its host."""
     if summary.get("count") != 1:
         return False
     found = [frames.decode_value(row.text or "{}") for row in parts]
@@ -39,6 +39,6 @@ def trains_alone(summary: Json, parts: Iterable[Row], host: str) -> bool:
 
 
 def others_stay(members: Iterable[Row], host: str) -> bool:
-    """Whether a member other than the host has not announced that it leaves, too."""
+    """Return whether any member other than the host stays."""
     records = [frames.decode_value(row.text or "{}") for row in members]
     return any(one.get("node") != host and not one.get("leaving") for one in records)

@@ -1,7 +1,7 @@
-"""What a store that outlives its process writes down: the tables of its jobs, then every change.
+"""The journal of a store that outlives its process: the tables of its jobs, then every change.
 
-Pure: entries are JSON, lines are text; `state_file` puts them on a disk. An entry is a list, its
-first item says what it is:
+Pure: entries are JSON, lines are text; `state_file` writes them to disk. An entry is a list, and
+its first item names its kind:
 
     ["job", JOB, NAME, TABLE]                       a job as it was when the file was written
     ["new", JOB, NAME]                              a job that came later, its table empty
@@ -10,9 +10,9 @@ first item says what it is:
     ["end", JOB, TOKEN]                             the end of one
     ["forget", JOB]
 
-Keep-alives are not written: after a restart every lease has its whole time again, and who is alive
-comes back within it. Changes are written as what was done, and done again in the same order they
-give the same revisions, so that no client can tell the difference.
+Keep-alives are not written: after a restart every lease has its whole time again, and living
+clients come back within it. Changes are written as operations; replayed in the same order they give
+the same revisions, so that no client can tell the difference.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class RecordedTable(Table):
 
 @dataclass
 class KeptJob:
-    """A job, as far as the store knows it."""
+    """A job as the store knows it."""
 
     #: Of its store, for clients that come back.
     name: str
@@ -97,12 +97,12 @@ class KeptJob:
 
 
 def snapshot(jobs: Mapping[str, KeptJob]) -> list[Entry]:
-    """The entries that stand for all that was."""
+    """The entries that describe the current state."""
     return [["job", job, kept.name, kept.table.to_json()] for job, kept in jobs.items()]
 
 
 def replay(entries: Iterable[Entry], now: float) -> dict[str, KeptJob]:
-    """The jobs that entries tell of."""
+    """The jobs that the entries describe."""
     jobs: dict[str, KeptJob] = {}
     for entry in entries:
         match entry:
@@ -120,7 +120,7 @@ def replay(entries: Iterable[Entry], now: float) -> dict[str, KeptJob]:
             case ["forget", job]:
                 del jobs[job]
             case _:
-                raise ValueError(f"an entry is none: {entry}")
+                raise ValueError(f"unknown entry: {entry}")
     return jobs
 
 
@@ -128,7 +128,7 @@ def replay(entries: Iterable[Entry], now: float) -> dict[str, KeptJob]:
 
 
 def line(content: Entry) -> bytes:
-    """One line of the file: what it says, and a sum that shows whether it was damaged."""
+    """One line of the file: its checksum and its content."""
     text = json.dumps(content, separators=(",", ":")).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
@@ -139,40 +139,40 @@ def heading() -> bytes:
 
 
 def parse(data: bytes, path: str) -> list[Entry]:
-    """The entries of a file. Refuses what is none of ours, or damaged, in a sentence.
+    """The entries of a file. Raises `ConfigError` for a foreign or damaged file.
 
-    A last line without an end was being written when the process died: nobody was told of it.
+    A last line without an end was being written when the process died; no client was told of it.
     """
     lines = data.split(b"\n")[:-1]
     head = _content(lines[0]) if lines else None
     if head is None or head[:1] != [FORMAT]:
         raise ConfigError(
-            f"{path} is no state file of a rendezvous: name another one in --state-file."
+            f"{path} is not a rendezvous state file: name another one in --state-file."
         )
     if head != [FORMAT, VERSION]:
         raise ConfigError(
-            f"{path} was written by another version of torchelastic: serve with that one, or name "
+            f"{path} was written by another version of torchelastic: use that version, or name "
             "another file in --state-file."
         )
     entries = []
     for number, text in enumerate(lines[1:], start=2):
         entry = _content(text)
         if entry is None:
-            raise ConfigError(damaged(path, f"line {number} is not as it was written"))
+            raise ConfigError(damaged(path, f"line {number} has a wrong checksum"))
         entries.append(entry)
     return entries
 
 
 def damaged(path: str, how: str) -> str:
-    """The sentence for a file that is ours, and cannot be used."""
+    """The error message for a damaged state file."""
     return (
-        f"The state file {path} is damaged ({how}): put a copy in its place, or remove it and "
-        "start the jobs it had anew."
+        f"The state file {path} is damaged ({how}): restore it from a copy, or remove it and "
+        "restart its jobs from the beginning."
     )
 
 
 def _content(text: bytes) -> Entry | None:
-    """What a line says; None if it is not as it was written."""
+    """The content of a line; None if its checksum is wrong."""
     total, _, rest = text.partition(b" ")
     try:
         if int(total, 16) != zlib.crc32(rest):

@@ -1,14 +1,13 @@
-"""This node's seat at the embedded rendezvous: a client of whoever hosts the store, or the host.
+"""This node at the embedded rendezvous: a client of the node that hosts the store, or the host.
 
-A seat has a reception from the start, where other agents find it. When the host is gone, the seats
-look for another one, and elect it among themselves if there is none (`succession` says by which
-rules). Who decides what:
+Every node has a listener, where other agents reach it. When the host is lost, the nodes look for
+another one, and elect one of themselves if there is none (the rules are in `majority`):
 
-    no host known   ask everybody one knows: somebody has a host -> be its client
-                                             a majority has none, and it is our turn -> ask for
-                                             votes -> be host
-    host            serve; tell those who are missing, and who sits at the endpoints, who is host;
-                    hear of a later term -> be host no more
+    no host known   ask every known peer: one has a host -> become its client
+                                          a majority has none, and it is our turn -> ask for
+                                          votes -> become host
+    host            serve; announce itself to missing nodes and to the endpoints;
+                    hear of a later term -> stop being host
     client          the connection is lost -> no host known
 """
 
@@ -27,15 +26,21 @@ from torchelastic.clock import Clock
 from torchelastic.config import format_endpoint
 from torchelastic.errors import RendezvousLost, RendezvousRefused
 from torchelastic.rendezvous import majority
-from torchelastic.rendezvous.embedded.ask_peers import Returns, canvass, proclaim, unless
+from torchelastic.rendezvous.embedded.ask_peers import Returns, announce, ask_for_votes, unless
 from torchelastic.rendezvous.embedded.client import EmbeddedStore
 from torchelastic.rendezvous.embedded.election import DEAD, Poll, Search
-from torchelastic.rendezvous.embedded.failover_state import Belongings, Holding, table_of
+from torchelastic.rendezvous.embedded.failover_state import Holding, LeasedRows, table_of
 from torchelastic.rendezvous.embedded.host_timeouts import grace_of, others_stay, trains_alone
 from torchelastic.rendezvous.embedded.server import EmbeddedServer
 from torchelastic.rendezvous.embedded.tie_breaker import TieBreaker
 from torchelastic.rendezvous.embedded.voter_file import Voter, VoterFile
-from torchelastic.rendezvous.embedded.votes import QUESTIONS, Ballot, Canvass, Noted, Reign
+from torchelastic.rendezvous.embedded.votes import (
+    QUESTIONS,
+    Ballot,
+    HostAnnouncement,
+    Noted,
+    VoteRequest,
+)
 from torchelastic.rendezvous.majority import Candidacy, Elector
 from torchelastic.rendezvous.store import Json
 from torchelastic.rendezvous.witness.vote_keys import Witness
@@ -55,9 +60,9 @@ logger = logging.getLogger(__name__)
 #: many times the pause at first: others may name it who are about to give it up, too.
 HOST_ANSWERS, SECOND_CHANCE = 1.0, 5.0
 #: How often a host tells others that it is host, in a lease.
-PROCLAMATIONS = 3
+ANNOUNCEMENTS = 3
 #: How many missing nodes it tells at a time.
-PROCLAIMED = 16
+ANNOUNCED_AT_ONCE = 16
 LOOPBACK = "127.0.0.1"
 #: Of whoever begins a job at the only endpoint.
 FIRST_TERM = 1
@@ -67,11 +72,11 @@ SAY_EVERY = 60.0
 
 
 class _EndpointIsOurs(Exception):
-    """The name of the endpoint has come to mean this machine."""
+    """The name of the endpoint now resolves to this machine."""
 
 
 class EmbeddedNode:
-    """One node at the embedded rendezvous of one job; `open` it first. Made in a running loop."""
+    """One node at the embedded rendezvous of one job; call `open` first. Made in a running loop."""
 
     def __init__(
         self,
@@ -88,8 +93,8 @@ class EmbeddedNode:
         witness: Witness | None = None,
         file: VoterFile | None = None,
     ) -> None:
-        """`passes_workers_on`: workers find their store at its port, as with torchrun's static.
-        `file`: where this node keeps its vote."""
+        """`passes_workers_on`: workers reach their store through this node's port, as with
+        torchrun's static rendezvous. `file`: where this node keeps its vote."""
         self._node = node
         self._clock = clock
         self._lease = lease
@@ -108,7 +113,7 @@ class EmbeddedNode:
         self._tie_breaker = TieBreaker(witness, node, last.token)
         self._elector = Elector(node, last.term, last.chosen, last.generation)
         self._holding = last.holding
-        self._belongings = Belongings(lease)
+        self._leased_rows = LeasedRows(lease)
         #: The latest term for which this node, as host, has stepped down.
         self._yielded_to = 0
         #: Set while no worker of this node is in a world, so that it may vote.
@@ -122,7 +127,7 @@ class EmbeddedNode:
         self._news = asyncio.Event()
         self._rumours: list[str] = []
         self._heard_of: Sequence[str] = ()
-        self._heralding: asyncio.Task[None] | None = None
+        self._announcing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._store: EmbeddedStore | None = None
         self.server: EmbeddedServer | None = None
@@ -139,7 +144,7 @@ class EmbeddedNode:
 
     @property
     def store(self) -> EmbeddedStore:
-        assert self._store is not None, "asked before the seat was taken"
+        assert self._store is not None, "read before the node opened"
         return self._store
 
     @property
@@ -152,42 +157,42 @@ class EmbeddedNode:
 
     @property
     def loss(self) -> str:
-        """Why the store is lost; empty while it is not."""
+        """The reason why the store is lost; empty while it is not."""
         return self.store.loss
 
     @property
     def addr(self) -> str:
-        """Where peers reach this node."""
+        """The address where peers reach this node."""
         return self._local_addr or self._addr
 
     @property
     def peer(self) -> str:
-        """Where they reach its reception."""
+        """The address where peers reach its listener."""
         return format_endpoint(self.addr, self._listener.port)
 
     @property
     def endpoint(self) -> str:
-        """Where a newcomer would best look for the job."""
+        """The best endpoint for a new node to find the job."""
         return self.peer if self.is_host else str(self.store.place)
 
     def ring(self, node: str, on_doubts: Callable[[set[str]], None]) -> None:
-        """None: whoever hosts the store has a connection to everybody."""
+        """None: the host of the store has a connection to every node."""
 
     @property
     def credentials(self) -> Credentials:
         return self._endpoints.places[0].credentials
 
     def serve(self, purpose: str, handler: Handler) -> None:
-        """Hand the connections that other agents make for this purpose to a handler."""
+        """Pass connections that other agents make for this purpose to a handler."""
         self._listener.serve(purpose, handler)
 
     def takes_up(self, generation: int) -> bool:
-        """Whether this node may act on a world that its host shows."""
+        """Return whether this node may act on a world that its host shows."""
         has_it = generation == self._elector.generation
         return has_it or majority.may_take_up(self._elector, generation)
 
     def hold(self, holding: Holding) -> None:
-        """Take note of a world that is taken up, or of more that is known of it."""
+        """Remember a world that this node has taken up, or more details of it."""
         if holding is self._holding:
             return  # another phase of the same world
         if holding.roll.generation > self._holding.roll.generation:
@@ -196,23 +201,23 @@ class EmbeddedNode:
         self._elector = replace(self._elector, generation=holding.roll.generation)
 
     async def kept(self) -> None:
-        """Return when the disk has what this node votes from: before others hear of it."""
+        """Return when this node's vote is on disk: others may hear of it only then."""
         if self._file is not None:
             await self._file.keep(self._elector, self._holding, self._tie_breaker.token)
 
     def hear_of(self, addresses: Sequence[str]) -> None:
-        """Take note of agents that may know where the store is, should it be lost."""
+        """Remember agents that may know where the store is if it is lost."""
         self._heard_of = addresses
 
     def say_goodbye(self) -> None:
-        """This node leaves, and has said so."""
+        """Note that this node leaves and has said so."""
         self._elector = replace(self._elector, leaving=True)
 
-    # Taking a seat
+    # Joining
 
     async def open(self, timeout: float | None, say: Callable[[str], None] = logger.info) -> None:
-        """Listen, and be host or client of the job; waits up to `timeout` seconds for a host, and
-        says once in a while what is in the way."""
+        """Listen, and become host or client of the job; wait up to `timeout` seconds for a host,
+        and say now and then what it waits for."""
         self._listener.serve(frames.STORE, self._say_where)
         self._listener.serve(frames.SUCCESSION, self._converse)
         self._listener.serve(frames.RING, answer_that_we_live)
@@ -225,15 +230,16 @@ class EmbeddedNode:
     async def regain(
         self, rows: Mapping[str, Json], *, timeout: float | None, say: Callable[[str], None]
     ) -> bool:
-        """Once the host is lost and no worker here is in a world: find the next one, or be it.
+        """After losing the host, with no worker of this node in a world: find the next host, or
+        become it.
 
-        `rows` are what this node had in the store under its lease; says whether it has them there
+        `rows` are this node's rows in the store under its lease; returns whether they are there
         under a lease again. Raises `RendezvousLost` when the time is up.
         """
         if self.term == 0:
             raise RendezvousLost(self.store.loss)  # of a store that nobody takes over
         await self._leave()
-        self._belongings = Belongings(self._lease, rows)
+        self._leased_rows = LeasedRows(self._lease, rows)
         self._stopped.set()
         if not self._holding.roll.latest.nodes and self._endpoints.ours is None:
             await self._wait_for_host(timeout, say)
@@ -242,15 +248,15 @@ class EmbeddedNode:
         return self.store.has_lease
 
     async def hand_over(self, rows: Mapping[str, Json], seconds: float) -> None:
-        """Of a host that leaves, with no worker left: vote for the next one before going.
+        """As a host that leaves with no worker left: vote for the next host before going.
 
-        `rows` as of `regain`. Waits up to `seconds` for somebody to ask.
+        `rows` as in `regain`. Waits up to `seconds` to be asked.
         """
         server = self.server
         if server is None or not others_stay(server.rows(MEMBER_PREFIX), self._node):
             return
-        await self._leave("Its host leaves the job.")
-        self._belongings = Belongings(self._lease, rows)
+        await self._leave("The host is leaving the job.")
+        self._leased_rows = LeasedRows(self._lease, rows)
         # Nobody else counts on its consent: it was its own host.
         self._elector = replace(self._elector, leaving=False, hands_over=True)
         self._stopped.set()
@@ -259,8 +265,8 @@ class EmbeddedNode:
         voted.cancel()
 
     async def close(self, others: float = 0.0, *, ended: bool = False) -> None:
-        """Go; a host gives the other nodes up to `others` seconds to go first, and clears away what
-        the witness has of a job that has `ended`."""
+        """Close; a host waits up to `others` seconds for the other nodes to go first, and removes
+        the witness's keys of a job that has `ended`."""
         self._elector = replace(self._elector, has_host=False)
         for task in self._tasks:
             task.cancel()
@@ -274,7 +280,7 @@ class EmbeddedNode:
         await self._tie_breaker.close(ended=ended)
 
     async def _wait_for_host(self, timeout: float | None, say: Callable[[str], None]) -> None:
-        """Of a node that has no say: wait until somebody hosts."""
+        """Wait for a host, as a node without a vote."""
 
         async def look() -> None:
             await self._endpoints.look()
@@ -296,13 +302,13 @@ class EmbeddedNode:
         self._follow(store)
 
     async def _find_host(self, timeout: float | None, say: Callable[[str], None]) -> None:
-        """Ask around until this node has a host, or is it."""
+        """Ask peers until this node has a host, or is host."""
         search = Search(self._clock.now())
         deadline = search.begun + (math.inf if timeout is None else timeout)
         say_at = search.begun + 2 * self._lease
         while True:
             if self._may_found() and await self._tie_breaker.begins_job():
-                await self._reign(FIRST_TERM, Returns())
+                await self._become_host(FIRST_TERM, Returns())
                 return
             term = self._tie_breaker.next_term(self._elector, search.heard)
             returns = await self._ask(term, binding=False)
@@ -318,21 +324,21 @@ class EmbeddedNode:
                 self._file.check(self._poll, returns, waited=waited)
             if search.is_our_turn(self._poll, term, now):
                 before = self._elector
-                if await self._stand(returns, waited):
+                if await self._run_for_election(returns, waited):
                     return
                 if self._elector is not before:
-                    search.stood_in_vain(self._clock.now())
+                    search.lost_election(self._clock.now())
             now = self._clock.now()
             if now >= deadline:
-                raise RendezvousLost(f"{self._poll.predicament(returns)}: given up.")
+                raise RendezvousLost(f"{self._poll.predicament(returns)}: giving up.")
             if now >= say_at:
                 say(self._poll.predicament(returns))
                 say_at = now + SAY_EVERY
             await unless(self._news, asyncio.sleep(search.next_pause()))
 
     def _may_found(self) -> bool:
-        """Whether nobody else could know of the job: no world here, ours the only endpoint, and
-        nobody has spoken of a host after us."""
+        """Return whether no other node can know of the job: no world here, ours is the only
+        endpoint, and no peer has mentioned a host."""
         is_first = self._yielded_to <= FIRST_TERM and self._holding.roll.generation < 0
         return is_first and self._endpoints.places == [self._endpoints.ours]
 
@@ -351,7 +357,7 @@ class EmbeddedNode:
         )
 
     def _whereabouts(self, but: Set[str] = frozenset()) -> dict[str, Endpoint]:
-        """Whom to ask: all others that this node knows of, endpoints included, `but` these."""
+        """The peers to ask: all that this node knows, endpoints included, except `but`."""
         but = but | {self._node, str(self._endpoints.ours)}
         places = {str(place): place for place in self._endpoints.places if str(place) not in but}
         known = self._holding.addresses.items()
@@ -359,9 +365,9 @@ class EmbeddedNode:
 
     async def _ask(self, term: int, *, binding: bool, of: Sequence[str] | None = None) -> Returns:
         generation, is_settled = self._elector.generation, self._holding.is_settled
-        asked = Canvass(term, self._node, generation, binding, is_settled)
+        asked = VoteRequest(term, self._node, generation, binding, is_settled)
         places = {key: at for key, at in self._whereabouts().items() if of is None or key in of}
-        return await canvass(places, asked, enough=self._poll.suffices)
+        return await ask_for_votes(places, asked, enough=self._poll.suffices)
 
     # Becoming a client
 
@@ -374,7 +380,7 @@ class EmbeddedNode:
                     [self._at(address)],
                     term=self._elector.term,
                     timeout=min(patience, HOST_ANSWERS),
-                    lease=(self._belongings.lease, self._belongings.seconds),
+                    lease=(self._leased_rows.lease, self._leased_rows.seconds),
                     clock=self._clock,
                 )
             except (RendezvousLost, RendezvousRefused) as error:
@@ -400,9 +406,9 @@ class EmbeddedNode:
 
     # Becoming host
 
-    async def _stand(self, wished: Returns, a_lease_later: bool) -> bool:
-        """If this would win: ask those for their vote who would give it; says whether this node is
-        host now."""
+    async def _run_for_election(self, wished: Returns, a_lease_later: bool) -> bool:
+        """Run for election if this node would win: ask for votes, and return whether it is host
+        now."""
         if not await self._tie_breaker.may_win(self._poll, wished, a_lease_later):
             return False
         term = self._tie_breaker.next_term(self._elector, wished.latest_term)
@@ -424,13 +430,13 @@ class EmbeddedNode:
         if not is_won or self._elector.term != term:
             returns.close()
             return False
-        await self._reign(term, returns)
+        await self._become_host(term, returns)
         return True
 
-    async def _reign(self, term: int, returns: Returns) -> None:
-        """Serve the store from now on, and tell those who voted."""
+    async def _become_host(self, term: int, returns: Returns) -> None:
+        """Become host: serve the store from now on, and tell the voters."""
         self._elector = replace(self._elector, term=term, chosen=self._node)
-        self._tie_breaker.reigns()
+        self._tie_breaker.became_host()
         await self.kept()
         if self._holding.roll.generation >= 0 or self._may_be_remembered:
             # A store that knows nothing waits a lease: another host may be about to call. So does
@@ -452,38 +458,40 @@ class EmbeddedNode:
             [self._endpoints.ours or self._at(format_endpoint(LOOPBACK, self._listener.port))],
             term=term,
             timeout=self._lease,
-            lease=(self._belongings.lease, self._belongings.seconds),
+            lease=(self._leased_rows.lease, self._leased_rows.seconds),
             clock=self._clock,
         )
         self._follow(store)
         for link in returns.links.values():
-            link.send(self._proclamation())
+            link.send(self._announcement())
             link.close()
-        self._heralding = self._start(self._herald())
+        self._announcing = self._start(self._announce())
 
-    def _proclamation(self) -> Reign:
-        return Reign(self._elector.term, self._node, self._elector.generation, [self.peer])
+    def _announcement(self) -> HostAnnouncement:
+        return HostAnnouncement(
+            self._elector.term, self._node, self._elector.generation, [self.peer]
+        )
 
-    async def _herald(self) -> None:
-        """Of a host: tell who may not know it, the missing and who sits at the endpoints."""
+    async def _announce(self) -> None:
+        """As host, announce it to nodes that may not know: missing nodes and the endpoints."""
         while self.server is not None:
             members = self.server.rows(MEMBER_PREFIX)
-            said = (proclaim(place, self._proclamation()) for place in self._uninformed(members))
+            said = (announce(place, self._announcement()) for place in self._uninformed(members))
             for noted in filter(None, await asyncio.gather(*said)):
                 if majority.must_yield(self._elector.term, noted.term):
                     self._rumours += noted.hosts
                     self._start(self._yield(noted.term))
                     return
-            await asyncio.sleep(self._lease / PROCLAMATIONS)
+            await asyncio.sleep(self._lease / ANNOUNCEMENTS)
 
     def _uninformed(self, members: Sequence[Row]) -> list[Endpoint]:
         there = {row.key.removeprefix(MEMBER_PREFIX) for row in members}
         missing = list(self._whereabouts(but=there).values())
-        return random.sample(missing, min(PROCLAIMED, len(missing)))
+        return random.sample(missing, min(ANNOUNCED_AT_ONCE, len(missing)))
 
     async def _yield(self, term: int, told: str = SUCCEEDED) -> None:
-        """Be host no more; the clients are told why."""
-        logger.info("this node hosts the rendezvous no more (term %d)", term)
+        """Stop being host, and tell the clients why."""
+        logger.info("this node no longer hosts the rendezvous (term %d)", term)
         self._yielded_to = max(self._yielded_to, term)
         self._host_lost()
         server, self.server = self.server, None
@@ -492,10 +500,10 @@ class EmbeddedNode:
             await server.close(told)
 
     async def _leave(self, told: str = SUCCEEDED) -> None:
-        """Be done with the last host, or with having been it."""
-        if self._heralding is not None:
-            self._heralding.cancel()
-            self._heralding = None
+        """Drop the connection to the last host, or the server if this node was host."""
+        if self._announcing is not None:
+            self._announcing.cancel()
+            self._announcing = None
         if self.is_host:
             await self._yield(self.term, told)
         await self.store.close()
@@ -504,8 +512,8 @@ class EmbeddedNode:
     # What others ask
 
     def _admit(self, link: Link, hello: frames.Hello) -> None:
-        """Of a host: serve a client, unless it has voted in a later term and could not follow us:
-        then there must be another vote."""
+        """As host, serve a client, unless it has voted in a later term and cannot follow this host:
+        then a new election is needed."""
         if self.server is None or majority.must_yield(self._elector.term, hello.term):
             self._say_where(link, hello)
             self._start(self._yield(hello.term))
@@ -513,22 +521,22 @@ class EmbeddedNode:
             self.server.admit(link, hello)
 
     async def _grace_of(self, rows: Sequence[Row]) -> float | None:
-        """Of a host: how long to wait for the agent with these rows, whose connection has ended."""
+        """As host: how long to wait for the agent with these rows after its connection ended."""
         parts = self.server.rows(PART_PREFIX) if self.server is not None else []
         alone = trains_alone(self._summary(), parts, self._node)
         return await grace_of(rows, at=self._at, alone=alone)
 
     def _say_where(self, link: Link, hello: frames.Hello) -> None:
-        """To a client of the store, which is not hosted here."""
+        """Tell a client of the store where the host is."""
         link.send(frames.Elsewhere(self._known_hosts(), self._elector.term))
         link.close()
 
     def _store_of_workers(self) -> str:
-        """Of the newest world; empty while there is none."""
+        """The worker store of the newest world; empty if there is none."""
         return str(self._summary().get("store", ""))
 
     def _summary(self) -> Json:
-        """Of the newest world: a host has it before any node does."""
+        """The summary of the newest world; a host has it before any node does."""
         if self.server is None:
             return self._holding.rows.get(WORLD_KEY, {})
         texts = {row.key: row.text for row in self.server.rows(WORLD_KEY)}
@@ -545,13 +553,13 @@ class EmbeddedNode:
 
     def _hear(self, link: Link, payload: bytes) -> None:
         match frames.parse(payload, QUESTIONS):
-            case Canvass(term, node, generation, binding, settled):
+            case VoteRequest(term, node, generation, binding, settled):
                 self._start(self._vote(link, Candidacy(term, node, generation, binding, settled)))
-            case Reign() as reign:
-                self._hear_of_host(link, reign)
+            case HostAnnouncement() as announcement:
+                self._hear_of_host(link, announcement)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name="seat")
+        task = asyncio.create_task(work, name="embedded node")
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task
@@ -559,7 +567,7 @@ class EmbeddedNode:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (bug := task.exception()) is not None:
-            logger.error("The rendezvous has a fault.", exc_info=bug)
+            logger.error("Internal error in the rendezvous.", exc_info=bug)
 
     async def _vote(self, link: Link, asked: Candidacy) -> None:
         """Answer when the workers have stopped, and the disk has what the candidate counts on."""
@@ -580,20 +588,22 @@ class EmbeddedNode:
         return self._ballot(why, granted=not why)
 
     def _ballot(self, why: str, *, granted: bool) -> Ballot:
-        return self._belongings.ballot(self._elector, self._known_hosts(), why=why, granted=granted)
+        return self._leased_rows.ballot(
+            self._elector, self._known_hosts(), why=why, granted=granted
+        )
 
-    def _hear_of_host(self, link: Link, reign: Reign) -> None:
-        """Somebody says that it is host."""
+    def _hear_of_host(self, link: Link, announcement: HostAnnouncement) -> None:
+        """Note that another node says it is host."""
         link.send(Noted(self._elector.term, self._known_hosts()))
-        if reign.node == self._node:
+        if announcement.node == self._node:
             return
         if not self._elector.has_host:
-            if self._poll.may_follow(reign.term, reign.generation):
-                self._rumours += reign.addresses
+            if self._poll.may_follow(announcement.term, announcement.generation):
+                self._rumours += announcement.addresses
                 self._news.set()
-        elif majority.must_yield(self._elector.term, reign.term):
-            self._rumours += reign.addresses
+        elif majority.must_yield(self._elector.term, announcement.term):
+            self._rumours += announcement.addresses
             if self.is_host:
-                self._start(self._yield(reign.term))
+                self._start(self._yield(announcement.term))
             else:
                 self.store.lose(SUCCEEDED)

@@ -1,10 +1,10 @@
-"""The store, served to the connections that the reception of its agent admits.
+"""The store, served to the connections that the listener of its agent admits.
 
-Everything is done in the callback that brought it: a request is read, the table changed and the
-answer written, in one go. So requests are done one after the other, there are no tasks, and an idle
-server does nothing but answer keep-alives. The watchers are told right after all requests that
-have come at once, in one message: who watches a thousand nodes that join reads few of them. One
-timer, set to the earliest deadline, ends leases.
+Every request is handled in the callback that delivers it: read, change the table, write the answer.
+So requests run one after the other, there are no tasks, and an idle server only answers
+keep-alives. Watchers are told after all requests that arrived together, in one message: a client
+that watches a thousand joining nodes reads few messages. One timer, set to the earliest deadline,
+ends leases.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ BACKLOG = 16 * 1024 * 1024
 #: Seconds a closing connection has to take its last words.
 CLOSING_PATIENCE = 1.0
 
-ENDED = "The agent that hosted the rendezvous has ended."
+ENDED = "The agent that hosted the rendezvous has exited."
 
 
 class _Peer:
-    """A client as the server sees it."""
+    """A client of the server."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -70,7 +70,7 @@ class EmbeddedServer:
         grace_of: Callable[[Sequence[Row]], Awaitable[float | None]] | None = None,
         name: str = "",
     ) -> None:
-        """`table` and `name` are those of a store that was served before, if it is to go on."""
+        """`table` and `name` are those of an earlier store that this one continues."""
         self._job = job
         self._clock = clock or SystemClock()
         self._grace = grace
@@ -99,19 +99,19 @@ class EmbeddedServer:
         self.port = 0
 
     async def start(self, sockets: Sequence[socket.socket]) -> int:
-        """Serve at a reception of its own, for a store without an agent; returns the port."""
+        """Serve with its own listener, for a store without an agent; return the port."""
         self._listener = Listener(self._job)
         self._listener.serve(frames.STORE, self.admit)
         self.port = await self._listener.listen(sockets)
         return self.port
 
     def resume(self) -> None:
-        """Of a table from before: end the leases of those who do not come back in time."""
+        """For a table from before: end the leases of clients that do not come back in time."""
         self._set_timer()
 
     @property
     def clients(self) -> int:
-        """How many clients are connected."""
+        """The number of connected clients."""
         return len(self._peers)
 
     async def wait_alone(self, timeout: float, *, own: int = 0) -> bool:
@@ -131,7 +131,7 @@ class EmbeddedServer:
         return self._table.get(prefix)
 
     async def close(self, sentence: str = ENDED) -> None:
-        """Stop; clients are told that it is gone for good, and why."""
+        """Stop, and tell clients why it is gone for good."""
         self._closing = True
         self._stop()
         if self._listener is not None:
@@ -153,7 +153,7 @@ class EmbeddedServer:
             task.cancel()
 
     async def abandon(self) -> None:
-        """Stop without a word, as if the process had died: clients wait for the next one."""
+        """Stop without telling clients, as if the process had died: they wait for the next one."""
         self._closing = True
         self._stop()
         ends = [peer.link.ended for peer in self._peers]
@@ -165,7 +165,7 @@ class EmbeddedServer:
     # Connections
 
     def admit(self, link: Link, hello: frames.Hello) -> None:
-        """Serve a client that the reception has greeted."""
+        """Serve a client that the listener has admitted."""
         peer = _Peer(link)
         link.give_up_at(self._backlog)
         link.ended.add_done_callback(partial(self._gone, peer))
@@ -180,7 +180,7 @@ class EmbeddedServer:
         link.deliver_to(partial(self._serve, peer))
 
     def _hold(self, peer: _Peer, token: str) -> None:
-        """Make a lease this connection's. An older connection that had it is a dead one."""
+        """Bind a lease to this connection. An older connection that had it is dead."""
         before = self._holders.get(token)
         if before is not None and before is not peer:
             before.lease = None
@@ -200,7 +200,7 @@ class EmbeddedServer:
         self._departure.set()
 
     def _miss(self, token: str) -> None:
-        """A connection has ended that had a lease; firewalls end some, too."""
+        """Handle the end of a connection that had a lease; a firewall may have ended it."""
         if self._grace_of is None:
             self._shorten(token, self._grace)
             return
@@ -209,7 +209,7 @@ class EmbeddedServer:
         task.add_done_callback(self._asking.discard)
 
     async def _ask_after(self, token: str) -> None:
-        """Give it up as soon as may be, unless it is back by then."""
+        """Shorten its lease as far as allowed, unless the client is back by then."""
         assert self._grace_of is not None
         grace = await self._grace_of(self._table.under(token))
         if grace is not None and token not in self._holders:
@@ -226,7 +226,7 @@ class EmbeddedServer:
             self._perform(peer, frames.parse(payload, frames.REQUESTS))
         except WireError as error:
             if self._told.first_time(source_of(peer.link.remote_addr), "nonsense"):
-                log.warning("A client of the rendezvous is sent away: %s", error)
+                log.warning("Disconnected a rendezvous client: %s", error)
             peer.refuse(str(error))
 
     def _perform(self, peer: _Peer, request: frames.Message) -> None:
@@ -297,7 +297,7 @@ class EmbeddedServer:
         else:
             rows = self._table.since(watch.prefix, watch.after)
         if rows is None:
-            peer.refuse("This agent was away for too long to be told what it has missed.")
+            peer.refuse("This agent was disconnected for too long to catch up.")
             return
         self._send_rows(peer, watch.id, rows)
         peer.prefixes.add(watch.prefix)
@@ -310,14 +310,15 @@ class EmbeddedServer:
             self._watchers.pop(prefix, None)
 
     def _publish(self, rows: Sequence[Row]) -> None:
-        """Tell who watches, with all that changes before the loop gets there."""
+        """Schedule a message to the watchers, with all changes made before the loop gets there."""
         if rows and not self._news:
             asyncio.get_running_loop().call_soon(self._tell_watchers)
         self._news += rows
 
     def _tell_watchers(self) -> None:
-        """What is told of a prefix is packed once for all its watchers; who watches several is sent
-        everything at once, the latest last: whoever knows of a change knows what came before it."""
+        """Send each watcher its changes. A prefix is packed once for all its watchers; a client
+        with several prefixes gets all of them at once, the latest last, so it never sees a change
+        before an older one."""
         rows, self._news = self._news, []
         told: dict[_Peer, bytes] = {}
         for prefix, news in self._by_prefix(rows):
@@ -330,7 +331,7 @@ class EmbeddedServer:
             peer.link.send(data)
 
     def _by_prefix(self, rows: list[Row]) -> list[tuple[str, list[Row]]]:
-        """The rows under each prefix that is watched, found without a look at every prefix."""
+        """The rows under each watched prefix, found without a look at every prefix."""
         lengths = {len(prefix) for prefix in self._watchers}
         found: dict[str, list[Row]] = {}
         for row in rows:
@@ -344,9 +345,9 @@ class EmbeddedServer:
 
     def _open_lease(self, peer: _Peer, request: frames.OpenLease) -> None:
         if not (math.isfinite(request.seconds) and request.seconds > 0):
-            raise WireError(f"A lease cannot last {request.seconds} s.")
+            raise WireError(f"A lease of {request.seconds} s is not possible.")
         if not 16 <= len(request.token) <= frames.TOKEN_LIMIT:
-            raise WireError("A lease needs a token of 16 characters at least.")
+            raise WireError("A lease token needs at least 16 characters.")
         if peer.lease != request.token:
             self._end_lease(peer)
         self._table.open_lease(request.token, request.seconds, self._clock.now())
@@ -365,10 +366,10 @@ class EmbeddedServer:
             self._publish(self._table.end_lease(token))
 
     def _set_timer(self) -> None:
-        """See to it that the timer runs out no later than the next deadline.
+        """Make sure that the timer fires no later than the next deadline.
 
-        Keep-alives only move deadlines away, so they need not touch it: it runs out in vain once
-        in a while instead.
+        Keep-alives only postpone deadlines, so they do not touch the timer; it sometimes fires in
+        vain.
         """
         due = self._table.next_deadline()
         if due is None:
@@ -398,7 +399,7 @@ class EmbeddedServer:
         peer.link.send(frames.Done(request.id, None))
 
     def _lease_over(self, token: str, rows: list[Row]) -> None:
-        """Tell whose lease it was, and who watches."""
+        """Tell the holder of an ended lease, and the watchers of its keys."""
         holder = self._holders.pop(token, None)
         if holder is not None:
             holder.lease = None

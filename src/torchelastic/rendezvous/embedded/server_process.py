@@ -17,7 +17,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def run(config: LaunchConfig, endpoint: str, state_file: str | None) -> None:
     """Serve until a signal asks to stop.
 
-    Of `config` the job's id, if there is to be one job only, and the credentials count. Raises
+    `config` provides the credentials, and the job's id if only one job is served. Raises
     `ConfigError` for what cannot be served, `RendezvousLost` when the state file fails.
     """
     asyncio.run(_run(config, endpoint, state_file))
@@ -33,8 +33,8 @@ async def _run(config: LaunchConfig, endpoint: str, state_file: str | None) -> N
     sockets = bind_endpoint(host, port, is_host=True)
     if sockets is None:
         raise ConfigError(
-            f"{endpoint} cannot be served: another process has its port, or this machine has no "
-            "such address. Name another one in --endpoint."
+            f"Cannot serve at {endpoint}: another process uses the port, or this machine does "
+            "not have that address. Choose another --endpoint."
         )
     try:
         service = RendezvousService(
@@ -50,7 +50,7 @@ async def _run(config: LaunchConfig, endpoint: str, state_file: str | None) -> N
     port = await service.listen(sockets)
     jobs = f"job '{config.run_id}'" if config.run_id else "any job"
     # For people, and for scripts that asked for port 0.
-    print(f"The rendezvous of {jobs} is served at {format_endpoint(host, port)}.", flush=True)
+    print(f"Serving the rendezvous of {jobs} at {format_endpoint(host, port)}.", flush=True)
     await stop.wait()
     await service.close()
     if service.failure is not None:

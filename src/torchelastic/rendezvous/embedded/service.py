@@ -1,8 +1,8 @@
-"""The store as a process of its own, for one job or for any: `torchelastic rendezvous serve`.
+"""The store as a process of its own, for one job or for many: `torchelastic rendezvous serve`.
 
-It serves as an agent's does, but leads nothing and takes nobody's place (its term is 0). Each job
-has a table of its own. With a state file, whatever a client is told has been written down before: a
-server that is killed and started again is to its clients one that was slow to answer.
+It serves like an agent's store, but never leads and never takes over (its term is 0). Each job has
+its own table. With a state file, every change is on disk before a client is told of it: to its
+clients, a server that is killed and restarted only looks slow.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class RendezvousService:
         on_failure: Callable[[], None] = lambda: None,
         clock: Clock | None = None,
     ) -> None:
-        """`job` is the only one that is served; None: any. `on_failure` is called when nothing can
-        be written down any more. Raises `ConfigError` where the state file cannot be used."""
+        """`job` is the only job served; None: any. `on_failure` is called when the state file can
+        no longer be written. Raises `ConfigError` if the state file cannot be used."""
         self._job = job
         self._clock = clock or SystemClock()
         self._listener = Listener(job, secret=credentials.secret, tls=credentials.server_tls)
@@ -63,7 +63,7 @@ class RendezvousService:
 
     @property
     def jobs(self) -> tuple[str, ...]:
-        """The jobs there are, in order of their coming."""
+        """The jobs, oldest first."""
         return tuple(self._kept)
 
     async def listen(self, sockets: Sequence[socket.socket]) -> int:
@@ -75,7 +75,7 @@ class RendezvousService:
         return await self._listener.listen(sockets)
 
     async def close(self) -> None:
-        """Stop. With a state file clients are told nothing: they wait for the next server."""
+        """Stop. With a state file, clients are not told: they wait for the next server."""
         await self._listener.close()
         for server in self._servers.values():
             if self._file is None:
@@ -90,7 +90,7 @@ class RendezvousService:
     def _admit(self, link: Link, hello: frames.Hello) -> None:
         if hello.job not in self._kept:
             if len(self._kept) >= MOST_JOBS:
-                link.send(frames.Refusal("This server has more jobs than it takes."))
+                link.send(frames.Refusal("This server already has the maximum number of jobs."))
                 link.close()
                 return
             self._begin(hello.job)
@@ -101,7 +101,7 @@ class RendezvousService:
         self._kept[job] = KeptJob(secrets.token_hex(8), RecordedTable(job))
         self._write(["new", job, self._kept[job].name], True)
         self._serve(job)
-        log.info("Job '%s' is here.", job)
+        log.info("Job '%s' started.", job)
 
     def _serve(self, job: str) -> None:
         kept = self._kept[job]
@@ -111,9 +111,9 @@ class RendezvousService:
         )
 
     def _look_after(self, job: str) -> None:
-        """Forget a job that is over when its last client has gone, so that its id can be used anew.
+        """Forget a finished job when its last client has gone, so that its id can be used again.
 
-        One that is not is kept, for its generation: its nodes may all be started again.
+        An unfinished job is kept, for its generation: all its nodes may be restarted.
         """
         server = self._servers.get(job)
         if server is None or server.clients or self._listener.is_closing:
@@ -122,14 +122,14 @@ class RendezvousService:
         if table.next_deadline() is not None:  # somebody may come back
             asyncio.get_running_loop().call_later(LOOK_AGAIN, partial(self._look_after, job))
         elif _is_over(table):
-            log.info("Job '%s' is over.", job)
+            log.info("Job '%s' ended.", job)
             del self._kept[job], self._servers[job]
             self._write(["forget", job], True)
 
     # The state file
 
     def _take_up(self) -> dict[str, KeptJob]:
-        """The jobs the state file tells of; from now on it has nothing else."""
+        """Load the jobs of the state file, and rewrite it with only these."""
         if self._file is None:
             return {}
         try:
@@ -145,7 +145,7 @@ class RendezvousService:
         try:
             kept = journal.replay(entries, self._clock.now())
         except (KeyError, TypeError, ValueError, AssertionError, LeaseExpired) as error:
-            how = f"its entries do not fit together: {type(error).__name__} {error}"
+            how = f"inconsistent entries: {type(error).__name__} {error}"
             raise ConfigError(journal.damaged(file.path, how)) from error
         foreign = [job for job in kept if self._job is not None and job != self._job]
         if foreign:
@@ -172,7 +172,7 @@ class RendezvousService:
 
 
 def _is_over(table: RecordedTable) -> bool:
-    """Whether nothing of a job is left that its nodes would need."""
+    """Return whether a job has nothing left that its nodes need."""
     rows = {row.key: row.text for row in table.get("")}
     world = rows.get(WORLD_KEY)
     return not rows or (world is not None and json.loads(world).get("phase") == "closed")

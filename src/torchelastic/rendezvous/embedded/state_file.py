@@ -1,5 +1,5 @@
-"""The file in which a store keeps what it must not forget: written whole now and then, else at its
-end. `journal` says what is in it."""
+"""The file in which a store or a voter keeps its state: rewritten now and then, appended otherwise.
+`journal` describes its content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENOUGH, TIMES = 1024 * 1024, 4
 
 
 class StateFile:
-    """One open state file; nobody else has it open."""
+    """One open state file, locked by this process."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -26,7 +26,7 @@ class StateFile:
         self._whole = self._size = 0
 
     def read(self) -> list[Entry]:
-        """What the file has; nothing if there is none. Takes it for this process alone."""
+        """Lock the file for this process and return its entries; none if there is no file."""
         try:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -46,7 +46,8 @@ class StateFile:
             raise ConfigError(self._in_use()) from None
 
     def _is_current(self) -> bool:
-        """Not where another process has just written the file whole, and let go of the old one."""
+        """Return whether this is still the file at the path: another process may just have
+        rewritten it."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
         except FileNotFoundError:
@@ -54,12 +55,12 @@ class StateFile:
 
     def _in_use(self) -> str:
         return (
-            f"The state file {self.path} is in use by another process: give every server one of "
-            "its own."
+            f"The state file {self.path} is in use by another process: give every server a "
+            "different file."
         )
 
     def rewrite(self, entries: Iterable[Entry]) -> None:
-        """Write the file whole: there is the old one or the new one, whatever happens."""
+        """Rewrite the file: after a crash there is either the old or the new one."""
         lines = [journal.heading(), *map(journal.line, entries)]
         temporary = f"{self.path}.new"
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
@@ -82,7 +83,7 @@ class StateFile:
         self._whole = self._size = sum(map(len, lines))
 
     def append(self, entry: Entry, *, lasting: bool) -> None:
-        """Write one change; what is `lasting` survives the machine, the rest this process."""
+        """Append one change; a `lasting` one survives the machine, others survive this process."""
         line = journal.line(entry)
         _write(self._descriptor, line)
         self._size += len(line)
@@ -91,7 +92,7 @@ class StateFile:
 
     @property
     def is_long(self) -> bool:
-        """Whether it is time to write it whole again."""
+        """Return whether it is time to rewrite the file."""
         return self._size - self._whole > max(ENOUGH, TIMES * self._whole)
 
     def close(self) -> None:
@@ -107,14 +108,14 @@ class StateFile:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    """All of it: a disk that is nearly full takes a part."""
+    """Write all of it: a nearly full disk accepts only a part at a time."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
 
 
 def sync_directory(path: str) -> None:
-    """A new name is safe only when its directory is."""
+    """Sync the directory: only then is a new name safe."""
     directory = os.open(Path(path).absolute().parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(directory)

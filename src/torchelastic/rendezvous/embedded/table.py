@@ -1,8 +1,8 @@
 """The store's state as plain data: rows, revisions, leases, and enough history to catch up from.
 
-Pure: no socket, no clock, no task. Whoever holds a `Table` hands in `now` and tells the watchers
-what changed. Values are kept as the JSON text they came in: the table has no use for what they
-mean, text takes a fraction of the memory, and nobody can change a value that others also hold.
+Pure: no socket, no clock, no task. The owner of a `Table` passes `now` and tells the watchers what
+changed. Values are kept as the JSON text they came in: the table does not interpret them, text
+takes a fraction of the memory, and nobody can change a value that others also hold.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class Lease:
 
 
 def _kind(key: str) -> str:
-    """What a key is about: `member` of `member/8f2c`."""
+    """The first part of a key: `member` of `member/8f2c`."""
     return key.partition("/")[0]
 
 
 class History:
-    """The last changes, in full, and which request made each.
+    """The last changes, in full, and the request that made each.
 
-    Kept apart for each kind of key: who follows the one key `world` is not to pay for the thousands
-    of members that have changed meanwhile.
+    Separate for each kind of key: a client that follows only the key `world` does not pay for the
+    changes of thousands of members.
     """
 
     def __init__(self, rows: int, chars: int) -> None:
@@ -94,7 +94,7 @@ class History:
 
 
 class Table:
-    """Keys, leases and revisions. Every change has a revision of its own."""
+    """Keys, leases and revisions. Every change has its own revision."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Table:
         return sorted(changed, key=lambda row: row.modified)
 
     def created(self, key: str) -> int:
-        """The revision at which a key came into being, 0 if it is absent."""
+        """The revision that created a key, 0 if it is absent."""
         row = self._rows.get(key)
         return row.created if row else 0
 
@@ -184,14 +184,15 @@ class Table:
         provided: tuple[str, int] | None = None,
         stamp: str = "",
     ) -> list[Row]:
-        """Set a key, and others beside it. With `expected`, only if its last change was then (0: it
-        is absent); with `provided`, only if that key is there and came into being then.
+        """Set a key, and others beside it. With `expected`, only if its last change was at that
+        revision (0: it is absent); with `provided`, only if that key exists and was created at that
+        revision.
 
-        Returns the changes, the key's own last; none where a condition does not hold. Raises
-        `LeaseExpired` if the lease it is to be under has ended.
+        Returns the changes, the key's own last; none if a condition does not hold. Raises
+        `LeaseExpired` if its lease has ended.
         """
         if lease is not None and lease not in self._leases:
-            raise LeaseExpired(f"The lease has ended: '{key}' was not written.")
+            raise LeaseExpired(f"The lease expired: '{key}' was not written.")
         if expected is not None and expected != self._modified(key):
             return []
         if provided is not None and not self._is_since(*provided):
@@ -220,7 +221,7 @@ class Table:
         return row
 
     def _own(self, key: str, lease: str | None) -> None:
-        """Put a key under a lease, or under none; it leaves the one it was under."""
+        """Move a key under a lease, or under none."""
         before = self._owners.pop(key, None)
         if before is not None and before != lease:
             del self._leases[before].keys[key]
@@ -243,22 +244,22 @@ class Table:
     # Leases
 
     def open_lease(self, token: str, seconds: float, now: float) -> None:
-        """Open a lease. One that is open already is renewed: the request may come twice."""
+        """Open a lease, or renew it if it is open: the request may come twice."""
         lease = self._leases.setdefault(token, Lease(seconds, now + seconds, math.inf))
         lease.seconds = seconds
         lease.deadline = now + seconds
         self._queue(lease, token)
 
     def seconds_of(self, token: str) -> float | None:
-        """How long a lease lasts; None if it is not open."""
+        """The duration of a lease; None if it is not open."""
         lease = self._leases.get(token)
         return None if lease is None else lease.seconds
 
     def keep_alive(self, token: str, now: float) -> bool:
         """Renew a lease; False if it has ended.
 
-        A lease ends when `expire` ends it, not when its time is up: after the host itself stood
-        still, the keep-alives that have piled up are read before anybody is given up.
+        A lease ends when `expire` ends it, not when its time is up: after a freeze of the host
+        itself, the keep-alives that have piled up are read before any client is dropped.
         """
         lease = self._leases.get(token)
         if lease is None:
@@ -292,10 +293,10 @@ class Table:
         return ended
 
     def next_deadline(self) -> float | None:
-        """When the next lease may end, None if there is none.
+        """The time when the next lease may end, None if there is none.
 
-        A keep-alive leaves its place in the heap as it is; it is put where it belongs here, when
-        its old deadline has become the earliest: once in a lease's time, not at every keep-alive.
+        A keep-alive does not move its lease in the heap; that is done here, when the old deadline
+        has become the earliest: once in a lease's time, not at every keep-alive.
         """
         while self._deadlines:
             deadline, token = self._deadlines[0]
@@ -312,7 +313,7 @@ class Table:
     # As JSON
 
     def to_json(self) -> dict[str, Any]:
-        """All that could outlive the process; of leases how long they last, not when they end."""
+        """Everything that could outlive the process; for leases their duration, not their end."""
         return {
             "revision": self.revision,
             "rows": [*self._rows.values()],
@@ -322,10 +323,10 @@ class Table:
         }
 
     def load(self, data: Mapping[str, Any], now: float) -> None:
-        """Take up, in an empty table, what `to_json` gave; every lease begins anew.
+        """Load the result of `to_json` into an empty table; every lease starts anew.
 
-        The history is not kept: who was told everything before goes on, others are told the last
-        change of each key.
+        The history is not kept: a client that is up to date continues, others get the last change
+        of each key.
         """
         assert self.revision == 0, "the table is in use"
         self.revision = self._history.floor = data["revision"]

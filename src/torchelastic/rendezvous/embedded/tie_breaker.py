@@ -1,4 +1,5 @@
-"""The witness, as a node without a host asks it: for its votes, and whether the job may begin."""
+"""The witness as a node without a host uses it: for its votes, and for permission to start the
+job."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class TieBreaker:
-    """Of one seat; without a witness it breaks no tie, and lets every job begin."""
+    """The tie breaker of one node; without a witness it breaks no tie, and lets every job start."""
 
     def __init__(self, witness: Witness | None, node: str, token: str = "") -> None:
         """`token` is that of the run of the job that the node's last agent was in."""
@@ -31,24 +32,25 @@ class TieBreaker:
 
     @property
     def token(self) -> str:
-        """Of the run of the job that this node is in, as far as it has been at the witness."""
+        """The token of the job's run that this node is in, as read from the witness."""
         return "" if self._witness is None else self._witness.token or self._witness.expected
 
     def view(self, term: int) -> WitnessView:
-        """What is known of its votes in a term."""
+        """The known votes of the witness in a term."""
         if self._witness is None:
             return WitnessView()
         refused = self._witness.refused(term).keys()
         return WitnessView(self._witness.votes(term), refused, self._obstacle)
 
     def next_term(self, elector: Elector, heard: int = 0) -> int:
-        """The term to ask for votes for: the last one again while it is not known who has the vote
-        of the witness in it, since that would not count in another."""
+        """The term to ask for votes in: the last one again while it is unknown who has the
+        witness's vote in it, because that vote would not count in another term."""
         is_unclear = self._unclear == elector.term and elector.chosen == self._node
         return self._unclear if is_unclear else majority.next_term(elector, heard)
 
     async def begins_job(self) -> bool:
-        """Whether this node may begin the job: not while the witness knows of an earlier run."""
+        """Return whether this node may start the job: not while the witness knows an earlier
+        run."""
         if self._witness is None:
             return True
         try:
@@ -58,9 +60,10 @@ class TieBreaker:
         return not self._obstacle
 
     async def may_win(self, poll: Poll, returns: Returns, a_lease_later: bool) -> bool:
-        """Whether a node would be elected, if need be with the votes of the witness.
+        """Return whether a node would be elected, if necessary with the witness's votes.
 
-        Those not before a lease is over where the node is not in the world: others may step in it.
+        If the node is not in the world, these count only after a lease's time: others may still
+        step in it.
         """
         missing = poll.to_claim(returns)
         if not missing:
@@ -78,7 +81,8 @@ class TieBreaker:
         return not self._witness.refused(self.next_term(poll.elector)).keys() & set(missing)
 
     async def wins(self, poll: Poll, returns: Returns, term: int) -> bool:
-        """Whether the votes of nodes, and of the witness where those are missing, elect a node."""
+        """Return whether the votes of nodes, and of the witness if some are missing, elect a
+        node."""
         if poll.elector.term != term:
             return False
         missing = replace(poll, witness=self.view(term)).to_claim(returns)
@@ -94,8 +98,8 @@ class TieBreaker:
                 return False
         return missing is not None and (poll.has_world or await self.begins_job())
 
-    def reigns(self) -> None:
-        """The node is host: it never asks for votes in that term again."""
+    def became_host(self) -> None:
+        """Note that the node is host: it never asks for votes in that term again."""
         self._unclear = 0
 
     def _note(self, error: Silent) -> None:
@@ -109,5 +113,5 @@ class TieBreaker:
             try:
                 await self._witness.close_job()
             except Silent as error:
-                logger.warning("The witness does not know that the job is closed: %s", error)
+                logger.warning("Could not close the job at the witness: %s", error)
         await self._witness.close()

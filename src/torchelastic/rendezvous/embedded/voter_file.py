@@ -1,10 +1,11 @@
-"""The file in which a node keeps what it must not forget as a voter, so that the next agent on its
-machine is the same voter: its id, the term it has voted in and for whom, and the newest world.
+"""The file in which a node keeps its vote, so that the next agent on its machine is the same voter:
+its id, the term it has voted in and for whom, and the newest world.
 
     $XDG_RUNTIME_DIR/torchelastic/<job>-<hash>/<node>/voter       beside the node's `agent.json`
 
-Whoever has the file locked is the node; an agent that finds none free is a new node. A file can be
-removed at any time: its node never comes back then, and its next agent is a new one without a vote.
+The agent that has the file locked is the node; an agent that finds none free is a new node. A file
+can be removed at any time: then its node never comes back, and the next agent is a new node without
+a vote.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ SLOW = 2.0
 
 @dataclass(frozen=True)
 class Voter:
-    """What a node must not forget."""
+    """The state of a voter that must survive its agent."""
 
     term: int = 0
     chosen: str = ""
@@ -58,12 +59,13 @@ class Voter:
         return self.holding.roll.generation
 
     def address_of(self, node: str) -> tuple[str, int]:
-        """Where others reached a node; an empty address, and port 0: it is not known."""
+        """The last known address of a node; empty, with port 0, if it is not known."""
         address = self.holding.addresses.get(node)
         return parse_endpoint(address) if address else ("", 0)
 
     def is_as(self, other: Voter | None) -> bool:
-        """Whether nothing that matters differs: a phase of the same world does not matter."""
+        """Return whether nothing relevant differs; another phase of the same world is not
+        relevant."""
         if other is None or self.holding.rows.keys() != other.holding.rows.keys():
             return False
         return _without_rows(self) == _without_rows(other)
@@ -110,19 +112,19 @@ def why_void(
     gone: Sequence[str] = (),
     is_late: bool = False,
 ) -> str:
-    """Why an agent must not, or need not, go on as this voter; empty: it does. Pure.
+    """Return why an agent must not, or need not, continue as this voter; empty if it does. Pure.
 
-    `said` and `ours` are the machine and the job, as in the file and as they are here; `gone` are
-    nodes that never come back.
+    `said` and `ours` are the machine and the job, in the file and here; `gone` are nodes that never
+    come back.
     """
     differing = [key for key in ours if said.get(key) != ours[key]]
     if differing:
-        return f"it is of another {differing[0]}"
+        return f"it has another {differing[0]}"
     if is_late:
-        return "the others have given up waiting for its node (--wait-for-nodes)"
+        return "the other nodes stopped waiting for this node (--wait-for-nodes)"
     voters = frozenset().union(*(each.voters for each in voter.holding.roll.electorates))
     if not majority.agreed(voter.holding.roll.electorates, voters - {*gone}):
-        return "too many nodes of its world never come back"
+        return "too many nodes of its world are gone for good"
     return ""
 
 
@@ -132,7 +134,7 @@ class VoterFile:
     def __init__(
         self, path: Path, node: str, identity: Mapping[str, Any], *, is_off: bool = False
     ) -> None:
-        """`is_off`: nothing is ever written."""
+        """`is_off`: never write anything."""
         self.path = path
         self.node = node
         #: What the last agent of this node has left; None: it is a new node.
@@ -147,10 +149,10 @@ class VoterFile:
 
     @property
     def sentence(self) -> str:
-        """What this node goes on from, for people."""
+        """The sentence for users that says what this node resumes."""
         return (
-            f"this node resumes its vote in generation {self.generation} from {self.path}; "
-            "to begin the job anew, remove that file before the start"
+            f"this node resumes its vote in generation {self.generation} from {self.path}; to "
+            "start the job from the beginning, remove that file first"
         )
 
     @property
@@ -159,11 +161,11 @@ class VoterFile:
         return -1 if self.resumed is None else self.resumed.generation
 
     async def keep(self, elector: Elector, holding: Holding, token: str = "") -> None:
-        """Return when the disk has this, so that others may hear of it; of a node that leaves, when
+        """Return when this is on disk, so that others may hear of it; for a node that leaves, when
         the file is removed.
 
-        Where the disk does not take it, people are told, and the file is removed. Term 0 is that of
-        a store that nobody takes over.
+        If it cannot be written, a warning is logged and the file is removed. Term 0 is that of a
+        store without failover.
         """
         voter = None if elector.leaving else Voter(elector.term, elector.chosen, holding, token)
         if not elector.term or self._is_off or (voter is not None and voter.is_as(self._written)):
@@ -180,7 +182,7 @@ class VoterFile:
                 self._put(wanted)
             except (OSError, ConfigError) as error:
                 log.warning(
-                    "%s cannot be written (%s): if this agent is restarted, it joins as a new node "
+                    "Cannot write %s (%s): if this agent restarts, it joins as a new node "
                     "without a vote.",
                     self.path,
                     error,
@@ -189,7 +191,7 @@ class VoterFile:
             self._written = wanted
             if time.monotonic() - began > SLOW:
                 took = time.monotonic() - began
-                log.warning("Writing %s took %.1f s: others waited for this node.", self.path, took)
+                log.warning("Writing %s took %.1f s; other nodes had to wait.", self.path, took)
 
     def _put(self, voter: Voter | None) -> None:
         if voter is None:
@@ -203,12 +205,13 @@ class VoterFile:
             self._begun = True
 
     def check(self, poll: Poll, returns: Returns, *, waited: bool) -> None:
-        """End this node, to be started as a new one, if what it has resumed is outdated."""
+        """End this node, to be restarted as a new one, if the vote it resumed is outdated."""
         if self.resumed is not None and poll.is_outdated(returns, waited=waited):
             self.discard()
             raise VoteOutdated(
-                f"This node resumed generation {self.generation} of job '{self._identity['job']}', "
-                "which has been started again since: it joins as a new node."
+                f"This node resumed generation {self.generation} of job "
+                f"'{self._identity['job']}', but the job has been restarted since; it joins as a "
+                "new node."
             )
 
     def discard(self) -> None:
@@ -227,8 +230,8 @@ class VoterFile:
         except OSError as error:
             # An older vote than this node's last would be resumed: it may have been counted twice.
             raise RendezvousError(
-                f"{self.path} can neither be written nor removed ({error.strerror}): remove it "
-                "before a node of this job is started here again."
+                f"Cannot write or remove {self.path} ({error.strerror}): remove it before you "
+                "start a node of this job here again."
             ) from error
         finally:
             self._file.close()
@@ -240,7 +243,7 @@ class VoterFile:
             self._file.close()
 
     def resume(self, *, gone: Sequence[str], is_late: bool) -> bool:
-        """Take the file for this process alone, and go on from it; False: it is in use, or void."""
+        """Lock the file for this process and continue from it; False if it is in use or void."""
         try:
             kept = _last(self._file.read())
         except ConfigError as error:
@@ -262,7 +265,7 @@ class VoterFile:
 
 
 def _last(entries: Sequence[Entry]) -> tuple[Voter, Mapping[str, Any]] | None:
-    """What a file says now; None where it is none of ours."""
+    """The last entry of a file; None if it is not ours."""
     match entries[-1:]:
         case [["voter", dict(said), dict(data)]]:
             try:
@@ -273,8 +276,8 @@ def _last(entries: Sequence[Entry]) -> tuple[Voter, Mapping[str, Any]] | None:
 
 
 def claim(config: LaunchConfig, command: Sequence[str]) -> VoterFile:
-    """The file of a node of this job that was here and has no agent any more, the oldest first, or
-    of a new node; where nobody ever votes, none is written."""
+    """The file of a node of this job that ran here and has no agent any more, oldest first, or of a
+    new node; where nobody ever votes, none is written."""
     node = secrets.token_hex(6)
     if config.max_nodes == 1 or config.rdzv_backend in ETCD_BACKENDS:
         return VoterFile(Path(os.devnull), node, {}, is_off=True)
@@ -300,7 +303,7 @@ def _path(config: LaunchConfig, node: str) -> Path:
 
 
 def _machine() -> str:
-    """Which machine this is: files may lie on storage that others have as well."""
+    """The id of this machine: files may be on storage that others share."""
     for path in map(Path, _MACHINE_IDS):
         if path.exists() and (found := path.read_text().strip()):
             return f"{found} {socket.gethostname()}"

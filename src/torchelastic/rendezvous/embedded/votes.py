@@ -1,9 +1,9 @@
-"""What agents say to each other about who hosts their store.
+"""The messages between agents about the host of their store.
 
-whoever asks                    the agent asked
+the asking agent           the agent asked
 canvass                    ->
                            <-   ballot
-reign (whoever is host)    ->
+reign (from the host)      ->
                            <-   noted
 """
 
@@ -15,8 +15,8 @@ from torchelastic.transport.frames import Message, Row, by_kind
 
 
 @dataclass(frozen=True, slots=True)
-class Canvass(Message):
-    """Asks for a vote (`succession.Candidacy`)."""
+class VoteRequest(Message):
+    """Asks for a vote (`majority.Candidacy`)."""
 
     kind = "canvass"
     term: int
@@ -28,7 +28,8 @@ class Canvass(Message):
 
 @dataclass(frozen=True, slots=True)
 class Ballot(Message):
-    """Answers a canvass. A vote brings along what the voter had in the store under its lease."""
+    """Answers a request for a vote. A vote carries the voter's rows in the store under its
+    lease."""
 
     kind = "ballot"
     node: str
@@ -46,8 +47,8 @@ class Ballot(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Reign(Message):
-    """Says who hosts the store."""
+class HostAnnouncement(Message):
+    """Announces the host of the store."""
 
     kind = "reign"
     term: int
@@ -59,12 +60,12 @@ class Reign(Message):
 
 @dataclass(frozen=True, slots=True)
 class Noted(Message):
-    """Answers a reign: the newest term this node knows of, and where it knows its host."""
+    """Answers an announcement: the newest term this node knows, and the host it knows."""
 
     kind = "noted"
     term: int
     hosts: list[str]
 
 
-QUESTIONS = by_kind(Canvass, Reign)
+QUESTIONS = by_kind(VoteRequest, HostAnnouncement)
 REPLIES = by_kind(Ballot, Noted)

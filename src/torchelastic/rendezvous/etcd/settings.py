@@ -1,5 +1,5 @@
-"""How to talk to etcd, as `--rdzv-conf` or a rendezvous URL says it; checked before anybody is
-asked."""
+"""Settings of the connection to etcd, from `--rdzv-conf` or a rendezvous URL; checked before
+use."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _LONGEST_PASSWORD = 4096
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files. Without `cacert` the system's authorities are trusted; without `cert` we show no
-    certificate of our own; without `key` it is in `cert`."""
+    """PEM files. Without `cacert`, the system's CAs are trusted; without `cert`, we show no
+    certificate; without `key`, the key is in `cert`."""
 
     cacert: str = ""
     cert: str = ""
@@ -41,7 +41,7 @@ class TlsFiles:
 
 @dataclass(frozen=True)
 class Login:
-    """Who we are to etcd."""
+    """User and password for etcd."""
 
     user: str
     password: str = field(repr=False)
@@ -49,7 +49,7 @@ class Login:
 
 @dataclass(frozen=True, kw_only=True)
 class EtcdSettings:
-    """Where in etcd, as whom and how."""
+    """The key prefix, the login and the connection settings."""
 
     #: The key under which jobs have theirs.
     prefix: str = "/torchelastic"
@@ -61,7 +61,7 @@ class EtcdSettings:
 
     @classmethod
     def of(cls, conf: Mapping[str, Any]) -> EtcdSettings:
-        """What the keys say; whatever is wrong with them is a `ConfigError` of one sentence.
+        """Read the settings; raise a `ConfigError` for an invalid one.
 
         >>> EtcdSettings.of({"etcd_prefix": "torchelastic/p2p/", "protocol": "http"})
         EtcdSettings(prefix='/torchelastic/p2p', outage=15.0, login=None, tls=None)
@@ -77,7 +77,7 @@ class EtcdSettings:
 
 def _prefix(text: str) -> str:
     if not text.strip("/"):
-        raise ConfigError("etcd_prefix names no key: write one as in /torchelastic.")
+        raise ConfigError("etcd_prefix must be a key such as /torchelastic.")
     return "/" + text.strip("/")
 
 
@@ -88,7 +88,8 @@ def _outage(text: str) -> float:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
         raise ConfigError(
-            f"etcd_outage={text} is no time: write the seconds that etcd may be away."
+            f"etcd_outage={text} is not a valid duration: write the number of seconds etcd may "
+            "be unavailable."
         )
     return seconds
 
@@ -100,7 +101,8 @@ def _login(given: Mapping[str, str]) -> Login | None:
         return None
     if not user or not path:
         raise ConfigError(
-            "etcd needs a user and a password: give both etcd_user and etcd_password_file, or none."
+            "etcd needs both a user and a password: set both etcd_user and etcd_password_file, "
+            "or neither."
         )
     return Login(user, _password(path))
 
@@ -111,28 +113,28 @@ def _password(path: str) -> str:
             # A little more than allowed: a whole disk named by mistake is not read.
             text = file.read(_LONGEST_PASSWORD + 1).strip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
+        reason = getattr(error, "strerror", None) or "it is not text"
         raise ConfigError(
-            f"etcd_password_file {path} cannot be read ({reason}): name a file that has the "
-            "password and nothing else."
+            f"Cannot read etcd_password_file {path} ({reason}): name a file that contains only "
+            "the password."
         ) from None
     if not text or len(text) > _LONGEST_PASSWORD or "\n" in text:
         raise ConfigError(
-            f"etcd_password_file {path} has no password: write it there, in one line."
+            f"etcd_password_file {path} is empty: write the password there, on one line."
         )
     return text
 
 
 def _tls(given: Mapping[str, str]) -> TlsFiles | None:
-    """Rather no connection than one in the clear where another was asked for."""
+    """Refuse contradictory settings rather than connect without TLS."""
     files = {name: given[name] for name in ("cacert", "cert", "key") if name in given}
     protocol = given.get("protocol", "https" if files else "http")
     if protocol not in ("http", "https"):
-        raise ConfigError(f"The protocol '{protocol}' is none of etcd's: write http or https.")
+        raise ConfigError(f"Unknown protocol '{protocol}': use http or https.")
     if protocol == "http":
         if files:
-            raise ConfigError(f"protocol=http has no use for {', '.join(files)}: write https.")
+            raise ConfigError(f"{', '.join(files)} cannot be used with protocol=http: use https.")
         return None
     if "key" in files and "cert" not in files:
-        raise ConfigError("key is the key of a certificate: name that, too, with cert=FILE.")
+        raise ConfigError("key needs its certificate: set cert=FILE as well.")
     return TlsFiles(**files)

@@ -1,4 +1,4 @@
-"""What a watch has told and is to tell. Pure."""
+"""The changes that a watch has delivered and has yet to deliver. Pure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from torchelastic.rendezvous.store import Change, Listing
 
 
-class Feed:
+class WatchEvents:
     """The changes under a prefix, each once, in order.
 
-    etcd forgets old changes when it is told to (compaction). A watch that asks for some of them
-    starts anew from a listing then; what is missing there has been deleted. For that the feed
-    keeps the names of all keys its caller can know of.
+    etcd forgets old changes when told to (compaction). A watch that asks for such changes restarts
+    from a listing; a key missing there has been deleted. For that, this keeps the names of all keys
+    that its caller may know.
     """
 
     def __init__(self, prefix: str, after: int, known: Iterable[str]) -> None:
@@ -21,7 +21,7 @@ class Feed:
         self._known = {key for key in known if key.startswith(prefix)}
 
     def take(self, changes: Iterable[Change]) -> list[Change]:
-        """Those that are news."""
+        """The changes that are new."""
         news = [change for change in changes if change.revision > self.seen]
         for change in news:
             # Only now: several changes may have one revision, as when a lease ends.
@@ -33,7 +33,7 @@ class Feed:
         return news
 
     def catch_up(self, listing: Listing) -> list[Change]:
-        """What a listing tells that the changes in between did not: the last of each key."""
+        """The changes between the last one delivered and a listing: the last of each key."""
         put = [
             Change(key, item, item.modified)
             for key, item in listing.items.items()

@@ -1,4 +1,4 @@
-"""Where the nodes meet: at the store of the embedded rendezvous, or at etcd."""
+"""The rendezvous back end: the embedded store or etcd."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ from torchelastic.transport.listener import Handler, Listener
 from torchelastic.transport.ring import Ring
 
 #: Nodes, each with a connection or two to the host, for which the usual limits are too low.
-MANY = 200
+MANY_NODES = 200
 PRIVATE_ENDPOINT = "127.0.0.1:0"
 
 
 class RendezvousBackend(Protocol):
-    """This node's connection to the store of the job, and what becomes of it."""
+    """This node's connection to the store of the job, and its failover."""
 
     @property
     def store(self) -> Store: ...
 
     @property
     def addr(self) -> str:
-        """Where other nodes reach this one."""
+        """The address where other nodes reach this one."""
         ...
 
     @property
     def peer(self) -> str:
-        """Where their agents reach its agent; empty: nowhere."""
+        """The address where other agents reach this one; empty if they cannot."""
         ...
 
     @property
     def endpoint(self) -> str:
-        """Where a newcomer would best look for the job."""
+        """The best endpoint for a new node to find the job."""
         ...
 
     @property
     def term(self) -> int:
-        """How often the host of the store has changed; 0: it does not."""
+        """The term of the store's host; 0 if the host never changes."""
         ...
 
     @property
@@ -62,78 +62,78 @@ class RendezvousBackend(Protocol):
 
     @property
     def loss(self) -> str:
-        """Why the store is lost; empty while it is not."""
+        """The reason why the store is lost; empty while it is not."""
         ...
 
     @property
     def may_begin_at(self) -> float:
-        """When this node, if it leads, may form the first world."""
+        """The time when this node, if it leads, may form the first world."""
         ...
 
     def ring(self, node: str, on_doubts: Callable[[set[str]], None]) -> Ring | None:
-        """Connections to other agents, where the store would be slow to notice an agent's end."""
+        """Connections to other agents, if the store would be slow to notice an agent's end."""
         ...
 
     @property
     def credentials(self) -> Credentials:
-        """What to show to other agents."""
+        """The credentials for connections to other agents."""
         ...
 
     def serve(self, purpose: str, handler: Handler) -> None:
-        """Hand the connections that other agents make for this purpose to a handler."""
+        """Pass connections that other agents make for this purpose to a handler."""
         ...
 
     def takes_up(self, generation: int) -> bool:
-        """Whether this node may act on a world that the store shows."""
+        """Return whether this node may act on a world that the store shows."""
         ...
 
     @property
     def dead(self) -> frozenset[str]:
-        """Nodes of the last world that are known to be no more."""
+        """Nodes of the last world that are known to be dead."""
         ...
 
     @property
     def witness(self) -> Witness | None:
-        """Storage that votes where nodes are halves."""
+        """Storage that has the deciding vote between halves."""
         ...
 
     def hold(self, holding: Holding) -> None:
-        """Take note of what is needed to host the store, should its host be lost."""
+        """Remember what is needed to host the store if its host is lost."""
         ...
 
     async def kept(self) -> None:
-        """Return when this node would not forget what it holds, and others may hear of it."""
+        """Return when what this node holds is on disk, and others may hear of it."""
         ...
 
     def hear_of(self, addresses: Sequence[str]) -> None:
-        """Take note of agents that may know where the store is, should it be lost."""
+        """Remember agents that may know where the store is if it is lost."""
         ...
 
     def say_goodbye(self) -> None:
-        """This node leaves, and has said so."""
+        """Note that this node leaves and has said so."""
         ...
 
     async def regain(
         self, rows: Mapping[str, Json], *, timeout: float | None, say: Callable[[str], None]
     ) -> bool:
-        """Once the store is lost: have one again, or raise `RendezvousLost`.
+        """After the store was lost, connect to one again, or raise `RendezvousLost`.
 
-        `rows` are what this node had there under its lease; says whether they are again.
+        `rows` are this node's rows there under its lease; returns whether they are there again.
         """
         ...
 
     async def hand_over(self, rows: Mapping[str, Json], seconds: float) -> None:
-        """Of a host that leaves: see to it, within some seconds, that there is another one."""
+        """As a host that leaves: let another node take over, within some seconds."""
         ...
 
     async def close(self, others: float, *, ended: bool = False) -> None:
-        """Go; a host gives the other nodes up to `others` seconds to go first. `ended`: what is
-        kept of the job elsewhere is of no use any more."""
+        """Close; a host waits up to `others` seconds for the other nodes to go first. `ended`: what
+        is kept of the job elsewhere is no longer needed."""
         ...
 
 
 class EtcdBackend:
-    """At an etcd server, with a reception of its own for the ring."""
+    """etcd as the store, with a listener for the ring."""
 
     term = 0
     is_host = False
@@ -186,12 +186,12 @@ class EtcdBackend:
         """Nothing: etcd is where it is."""
 
     def say_goodbye(self) -> None:
-        """Nothing more than the member record says."""
+        """Do nothing: the member record says it."""
 
     async def regain(
         self, rows: Mapping[str, Json], *, timeout: float | None, say: Callable[[str], None]
     ) -> bool:
-        raise RendezvousLost(f"etcd at {self.endpoint} is lost.")
+        raise RendezvousLost(f"Lost etcd at {self.endpoint}.")
 
     async def hand_over(self, rows: Mapping[str, Json], seconds: float) -> None:
         """Nothing: etcd stays."""
@@ -211,13 +211,13 @@ async def meet(
     on_child: Callable[[int], None] = lambda pid: None,
     file: VoterFile | None = None,
 ) -> RendezvousBackend:
-    """Open the store of the job: host it, or wait for it to be there and say what is in the way.
+    """Open the store of the job: host it, or wait for it and say what is in the way.
 
-    `on_child` is told of every process that is started for that. `file` is where the node keeps its
-    vote; without one its next agent has none.
+    `on_child` is called with every process that this starts. `file` is where the node keeps its
+    vote; without one, its next agent has none.
     """
     check_backend(config.rdzv_backend, config.rdzv_configs)
-    if config.max_nodes > MANY:
+    if config.max_nodes > MANY_NODES:
         _allow_many_connections()
     if config.rdzv_backend in ETCD_BACKENDS:
         return await _meet_at_etcd(config, clock)
@@ -248,7 +248,8 @@ async def _meet_at_etcd(config: LaunchConfig, clock: Clock) -> EtcdBackend:
 
 
 def _allow_many_connections() -> None:
-    """Open as many files as this process may: most are allowed fewer than a large job has nodes."""
+    """Raise the limit of open files to the maximum: the default is below the nodes of a large
+    job."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 

@@ -1,4 +1,4 @@
-"""What a node keeps of each world, so that it could host the store if its host were lost."""
+"""The state a node keeps of each world, so that it could host the store if its host were lost."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torchelastic.rendezvous.world import PART_PREFIX, WORLD_KEY, World, address
 
 
 class Failover:
-    """Collects what is to be held of the newest world. The whole of a large one only where this
-    node is one of the candidates that it names: others have no use for thousands of addresses. Of a
-    small one all have it: a spare may be the only one left that has taken it up, and nobody who
-    knows less could be elected with its vote."""
+    """Collects what to hold of the newest world. Only the candidates that a large world names hold
+    all of it: others do not need thousands of addresses. All nodes hold a small one: a spare may be
+    the only node left that has taken it up, and no node that knows less could be elected with its
+    vote."""
 
     def __init__(self, node: str) -> None:
         self._node = node
@@ -30,7 +30,7 @@ class Failover:
         self.is_candidate = asyncio.Event()
 
     async def take(self, store: Store, world: World, summary: Json) -> Holding:
-        """What to hold of a world; gets what is not in its summary, if there is any need."""
+        """The state to hold of a world; fetches what its summary lacks, if needed."""
         parts: dict[str, Json] = {}
         roll: Json | None = None
         if self.lacks(world):
@@ -40,7 +40,8 @@ class Failover:
         return self.noted(world, summary, parts, roll)
 
     def lacks(self, world: World) -> bool:
-        """Whether this node is to hold the whole of a world, and does not know all of it yet."""
+        """Return whether this node has to hold the whole of a world, and does not know all of it
+        yet."""
         return self._is_to_hold(world) and not self._knows(world)
 
     def _is_to_hold(self, world: World) -> bool:
@@ -52,7 +53,7 @@ class Failover:
     def noted(
         self, world: World, summary: Json, parts: Mapping[str, Json], roll: Json | None
     ) -> Holding:
-        """What to hold of a world, with the parts and the roll of one that it `lacks`."""
+        """The state to hold of a world, with the parts and the roll of one that it `lacks`."""
         if self._knows(world):
             if self._holding.rows:
                 rows = {**self._holding.rows, WORLD_KEY: summary}
@@ -66,14 +67,14 @@ class Failover:
         return self.settled(self._settled)
 
     def settled(self, generation: int) -> Holding:
-        """What to hold once a world is settled; it may be heard of before the world is here."""
+        """The state to hold once a world is settled; that may be known before the world is here."""
         self._settled = max(self._settled, generation)
         if self._holding.roll.generation == generation:
             self._holding = self._holding.settled()
         return self._holding
 
     def _outline(self, world: World) -> Holding:
-        """Enough to vote, and to look for a host."""
+        """The minimum: enough to vote, and to look for a host."""
         places = {node.node: node.peer for node in world.nodes}
         return Holding(
             roll=_roll(None, world, places),
@@ -93,7 +94,8 @@ class Failover:
         return self._made(world, rows, addresses)
 
     def formed(self, world: World, beside: Mapping[str, Json]) -> Holding:
-        """What to hold of a world that this node forms; `beside` are its parts and its roll."""
+        """The state to hold of a world that this node forms; `beside` are its parts and its
+        roll."""
         rows = {WORLD_KEY: world.summary(), **beside}
         parts = [value for key, value in beside.items() if key.startswith(PART_PREFIX)]
         self.is_candidate.set()
@@ -120,5 +122,5 @@ def _roll(stored: Json | None, world: World, nodes: Iterable[str]) -> Roll:
 
 
 def _known(addresses: Mapping[str, str]) -> dict[str, str]:
-    """Without those who are reached nowhere."""
+    """The addresses, without nodes that cannot be reached."""
     return {node: peer for node, peer in addresses.items() if peer}

@@ -1,9 +1,9 @@
-"""A lease of this process at a store, as far as the process itself can know.
+"""A lease of this process at a store, as seen by the process itself.
 
-The store ends a lease that is not renewed in time, and says so when it is asked. But nobody can be
-asked who is out of reach, and an answer that was read late is old. So the holder ends its lease by
-its own clock as well, never later than the store does, and at once when it stood still itself:
-then the others may have given it up, whatever the store still says.
+The store ends a lease that is not renewed in time, and says so when asked. But an unreachable store
+cannot be asked, and an answer that is read late is outdated. So the holder also ends its lease by
+its own clock, never later than the store does, and at once after it was frozen itself: the others
+may then have dropped it, whatever the store still says.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ SIGNS_OF_LIFE = 4
 
 
 class HeldLease:
-    """One lease, from its opening until it has ended or is given back. Made in a running loop.
+    """One lease, from its opening until it ends or is given back. Made in a running loop.
 
     It ends `seconds` after the last renewal was asked for, and when the loop has not run for
-    `standstill` seconds; `lost` is set then. Whoever acts on an answer calls `check` before: after
-    a stop of the process, what came meanwhile is read before any timer runs.
+    `standstill` seconds; then `lost` is set. Call `check` before acting on an answer: after a
+    freeze of the process, received data is read before any timer runs.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class HeldLease:
         lost.clear()
 
     def renewed(self, sent: float) -> None:
-        """The store has renewed it, asked at `sent`."""
+        """Note that the store has renewed it, asked at `sent`."""
         self._until = max(self._until, sent + self._seconds)
 
     def check(self) -> bool:
-        """Whether it is held still; ends it if it may be over."""
+        """Return whether it is still held; ends it if it may be over."""
         now = self._clock.now()
         if now >= self._until or now - self._seen >= self._standstill:
             self.end()
@@ -65,18 +65,18 @@ class HeldLease:
         return self.is_held
 
     def end(self) -> None:
-        """It is lost, as the store says or as we must assume."""
+        """Mark the lease as lost, by the store's word or by assumption."""
         if self.is_held:
             self.give_back()
             self._lost.set()
 
     def give_back(self) -> None:
-        """Hold it no more; it is not lost."""
+        """Stop holding it; it is not lost."""
         self.is_held = False
         self._timer.cancel()
 
     async def keep(self, renew: Callable[[], Awaitable[object]], every: float) -> None:
-        """Renew it every so many seconds until it ends."""
+        """Renew it periodically until it ends."""
         while self.is_held:
             await asyncio.sleep(every)
             try:

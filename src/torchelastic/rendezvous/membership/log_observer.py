@@ -1,4 +1,4 @@
-"""What a leader sees and decides, as lines of a log, for nodes that have no event log."""
+"""Log lines about what a leader sees and decides, for nodes without an event log."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ logger = logging.getLogger("torchelastic")
 
 
 class LogObserver:
-    """A `LeaderObserver` for people."""
+    """A `LeaderObserver` that logs."""
 
     def became_leader(self) -> None:
-        logger.debug("this node leads")
+        logger.debug("this node is the leader")
 
     def node_joined(self, member: Member) -> None:
         logger.info("%s joined", member.name)
@@ -23,7 +23,7 @@ class LogObserver:
         logger.info("%s is lost: %s", name, reason)
 
     def node_leaving(self, member: Member) -> None:
-        logger.info("%s leaves (%s)", member.name, member.leaving)
+        logger.info("%s is leaving (%s)", member.name, member.leaving)
 
     def decided(self, world: World, kind: Kind | None) -> None:
         logger.debug("decided: generation %d %s (%s)", world.generation, world.phase, kind)

@@ -1,4 +1,4 @@
-"""This node's member record: what it says of itself, kept current in the store."""
+"""This node's member record, kept current in the store."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ NAME_PREFIX = "name/"
 #: Returns when this node would not forget what it is about to say.
 Kept = Callable[[], Awaitable[None]]
 #: Seconds by which what is not urgent is put.
-A_WHILE = 0.25
+BATCH_DELAY = 0.25
 #: Agents of one host that have consecutive numbers.
 NEIGHBOURS = 8
 
 
 async def at_once() -> None:
-    """Of a node that need not remember."""
+    """Return at once: nothing has to reach the disk."""
 
 
 class MemberRecord:
-    """Puts the record whenever it changes; several changes before a put travel in one."""
+    """Writes the record whenever it changes; several changes before a write are sent as one."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
@@ -46,10 +46,10 @@ class MemberRecord:
         return self._member
 
     async def enlist(self, store: Store, host: str, kept: Kept = at_once) -> None:
-        """Claim a name under a new lease, and put the record with it.
+        """Claim a name under a new lease, and write the record with it.
 
-        The name is for people: the host's, with a number where another agent of the job has it. Who
-        comes back has the name it had, unless somebody else took it meanwhile.
+        The name is for people: the host's name, with a number if another agent of the job has it. A
+        node that comes back keeps its name, unless another took it meanwhile.
         """
         member = self._member
         await kept()
@@ -69,31 +69,31 @@ class MemberRecord:
                 return
 
     def unsaid(self) -> None:
-        """What the store has of the record is not known: it is to be put again."""
+        """Mark the record as unsent: the store may not have it."""
         self._said, self.since = None, 0
         self.update()
 
     def update(self, **changes: Any) -> None:
-        """Change the record; it is put by `run`."""
+        """Change the record; `run` writes it."""
         if changes:
             self._member = replace(self._member, **changes)
         self._changed.set()
         self._settled.clear()
 
     def mention(self, **changes: Any) -> None:
-        """Change the record in something that is not urgent: it is put with what comes next, or
-        after a while. When a world begins, all its nodes have more important things to ask."""
+        """Change something in the record that is not urgent: it is written with the next change, or
+        after a while. When a world begins, all its nodes have more important requests."""
         self._member = replace(self._member, **changes)
         if self._reminder is None:
-            self._reminder = asyncio.get_running_loop().call_later(A_WHILE, self._remind)
+            self._reminder = asyncio.get_running_loop().call_later(BATCH_DELAY, self._remind)
 
     def _remind(self) -> None:
         self._reminder = None
         self.update()
 
     async def run(self, store: Store, kept: Kept = at_once) -> None:
-        """Put the record at every change, when what it says is `kept`. Ends by raising when the
-        lease or the store is lost."""
+        """Write the record at every change, after what it says is `kept`. Raises when the lease or
+        the store is lost."""
         key = MEMBER_PREFIX + self._member.node
         try:
             while True:
@@ -109,16 +109,16 @@ class MemberRecord:
             self._settled.set()  # nobody is to wait for what cannot be said any more
 
     async def flush(self, store: Store) -> None:
-        """Wait until all that was said has been heard, or nothing can be said any more."""
+        """Wait until all changes have been written, or none can be written any more."""
         await self._settled.wait()
         with contextlib.suppress(RendezvousError):
             await store.keep_alive()  # its answer tells that what was said before was heard
 
 
 def _numbers() -> Iterator[int]:
-    """Numbers to try for a name: the smallest first, then farther and farther away.
+    """Numbers to try for a name: the smallest first, then farther and farther apart.
 
-    One after the other, the last of a thousand agents of one host would ask a thousand times.
+    One by one, the last of a thousand agents on one host would ask a thousand times.
     """
     yield from range(1, NEIGHBOURS + 1)
     end = NEIGHBOURS

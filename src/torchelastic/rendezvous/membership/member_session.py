@@ -1,4 +1,4 @@
-"""This node among the others: its lease, its member record, its turn to lead, its worlds."""
+"""This node's membership in the job: its lease, its member record, its leadership, its worlds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from torchelastic.transport.ring import Ring
 logger = logging.getLogger(__name__)
 
 #: So many nodes may all speak at once when a world begins.
-FEW = 64
+SMALL_WORLD = 64
 #: Seconds a host that leaves stays for the others to elect the next one.
 HANDING_OVER = 10.0
 #: `SideTasks.start`: runs something beside the loop; what goes wrong there is the owner's to see.
@@ -45,7 +45,7 @@ Background = Callable[[Work, str], asyncio.Task[Any]]
 
 
 class MemberSession:
-    """A node that is a member of a job, and stays one when its lease is lost and opened anew."""
+    """A node's membership in a job; it survives the loss and reopening of its lease."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class MemberSession:
         on_child: Callable[[int], None] = lambda pid: None,
         file: VoterFile | None = None,
     ) -> None:
-        """`host` is what this node is called for people, if not by the name of its machine.
-        `on_child` is told of every process that this starts; `file` keeps the node's vote for its
-        next agent."""
+        """`host` is the displayed name of this node; the default is its host name. `on_child` is
+        called with every process that this starts; `file` keeps the node's vote for its next
+        agent."""
         self._config = config
         self._node = node
         self._host = host or socket.gethostname()
@@ -85,23 +85,23 @@ class MemberSession:
         self._seen: Json | None = None
         self._failover = Failover(node)
         self._ring: Ring | None = None
-        self._doubting: asyncio.Task[Any] | None = None
+        self._suspecting: asyncio.Task[Any] | None = None
         self._leader: Leader | None = None
         #: What this node does as a member under its present lease.
         self._tasks: list[asyncio.Task[Any]] = []
 
     @property
     def backend(self) -> RendezvousBackend:
-        assert self._backend is not None, "asked before joining"
+        assert self._backend is not None, "read before joining"
         return self._backend
 
     @property
     def member(self) -> Member:
-        assert self._membership is not None, "asked before joining"
+        assert self._membership is not None, "read before joining"
         return self._membership.member
 
     async def join(self, **facts: Any) -> None:
-        """Meet the other nodes and be one of them; `facts` are what the member record says more."""
+        """Join the job; `facts` are more fields of the member record."""
         say = self._observer.without_host
         self._backend = await meet(
             self._config, self._node, self._clock, say, self._on_child, self._file
@@ -133,8 +133,8 @@ class MemberSession:
             self.update(witness=token)
 
     async def rejoin(self, gone: int) -> str:
-        """After a lost lease, with no worker left in a world: be a member again, if need be at
-        another host of the store; returns the new name."""
+        """After a lost lease, with no worker left in a world: become a member again, if necessary
+        at another host of the store; return the new name."""
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
@@ -144,8 +144,8 @@ class MemberSession:
         return self.member.name
 
     async def _enlist(self) -> None:
-        """Open a lease and claim a name under it; again where the store took longer than the lease
-        to answer, and at the next host where the host is lost."""
+        """Open a lease and claim a name under it; again if the store took longer than the lease to
+        answer, and at the next host if the host is lost."""
         assert self._membership is not None
         while True:
             store = self.backend.store
@@ -153,7 +153,7 @@ class MemberSession:
                 await store.open_lease(self._config.lease)
                 await self._membership.enlist(store, self._host, self.backend.kept)
             except LeaseExpired as error:
-                logger.debug("the lease ended before it was of use: %s", error)
+                logger.debug("the lease expired before it could be used: %s", error)
             except RendezvousLost:
                 if await self._regain():
                     break
@@ -162,7 +162,7 @@ class MemberSession:
         self._be_member()
 
     def _kept(self) -> dict[str, Json]:
-        """What this node has in the store under its lease."""
+        """This node's rows in the store under its lease."""
         if not self.member.name:
             return {}
         return {
@@ -171,7 +171,7 @@ class MemberSession:
         }
 
     async def _regain(self) -> bool:
-        """Have a store again; says whether this node's keys are there under a lease."""
+        """Connect to a store again; return whether this node's keys are there under a lease."""
         kept = self._kept()
         limit = self._config.wait_for_nodes or None
         leased = await self.backend.regain(kept, timeout=limit, say=self._observer.without_host)
@@ -181,7 +181,7 @@ class MemberSession:
         return leased and bool(kept)
 
     def update(self, **changes: Any) -> None:
-        """Change the member record, or what it will say once this node has joined."""
+        """Change the member record, or what it will say after joining."""
         if self._membership is not None:
             self._membership.update(**changes)
             if changes.get("leaving"):
@@ -190,8 +190,8 @@ class MemberSession:
             self._facts.update(changes)
 
     def _be_member(self) -> None:
-        """Put the member record from now on, follow the worlds, and lead when it is our turn, until
-        the lease ends."""
+        """Write the member record, follow the worlds, and lead when it is our turn, until the lease
+        ends."""
         assert self._membership is not None
         store = self.backend.store
         self.update()
@@ -212,7 +212,7 @@ class MemberSession:
         self._tasks.append(self._background(partial(self._watch_lease, store), "watch-lease"))
 
     def replace_slow(self, generation: int, nodes: Set[str]) -> None:
-        """If this node leads: have spare ones take the places of these, which are slow."""
+        """If this node leads, replace these slow nodes by spare ones."""
         if self._leader is not None:
             self._leader.replace_slow(generation, nodes)
 
@@ -235,14 +235,14 @@ class MemberSession:
         )
 
     async def _keep_formed(self, world: World, rows: Mapping[str, Json]) -> None:
-        """Of a host: it counts as having a world from when others see it."""
+        """As host: hold a world before others see it."""
         if world.count:
             self.backend.hold(self._failover.formed(world, rows))
             await self.backend.kept()
 
     async def _while_leased(self, work: Coroutine[Any, Any, None]) -> None:
-        """Work that ends quietly with the lease: what follows from that is `_watch_lease`'s to
-        tell. So it is with the host of the store, if another node can take its place."""
+        """Run work that ends quietly with the lease: `_watch_lease` reports that. The same holds
+        for the loss of the store's host, if another node can take over."""
         try:
             await work
         except LeaseExpired:
@@ -252,7 +252,7 @@ class MemberSession:
                 raise
 
     async def _watch_leader(self, store: Store) -> None:
-        """End this node if it does not fit the job, whoever leads that."""
+        """End this node if its settings differ from the job's, whoever leads."""
         async with contextlib.aclosing(store.follow(LEADER_KEY)) as leaders:
             async for leader in leaders:
                 if leader is not None and (why := self._agreement.objection(leader.value)):
@@ -265,7 +265,7 @@ class MemberSession:
                     await self._see_world(store, summary)
 
     async def _see_world(self, store: Store, item: Item) -> None:
-        """Pass a world on, with the part of its nodes that this one may be in."""
+        """Pass on a world, with the part of its nodes that this one may be in."""
         summary = item.value
         if summary == self._seen:
             return  # told again, by a store that was opened anew
@@ -288,15 +288,15 @@ class MemberSession:
             self._on_world(self._unless_given_up(world, item.modified))
 
     def _unless_given_up(self, world: World, published: int) -> World:
-        """A world as this node takes it. One that began with a place for it before its present
-        membership did has counted it as lost, or is about to, and is over for it."""
+        """The world as this node takes it. A world that gave this node a place before its present
+        membership has counted it as lost, or will, and is over for it."""
         assert self._membership is not None
         return world.without(self._node) if published < self._membership.since else world
 
     async def _with_nodes(self, store: Store, world: World) -> World | None:
-        """A world with the nodes of our part, which is read once for all of the world's phases.
+        """The world with the nodes of our part, which is read once for all of the world's phases.
 
-        None where a newer world is there, whose summary is on its way: only its parts are left.
+        None if there is a newer world whose summary is on its way: only its parts are left.
         """
         if not world.count:
             return world
@@ -310,26 +310,28 @@ class MemberSession:
         return self._world
 
     def _accept(self, world: World) -> None:
-        """Say that this node has a world; at once where the others wait for that, or are so few
-        that it costs nothing: until enough have said so, those of the last world have a say."""
+        """Report that this node has a world; at once if the others wait for that, or are so few
+        that it costs nothing: until enough have reported it, the nodes of the last world have a
+        vote."""
         assert self._membership is not None
-        if world.phase == "agreeing" or world.count <= FEW:
+        if world.phase == "agreeing" or world.count <= SMALL_WORLD:
             self.update(accepted=world.generation)
         elif self.member.accepted != world.generation:
             self._membership.mention(accepted=world.generation)
 
     def _doubt(self, nodes: set[str]) -> None:
-        """Tell the leader whom the ring doubts; of the leader itself nobody else can be told."""
+        """Tell the leader which nodes the ring suspects; if it is the leader itself, handle it
+        here."""
         self.update(doubts=tuple(sorted(nodes)))
-        if self._doubting is not None:
-            self._doubting.cancel()
+        if self._suspecting is not None:
+            self._suspecting.cancel()
         if nodes and self._ring is not None:
             store, ask, again = self.backend.store, self._ring.ask, self._config.lease / 2
             asking = give_up_leader(store, self._node, nodes, ask, again=again)
-            self._doubting = self._background(partial(self._while_leased, asking), "doubt")
+            self._suspecting = self._background(partial(self._while_leased, asking), "doubt")
 
     async def _watch_settled(self, store: Store) -> None:
-        """Of a node that may be the next host: hear when a world is settled."""
+        """As a possible next host, watch for a world to be settled."""
         await self._failover.is_candidate.wait()
         async with contextlib.aclosing(store.watch(SETTLED_KEY, after=0)) as changes:
             async for change in changes:
@@ -342,13 +344,13 @@ class MemberSession:
         self._on_lease_lost()
 
     async def last_words(self, seconds: float) -> None:
-        """Wait until all that was said has been heard, within reason."""
+        """Wait, within limits, until all changes of the record have been written."""
         if self._membership is not None:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._membership.flush(self.backend.store), seconds)
 
     async def close(self, others: float) -> None:
-        """Go; a host gives the other nodes up to `others` seconds to go first."""
+        """Close; a host waits up to `others` seconds for the other nodes to go first."""
         if self._backend is None:
             return
         ended = self._backend.is_host and self._leader is not None and self._leader.has_ended

@@ -1,17 +1,16 @@
-"""Suspicion of an agent, where the store would be slow to notice its end: who asks, who decides.
+"""Suspicion of an agent, where the store would be slow to notice its end.
 
-Neighbours in the ring doubt an agent whose connection ended or fell silent. The leader asks it.
-What becomes of an agent that does not answer depends on how:
+Neighbours in the ring suspect an agent whose connection ended or fell silent. The leader asks it.
+If it does not answer, the result depends on how:
 
-    refused    nobody listens at its port: it is given up, unless it has just put its record anew,
-               because its own connections ended as well; a firewall refuses in its name
-    silence    it is frozen, or a cut lies between, and it is not known on which side: it is given
-               up if a second node doubts it, too, or it is silent at the store as well; else its
-               lease decides. That it speaks to the store does not help the others, who need it
-               for every step
+    refused    nothing listens at its port: it is dropped, unless it has just written its record
+               again because its own connections ended as well; a firewall refuses in its name
+    silence    it is frozen or cut off, on an unknown side: it is dropped if a second node suspects
+               it too, or it is silent at the store as well; else its lease decides. Contact with
+               the store alone does not help the others, who need it for every step
 
-So a node that is cut off from all others, but not from the store, gives nobody up; the others give
-it up. If the leader is that node, it notices that many do not answer, and resigns.
+So a node that is cut off from all others, but not from the store, drops nobody; the others drop it.
+If the leader is that node, it notices that many do not answer, and steps down.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torchelastic.rendezvous.world import LEADER_KEY, MEMBER_PREFIX, Member
 logger = logging.getLogger(__name__)
 
 #: Seconds in which an agent that does not answer may be heard of through the store.
-HEARSAY = 0.02
+STORE_DELAY = 0.02
 #: How many must find an agent silent.
 DOUBTERS = 2
 #: How many members a leader asks that finds one silent alone.
@@ -43,10 +42,10 @@ GiveUp = Callable[[str, bool], Awaitable[None]]
 def is_gone(
     answer: bool | None, doubters: Collection[str], *, heard_of: bool, frozen: bool = False
 ) -> bool:
-    """Whether an agent that was asked is given up.
+    """Return whether an agent that was asked is dropped.
 
-    `heard_of`: it has put its record since. `frozen`: it has been silent everywhere for a while,
-    and does not doubt who doubts it, as one that is cut off would.
+    `heard_of`: it has written its record since. `frozen`: it has been silent everywhere for a
+    while, and does not suspect its suspecters, as a node that is cut off would.
     """
     if answer is None:
         return frozen or len(doubters) >= DOUBTERS
@@ -54,31 +53,32 @@ def is_gone(
 
 
 async def _ask_twice(ask: Ask, address: str) -> bool | None:
-    """Silence may be that of a busy machine."""
+    """Ask again after silence: the machine may be busy."""
     answer = await ask(address)
     return await ask(address) if answer is None else answer
 
 
 def must_resign(answers: Collection[bool | None]) -> bool:
-    """Whether a leader that got these answers from the others cannot reach half of the members.
+    """Return whether a leader with these answers cannot reach half of the members.
 
-    Of two nodes the lease decides.
+    With two nodes the lease decides.
     """
     members, silent = len(answers) + 1, sum(answer is None for answer in answers)
     return members > DOUBTERS and 2 * silent >= members
 
 
 def doubters_of(node: str, doubts: Mapping[str, Collection[str]]) -> set[str]:
-    """Who doubts a node, given whom each node doubts."""
+    """The nodes that suspect a node, given whom each node suspects."""
     return {other for other, doubted in doubts.items() if node in doubted}
 
 
 async def give_up_leader(
     store: Store, node: str, doubted: Collection[str], ask: Ask, *, again: float
 ) -> None:
-    """Of a member: while the leader itself is doubted, ask it, and give it up; who else would?
+    """As a member that suspects the leader itself: ask it, and drop it if it is gone; nobody else
+    would.
 
-    Asks every `again` seconds. Ends when another leads, or the leader is not `doubted`.
+    Asks every `again` seconds. Ends when another leads, or the leader is no longer `doubted`.
     """
     first: Item | None = None
     while True:
@@ -91,13 +91,13 @@ async def give_up_leader(
         if before is None:
             return
         answer = await _ask_twice(ask, Member.from_json(before.value).peer)
-        await asyncio.sleep(HEARSAY)
+        await asyncio.sleep(STORE_DELAY)
         members = (await store.get(MEMBER_PREFIX)).items
         doubts = {item.value["node"]: item.value.get("doubts", ()) for item in members.values()}
         doubters = doubters_of(leader.value["node"], doubts) | {node}
         frozen = first == members.get(key) and node not in before.value.get("doubts", ())
         if is_gone(answer, doubters, heard_of=members.get(key) != before, frozen=frozen):
-            logger.info("the leader, %s, is given up: it does not answer", before.value["name"])
+            logger.info("the leader, %s, does not answer; dropping it", before.value["name"])
             await store.give_up(key, created=before.created, provided=(LEADER_KEY, leader.created))
             return
         first = before
@@ -105,10 +105,10 @@ async def give_up_leader(
 
 
 class Suspicion:
-    """The doubts of the present leader."""
+    """The suspicions that the present leader looks into."""
 
     def __init__(self, node: str, ask: Ask, give_up: GiveUp, *, again: float) -> None:
-        """`node` is the leader itself, which gives itself up where it must resign. A node that only
+        """`node` is the leader itself, which drops itself if it must step down. A node that only
         the leader finds silent is asked again after `again` seconds."""
         self._node = node
         self._again = again
@@ -122,7 +122,7 @@ class Suspicion:
         self._asking: dict[str, asyncio.Task[None]] = {}
 
     def heard(self, member: Member) -> None:
-        """A member has put its record."""
+        """Note that a member has written its record."""
         self._records[member.node] = self._records.get(member.node, 0) + 1
         self._peers[member.node] = member.peer
         self._suspicion[member.node] = member.doubts
@@ -135,7 +135,7 @@ class Suspicion:
                 task.add_done_callback(partial(self._asked, node))
 
     def lost(self, node: str) -> None:
-        """A member is gone."""
+        """Note that a member is gone."""
         for known in (self._records, self._peers, self._suspicion):
             known.pop(node, None)
 
@@ -153,7 +153,7 @@ class Suspicion:
         answer = await _ask_twice(self._ask, self._peers[node])
         if answer:
             return
-        await asyncio.sleep(HEARSAY)
+        await asyncio.sleep(STORE_DELAY)
         if records is None or node not in self._records:
             return  # gone already
         is_cut_off = frozen = False
@@ -163,19 +163,20 @@ class Suspicion:
         heard_of = self._records.get(node) != records
         doubters = self._doubters(node)  # others may doubt it by now
         if is_gone(answer, doubters, heard_of=heard_of, frozen=frozen):
-            logger.info("node %s is given up: it does not answer", node)
+            logger.info("node %s does not answer; dropping it", node)
         elif is_cut_off:
-            logger.warning("This node cannot reach half of the nodes: it steps down as leader.")
+            logger.warning("This node cannot reach half of the nodes; stepping down as leader.")
             node = self._node
         else:
             return
         try:
             await self._give_up(node, answer is None)
         except RendezvousError as error:
-            logger.debug("whether %s is given up will be seen: %s", node, error)
+            logger.debug("could not confirm that %s was dropped: %s", node, error)
 
     async def _is_frozen(self, node: str, records: int) -> bool:
-        """Whether a node stays silent, at the store too; one that is cut off would doubt us."""
+        """Return whether a node stays silent, also at the store; one that is cut off would suspect
+        us."""
         await asyncio.sleep(self._again)
         if self._records.get(node) != records or self._node in self._suspicion.get(node, ()):
             return False
@@ -185,6 +186,6 @@ class Suspicion:
         return doubters_of(node, self._suspicion) | {self._node}
 
     async def _survey(self) -> list[bool | None]:
-        """Ask some of the others whether they live."""
+        """Ask some of the others whether they are alive."""
         others = [peer for node, peer in sorted(self._peers.items()) if peer and node != self._node]
         return await asyncio.gather(*map(self._ask, others[:SURVEYED]))

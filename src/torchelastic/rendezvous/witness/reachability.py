@@ -1,4 +1,4 @@
-"""Whether the witness can be reached: looked at now and then, long before it has to decide."""
+"""Check now and then whether the witness can be reached, long before it has to decide."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ LOOK, LOOK_AGAIN = 60.0, 5.0
 
 
 class WitnessWatch:
-    """Reads the job's token there. A witness out of reach is told of once, and when it is back."""
+    """Reads the job's token there. Reports once that the witness is unreachable, and when it is
+    back."""
 
     def __init__(self, witness: Witness, say: Callable[[str], None]) -> None:
         self._witness = witness
@@ -21,14 +22,15 @@ class WitnessWatch:
         self._is_missed = False
 
     async def look(self) -> str:
-        """The token; empty if it cannot be read. Raises `RendezvousRefused` for useless storage."""
+        """Read the token; empty if it cannot be read. Raises `RendezvousRefused` for unusable
+        storage."""
         try:
             token = await self._witness.confirm()
         except Silent as error:
             if not self._is_missed:
                 self._say(
-                    f"the witness at {self._witness.url} does not respond: {error}. Training is "
-                    "not affected; worlds that begin meanwhile have no witness"
+                    f"the witness at {self._witness.url} does not respond: {error}. Training "
+                    "continues; worlds that start meanwhile have no witness"
                 )
             self._is_missed = True
             return ""
@@ -38,7 +40,7 @@ class WitnessWatch:
         return token
 
     async def run(self, note: Callable[[str], None]) -> None:
-        """Look again and again; `note` gets the token each time."""
+        """Look periodically; `note` gets the token each time."""
         while True:
             await asyncio.sleep(LOOK_AGAIN if self._is_missed else LOOK)
             note(await self.look())

@@ -1,10 +1,11 @@
-"""The witness of one job: which run of the job this is, and who has which of its votes.
+"""The witness of one job: the run of the job, and the holders of its votes.
 
-    <url>/<job>/incarnation-<k>      {token}, made by who begins the job; {token, closed} at its end
+    <url>/<job>/incarnation-<k>      {token}, made by the starting node; {token, closed} at the end
     <url>/<job>/<k>/after-<g>        {node, term, nonce}: has the vote in the electorate of world g
 
-A vote is claimed by creating its key, which storage lets one node do, and is never given back. What
-is not there proves nothing (NFS remembers that for a while): only what was created or read counts.
+A node claims a vote by creating its key, which storage allows only one node to do, and never gives
+it back. A missing key proves nothing (NFS caches that for a while): only what was created or read
+counts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _INCARNATION = re.compile(r"incarnation-(\d+)")
 
 @dataclass(frozen=True)
 class Holder:
-    """Who has claimed a vote, and for which term."""
+    """The node that has claimed a vote, and for which term."""
 
     node: str
     term: int
@@ -36,7 +37,7 @@ class Holder:
 
     @classmethod
     def read(cls, value: Json | None) -> Holder:
-        """What a key says; nobody's if that is unreadable."""
+        """Read a holder; nobody if it is unreadable."""
         try:
             return cls(**value) if value is not None else cls("", 0, "")
         except TypeError:
@@ -44,7 +45,7 @@ class Holder:
 
 
 class Witness:
-    """A node's view of the witness. Whatever storage does not answer raises `Silent`."""
+    """A node's view of the witness. Raises `Silent` if storage does not answer."""
 
     def __init__(self, asking: Asking, url: str, job: str, node: str) -> None:
         self.url = url
@@ -65,25 +66,25 @@ class Witness:
     # The run of the job
 
     async def found(self) -> str:
-        """Begin the job, unless an earlier run of it has not been closed; returns why not."""
+        """Start the job, unless an earlier run of it was not closed; return why not."""
         newest, marker = await self._newest()
         if marker.get("token") == self._own_token:
             newest -= 1  # begun by this node before, without an answer
         elif newest >= 0 and not marker.get("closed"):
             return (
-                f"an earlier run of this job has not been closed at the witness: waiting for its "
-                f"nodes (if none of them is left, remove {self._path(newest)})"
+                "an earlier run of this job was not closed at the witness: waiting for its "
+                f"nodes (if none is left, remove {self._path(newest)})"
             )
         ours = {"token": self._own_token, "node": self._node}
         made = await self._asking.ask("create", self._marker(newest + 1), ours)
         if made.get("value") != ours:
-            return "another node begins the job"
+            return "another node is starting the job"
         self._incarnation, self.token = newest + 1, self._own_token
         await self._test()
         return ""
 
     async def confirm(self) -> str:
-        """The token of the job that runs, as this node reads it; tests the storage at first."""
+        """The token of the running job, as this node reads it; tests the storage first."""
         if self._incarnation < 0:
             newest, _ = await self._newest()
             if newest < 0:
@@ -101,9 +102,9 @@ class Witness:
         return self.token
 
     async def close_job(self) -> None:
-        """The job has ended: nobody begins again what this run has left, and its votes go.
+        """Close the job: nobody continues this run, and its votes are removed.
 
-        In this order: who claims a vote looks at the marker after that.
+        In this order, because a claim is checked against the marker afterwards.
         """
         if self.token:
             closed = {"token": self.token, "closed": True}
@@ -129,7 +130,7 @@ class Witness:
         return f"{self.url.rstrip('/')}/{self._marker(incarnation)}"
 
     async def _test(self) -> None:
-        """Refuse storage that creates one key twice: it would give a vote to two nodes."""
+        """Refuse storage that creates a key twice: it would give a vote to two nodes."""
         if self._is_tested:
             return
         key = f"{self._job}/{self._incarnation}/test-{self._node}-{self._nonce}"
@@ -137,42 +138,43 @@ class Witness:
         await self._asking.ask("remove", key)
         if not made[0]["created"] or made[1]["created"] or made[1].get("value") != {"attempt": 0}:
             raise RendezvousRefused(
-                f"--witness {self.url} cannot be a witness: it lets a key be created twice. Use a "
-                "directory on shared storage, or an object store with conditional writes."
+                f"Cannot use --witness {self.url}: it lets two clients create the same key. Use "
+                "a directory on shared storage, or an object store with conditional writes."
             )
         self._is_tested = True
 
     # Its votes
 
     async def claim(self, vote: str, term: int) -> bool:
-        """Claim a vote for this node's term; True: it is this node's, for ever."""
+        """Claim a vote for this node's term; True if it is this node's, forever."""
         if vote not in self._holders:
             await self._find_run()
             ours = Holder(self._node, term, self._nonce)
             key = f"{self._job}/{self._incarnation}/{vote}"
             made = await self._asking.ask("create", key, dataclasses.asdict(ours))
             if "value" not in made:
-                raise Silent("it does not show what was written")
+                raise Silent("it does not return what was written")
             holder = Holder.read(made["value"])
             if holder == ours and not await self._is_open():
                 holder = Holder("", 0, "")
             self._holders[vote] = holder
             if holder == ours:
-                logger.info("the witness gives this node its vote %s in term %d", vote, term)
+                logger.info("the witness gave this node its vote %s in term %d", vote, term)
         return vote in self.votes(term)
 
     async def _find_run(self) -> None:
-        """Of a node that has been started again: its votes are in the run of its last agent."""
+        """For a restarted node: find the run of its last agent, which has its votes."""
         if self._incarnation < 0:
             await self.confirm()
 
     async def _is_open(self) -> bool:
-        """Whether the job still runs. A closed one's votes are gone, and could be had again."""
+        """Return whether the job still runs. The votes of a closed one are gone, and could be
+        claimed again."""
         marker = await self._read_marker(self._incarnation)
         return marker.get("token") == self.token and not marker.get("closed")
 
     async def look(self, vote: str) -> None:
-        """See who has a vote, if anybody has: to be asked before others are asked for theirs."""
+        """Look up the holder of a vote, before asking other nodes for theirs."""
         if vote not in self._holders:
             await self._find_run()
             found = await self._asking.ask("read", f"{self._job}/{self._incarnation}/{vote}")
@@ -187,6 +189,6 @@ class Witness:
         return frozenset(vote for vote, holder in self._holders.items() if holder == ours)
 
     def refused(self, term: int) -> Mapping[str, str]:
-        """The votes that it cannot have any more in a term, and which node has them."""
+        """The votes that this node can no longer get in a term, and their holders."""
         ours = self.votes(term)
         return {vote: held.node for vote, held in self._holders.items() if vote not in ours}

@@ -29,14 +29,15 @@ LOOK = 0.01
 
 
 class Silent(Exception):
-    """The storage has not answered, or not with what was asked for: nothing is known."""
+    """The storage has not answered, or not properly: nothing is known."""
 
 
 class Asking:
-    """Asks one question at a time. The process starts with the first, and anew when it is stuck."""
+    """Asks one question at a time. The process starts with the first one, and again when it is
+    stuck."""
 
     def __init__(self, url: str, on_child: Callable[[int], None] = lambda pid: None) -> None:
-        """`on_child` is told of every process that is started, at once."""
+        """`on_child` is called with every process that is started, at once."""
         self._url = url if "://" in url else os.path.abspath(os.path.expanduser(url))
         self._on_child = on_child
         self._turn = asyncio.Lock()
@@ -47,13 +48,13 @@ class Asking:
         self._writer: asyncio.StreamWriter | None = None
 
     async def ask(self, do: str, key: str, value: Json | None = None) -> Json:
-        """The answer of the storage; raises `Silent`, or `ConfigError` for a URL of no use."""
+        """The answer of the storage; raises `Silent`, or `ConfigError` for an unusable URL."""
         try:
             found = await asyncio.wait_for(self._ask(do, key, value), PATIENCE)
         except asyncio.TimeoutError:
             raise Silent(f"no answer within {PATIENCE:g} s") from None
         except (OSError, EOFError, ValueError) as error:
-            raise Silent(f"the process that asks it has ended: {error!r}") from error
+            raise Silent(f"its client process exited: {error!r}") from error
         if "refused" in found:
             raise ConfigError(str(found["refused"]))
         if "error" in found:
@@ -71,7 +72,7 @@ class Asking:
                 self._writer.write(json.dumps(request).encode() + b"\n")
                 line = await self._reader.readline()
                 if not line:
-                    raise EOFError("it said nothing")
+                    raise EOFError("no output")
                 found: dict[str, Any] = json.loads(line)
                 return found
             except BaseException:  # its answer, should it come, would be taken for another's
@@ -104,7 +105,7 @@ class Asking:
         self._process = self._reader = self._writer = None
 
     async def close(self) -> None:
-        """End the process; one that is stuck is left to the kernel."""
+        """Stop the process; a stuck one is left to the kernel."""
         self._drop()
         for process in self._stuck:
             with contextlib.suppress(subprocess.TimeoutExpired):

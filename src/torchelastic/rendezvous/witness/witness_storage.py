@@ -1,7 +1,7 @@
-"""The storage of a witness, and the process that asks it: `python -m … FD URL`.
+"""The storage of a witness, and the process that accesses it: `python -m … FD URL`.
 
-Storage may block for ever (a hard NFS mount), so that an agent never touches it itself. Requests
-and answers are lines of JSON, one answer for each request, in order.
+Storage may block forever (a hard NFS mount), so an agent never touches it itself. Requests and
+answers are lines of JSON, one answer for each request, in order.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Json = dict[str, Any]
 
 
 class Storage(Protocol):
-    """Small values by key; keys have slashes. Whatever goes wrong is an `OSError`."""
+    """Small values by key; keys have slashes. Every failure is an `OSError`."""
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write a value where there is none; False: there is one."""
+        """Write a value if there is none; False if there is one."""
 
     def replace(self, key: str, data: bytes) -> None: ...
 
@@ -72,7 +72,7 @@ class Directory:
 
     @contextlib.contextmanager
     def _written(self, key: str, data: bytes) -> Any:
-        """A file beside the one that it is to be, its bytes on the disk."""
+        """Write a temporary file beside the final one, and sync it to disk."""
         target = self._root / key
         target.parent.mkdir(parents=True, exist_ok=True)
         new = target.with_name(f".{target.name}.{secrets.token_hex(6)}")
@@ -115,7 +115,7 @@ def _sync(directory: Path) -> None:
 
 
 class ObjectStore:
-    """A prefix of an object store that fsspec knows; S3 creates with `If-None-Match: *`."""
+    """A prefix of an object store that fsspec supports; S3 creates with `If-None-Match: *`."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -127,7 +127,7 @@ class ObjectStore:
         try:
             self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
-            raise ConfigError(f"--witness {url} cannot be used: {error}") from error
+            raise ConfigError(f"Cannot use --witness {url}: {error}") from error
         self._root = root.rstrip("/")
 
     def create(self, key: str, data: bytes) -> bool:
@@ -169,7 +169,7 @@ class ObjectStore:
 
 
 def answer(storage: Storage, request: Json) -> Json:
-    """Do what is asked; `error` says what went wrong."""
+    """Do what is asked; `error` describes a failure."""
     key = str(request.get("key", ""))
     data = json.dumps(request.get("value")).encode()
     try:
@@ -192,7 +192,7 @@ def answer(storage: Storage, request: Json) -> Json:
 
 
 def _found(data: bytes | None) -> Json:
-    """`value` is what is there; None where that is no JSON object, and then no value of ours."""
+    """`value` is the stored value; None if it is not a JSON object, and so not ours."""
     if data is None:
         return {}
     try:

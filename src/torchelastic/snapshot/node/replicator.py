@@ -41,7 +41,7 @@ from torchelastic.snapshot.node.stream import Header, SnapshotStream
 from torchelastic.system.memory_limit import NoRoom
 from torchelastic.transport import frames
 from torchelastic.transport.auth import Credentials
-from torchelastic.transport.connect import Endpoint, NoAnswer, knock
+from torchelastic.transport.connect import Endpoint, NoAnswer, connect_once
 from torchelastic.transport.link import Link
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class Replicator:
     async def _call(self, peer: str) -> SnapshotStream:
         try:
             place = Endpoint.at(peer, self._job, self._credentials)
-            link, answer = await knock(place, purpose=frames.SNAPSHOT, timeout=ANSWERS)
+            link, answer = await connect_once(place, purpose=frames.SNAPSHOT, timeout=ANSWERS)
         except (OSError, asyncio.TimeoutError, NoAnswer, RendezvousError, ConfigError) as error:
             words = _words(error)
             raise TransferError(f"The agent at {peer} does not answer ({words}).") from error

@@ -58,7 +58,7 @@ class Simulation:
         self._seeking: set[str] = set()
 
     def run(self) -> list[Violation]:
-        """Let it all happen; what breaks a law."""
+        """Run the simulation; return the violations of a law."""
         for index, machine in enumerate(self.schedule.machines):
             self._at(0.1 * index, self._start, machine)
         for fault in self.schedule.faults:
@@ -73,7 +73,7 @@ class Simulation:
         return self.laws.violations
 
     def _look_who_trains(self) -> None:
-        """After a while without a fault, all who could train do, if any do."""
+        """Check that after a while without a fault, all nodes that could train do, if any do."""
         run = max(self._runs.values(), key=lambda run: run.generation, default=None)
         if run is None or self.laws.is_closed or self.laws.last_step_at < END - 2.0:
             return
@@ -114,20 +114,21 @@ class Simulation:
         return run
 
     def has_joined(self, agent: Agent) -> None:
-        """Who has not found the job counts as there only when nothing is in its way any more."""
+        """Count a node that has not found the job as up only when nothing is in its way any
+        more."""
         if agent.node in self._seeking:
             self._seeking.discard(agent.node)
             self.laws.note(laws.Up(self.bus.now, agent.node))
 
     def ended(self, agent: Agent) -> None:
-        """An agent has come to its end; at last, another one is started for it."""
+        """Note that an agent has ended; near the end of the run, start another one for it."""
         self._remove(agent)
         if self.bus.now >= HEALED_AT and not self.laws.is_closed:
             self._start(agent.machine)
             self.has_joined(self.there[agent.machine])
 
     def start_anew(self, agent: Agent) -> None:
-        """What an agent has from the one before it is of no use any more."""
+        """Forget what an agent has from the one before it."""
         self._remove(agent)
         self._start(agent.machine)
         if self.bus.now >= HEALED_AT:
@@ -195,8 +196,8 @@ class Simulation:
         if run is not None:
             self.laws.note(laws.Failed(self.bus.now, agent.node, run.generation))
         # A goodbye removes the file, and so does the last vote of a host that leaves.
-        if self.schedule.remembers and not agent.seat.elector.leaving:
-            self._files[machine] = agent.seat
+        if self.schedule.remembers and not agent.search.elector.leaving:
+            self._files[machine] = agent.search
         self._remove(agent)
 
     def _remove(self, agent: Agent) -> None:
@@ -239,7 +240,7 @@ class Simulation:
         self.laws.note(laws.Disturbed(self.bus.now, "mend"))
 
     def _heal(self) -> None:
-        """All machines are up, and hear each other."""
+        """Bring all machines up, and connect them."""
         self._mend()
         for agent in [*self.there.values()]:
             self._thaw(agent)
@@ -251,7 +252,7 @@ class Simulation:
         self._look()
 
     def _look(self) -> None:
-        """Connections and groups see what has changed."""
+        """Let connections and groups see what has changed."""
         for agent in self.agents.values():
             if agent.session is not None:
                 agent.session.look()
@@ -260,5 +261,5 @@ class Simulation:
 
 
 def violations(schedule: Schedule) -> list[Violation]:
-    """What of a simulated job breaks a law."""
+    """The violations of a law in a simulated job."""
     return Simulation(schedule).run()

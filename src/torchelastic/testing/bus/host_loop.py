@@ -1,6 +1,6 @@
 """The store and the leader of a simulated node that hosts them.
 
-Leases are renewed all the time where nothing is in the way, so no message is spent on it: when
+Leases are renewed all the time while nothing is in the way, so no message is spent on it: when
 something comes in the way, the last renewal is known, and with it the end of the lease.
 """
 
@@ -42,7 +42,8 @@ class Session:
         self._losing = False
 
     def look(self) -> None:
-        """See what is in the way now: called whenever a way, or one of the two, has changed."""
+        """Check what is in the way; called whenever a network path, or one of the two ends, has
+        changed."""
         client, host = self.client, self.host.agent
         bus = client.bus
         up = (client.machine, host.machine) not in bus.cut
@@ -69,7 +70,7 @@ class Session:
             host.after(self._ends_there - bus.now, self._expire)
 
     def _steps_alone(self) -> bool:
-        """Whether a refused connection proves nothing."""
+        """Return whether a refused connection proves nothing."""
         world = self.host.world
         return world is not None and world.steps_without(self.host.agent.node)
 
@@ -79,7 +80,7 @@ class Session:
         return now - (now - self._opened) % every
 
     def check(self) -> bool:
-        """Of a client: whether its lease is held still; ends it if it may be over."""
+        """Return whether the client still holds its lease; ends it if it may be over."""
         now = self.client.bus.now
         if self._ends is None or now < self._ends:
             return True
@@ -99,14 +100,14 @@ class Session:
             self.host.expire(self)
 
     def renew(self) -> None:
-        """A new lease over the same connection."""
+        """Open a new lease over the same connection."""
         self._opened = self.client.bus.now
         self._ends = self._ends_there = None
         self.leased = True
         self.lease += 1
 
     def close(self) -> None:
-        """The client gives the connection up."""
+        """Close the connection, as the client."""
         self.connected = False
         self._ends = None
         self.look()
@@ -114,8 +115,8 @@ class Session:
 
 
 class Row(NamedTuple):
-    """A member's record in the store, and the connection whose lease it hangs on; None: of a voter
-    that is to come."""
+    """A member's record in the store, and the connection whose lease it is under; None: of a voter
+    that is yet to come."""
 
     member: Member
     created: int
@@ -184,15 +185,15 @@ class Host:
             self._decide_soon()
 
     def _forget_absent(self) -> None:
-        """Voters that have not come in time."""
+        """Forget voters that have not come in time."""
         for node in [node for node, row in self.rows.items() if row.session is None]:
             self._delete(node)
 
     def admit(self, client: Agent) -> tuple[Session, bool]:
-        """A client connects; says whether it had a lease here already."""
+        """Connect a client; return whether it already had a lease here."""
         session = Session(client, self)
         row = self.rows.get(client.node)
-        resumed = row is not None and row.session is None and client.belongings is not None
+        resumed = row is not None and row.session is None and client.leased_rows is not None
         if row is not None and resumed:
             self.rows[client.node] = row._replace(session=session)
             session.leased = True
@@ -201,12 +202,12 @@ class Host:
         return session, resumed
 
     def _forget_half_open(self, session: Session) -> None:
-        """A client that was welcomed, and never heard it."""
+        """Forget a client that was welcomed, but never received the welcome."""
         if not session.connected:
             self.expire(session)
 
     def enlist(self, session: Session, member: Member) -> None:
-        """Of a client: a lease, and its record with it."""
+        """Open a lease for a client, with its record."""
         if self.closed or not session.connected:
             return
         session.renew()
@@ -236,7 +237,7 @@ class Host:
         self._put(member, session)
 
     def expire(self, session: Session) -> None:
-        """A lease has ended."""
+        """End a lease."""
         if self.closed or not session.leased:
             return
         session.leased = False
@@ -247,12 +248,12 @@ class Host:
             self.agent.send(session.client, session.client.lose_lease, session, session.lease)
 
     def goodbye(self, session: Session) -> None:
-        """A client ends its lease, and its connection."""
+        """End a client's lease and connection."""
         session.connected = False
         self.expire(session)
 
     def close(self) -> None:
-        """Be host no more."""
+        """Stop being host."""
         self.closed = True
         self.stop_leading()
         for session in self.sessions:
@@ -277,7 +278,7 @@ class Host:
     # --- the leader ------------------------------------------------------------------------------
 
     def lead(self) -> None:
-        """Start from what the store holds."""
+        """Start to lead, from what the store holds."""
         now = self.agent.bus.now
         state = RoundState(may_begin_at=self._may_begin_at)
         if self.world is not None:
@@ -314,7 +315,7 @@ class Host:
         self._state = draft.finish()
 
     def _decide_soon(self) -> None:
-        """After all that happens at the same time."""
+        """Decide after everything that happens at the same time."""
         if self._wake is not None:
             if self._wakes_at == self.agent.bus.now:
                 return
@@ -378,7 +379,7 @@ class Host:
                 self._show(session, world)
 
     def _note_formed(self, world: World) -> None:
-        """Who must agree by the laws: the nodes of each world and its host."""
+        """Note the electorate by the laws: the nodes of each world and its host."""
         roll = self._state.roll if self._state is not None else None
         electorates = [] if roll is None else [*roll.before, roll.latest]
         self.agent.note(

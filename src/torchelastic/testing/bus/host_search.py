@@ -1,7 +1,6 @@
-"""A simulated node's search for a host, and its turn to be one: the loop of `embedded.seat`.
+"""A simulated node's search for a host, and its time as host: the loop of `embedded.node`.
 
-Who is asked, what is answered and what follows from the answers is decided by `succession` and
-`Poll`.
+`majority` and `Poll` decide who is asked, what is answered, and what follows from the answers.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from torchelastic.rendezvous.embedded.ask_peers import (
 from torchelastic.rendezvous.embedded.election import DEAD, Poll, Search
 from torchelastic.rendezvous.embedded.failover_state import Holding
 from torchelastic.rendezvous.embedded.node import (
+    ANNOUNCEMENTS,
     FIRST_TERM,
     HOST_ANSWERS,
-    PROCLAMATIONS,
     SECOND_CHANCE,
 )
-from torchelastic.rendezvous.embedded.votes import Ballot, Noted, Reign
+from torchelastic.rendezvous.embedded.votes import Ballot, HostAnnouncement, Noted
 from torchelastic.rendezvous.leader import ROLL_KEY
 from torchelastic.rendezvous.majority import Candidacy, Elector
 from torchelastic.rendezvous.world import WORLD_KEY
@@ -43,7 +42,7 @@ HOPS = 3
 
 
 class Round:
-    """One question to many, and what has come back of it."""
+    """One question to many nodes, and their answers."""
 
     def __init__(self, asked: set[str], then: Callable[[Returns], None]) -> None:
         self.returns = Returns()
@@ -88,7 +87,7 @@ class EmbeddedNode:
         self._next: Timer | None = None
         self._votes: Round | None = None
         self._searching = False
-        self._herald: Timer | None = None
+        self._announcing: Timer | None = None
 
     # --- what the agent asks ---------------------------------------------------------------------
 
@@ -121,21 +120,22 @@ class EmbeddedNode:
         self.elector = majority.following(self.elector, session.term, host)
 
     def open(self) -> None:
-        """Find a host, or be it."""
+        """Find a host, or become it."""
         self._look_for_host()
 
     def regain(self) -> None:
-        """The host is lost, and no worker here is in a world: find the next one, or be it."""
+        """After losing the host, with no worker of this node in a world: find the next host, or
+        become it."""
         agent = self._agent
         self._leave()
-        agent.belongings = agent.member
+        agent.leased_rows = agent.member
         self._stop()
         self._look_for_host()
 
     def hand_over(self) -> None:
-        """Of a host that leaves, with no worker left: vote for the next one before going."""
+        """As a host that leaves with no worker left: vote for the next host before going."""
         self._leave()
-        self._agent.belongings = self._agent.member
+        self._agent.leased_rows = self._agent.member
         self.elector = replace(self.elector, leaving=False, hands_over=True)
         self._stop()
 
@@ -173,10 +173,10 @@ class EmbeddedNode:
             endpoint = [] if self._is_endpoint else [ENDPOINT]
             self._join_one_of([*rumours, *endpoint, *self._heard_of], self._wait)
         elif self._may_found():
-            self._reign(FIRST_TERM, Returns())
+            self._become_host(FIRST_TERM, Returns())
         else:
             term = majority.next_term(self.elector, self._search.heard)
-            self._canvass(term, binding=False, of=None, then=partial(self._judge, term))
+            self._ask_for_votes(term, binding=False, of=None, then=partial(self._judge, term))
 
     def _may_found(self) -> bool:
         is_first = self._yielded_to <= FIRST_TERM and self.holding.roll.generation < 0
@@ -197,16 +197,16 @@ class EmbeddedNode:
         rumours, self._rumours = self._rumours, []
         waited = self._agent.bus.now - self._search.begun > self._agent.lease
         hosts = [*rumours, *self.poll.hosts(returns, waited=waited)]
-        self._join_one_of(hosts, lambda: self._stand_or_wait(term, returns))
+        self._join_one_of(hosts, lambda: self._run_or_wait(term, returns))
 
-    def _stand_or_wait(self, term: int, returns: Returns) -> None:
+    def _run_or_wait(self, term: int, returns: Returns) -> None:
         waited = self._agent.bus.now - self._search.begun
         if self._resumed and self.poll.is_outdated(returns, waited=waited > self._agent.lease):
             self._agent.simulation.start_anew(self._agent)
             return
         is_our_turn = self._search.is_our_turn(self.poll, term, self._agent.bus.now)
         if is_our_turn and self.poll.is_won(returns):
-            self._stand(returns)
+            self._run_for_election(returns)
         else:
             self._wait()
 
@@ -224,7 +224,7 @@ class EmbeddedNode:
 
     # --- asking others ---------------------------------------------------------------------------
 
-    def _canvass(
+    def _ask_for_votes(
         self,
         term: int,
         *,
@@ -240,7 +240,9 @@ class EmbeddedNode:
         for key in places:
             target = agent.simulation.reached_at(key)
             if target is not None and target.alive:
-                agent.send(target, target.seat.hear_canvass, agent, key, asked, made, begins=True)
+                agent.send(
+                    target, target.search.hear_vote_request, agent, key, asked, made, begins=True
+                )
             elif agent.bus.is_clear(agent.machine, agent.simulation.machine_of(key)):
                 agent.after(0.004, self._refused, key, made)
         agent.after(STOPPING_PATIENCE if binding else PATIENCE, made.close)
@@ -265,7 +267,7 @@ class EmbeddedNode:
             made.is_last_call = True
             self._agent.after(LAST_CALL, made.close)
 
-    def hear_canvass(self, sender: Agent, key: str, asked: Candidacy, made: Round) -> None:
+    def hear_vote_request(self, sender: Agent, key: str, asked: Candidacy, made: Round) -> None:
         if asked.binding and not self._stopped and not majority.refusal(self.elector, asked):
             self._waiting.append(lambda: self._answer(sender, key, asked, made))
         else:
@@ -277,13 +279,13 @@ class EmbeddedNode:
             self.elector = majority.voted(self.elector, asked)
             self.holding = self.holding.told(asked)
         ballot = self._ballot(why)
-        self._agent.send(sender, sender.seat._returned, key, made, ballot, begins=True)
+        self._agent.send(sender, sender.search._returned, key, made, ballot, begins=True)
         if self.elector.hands_over and asked.binding and not why:
             self._agent.after(0.1, self._agent.exit)
 
     def _ballot(self, why: str) -> Ballot:
         agent = self._agent
-        brings = not why and agent.belongings is not None
+        brings = not why and agent.leased_rows is not None
         return Ballot(
             node=agent.node,
             granted=not why,
@@ -293,7 +295,7 @@ class EmbeddedNode:
             hosts=self._known_hosts(),
             lease=agent.node if brings else "",
             seconds=agent.lease,
-            rows=[agent.belongings] if brings else [],  # type: ignore[list-item]
+            rows=[agent.leased_rows] if brings else [],  # type: ignore[list-item]
         )
 
     def _known_hosts(self) -> list[str]:
@@ -309,7 +311,7 @@ class EmbeddedNode:
     def _join_one_of(
         self, hosts: Sequence[str], otherwise: Callable[[], None], hops: int = HOPS
     ) -> None:
-        """Try them one after the other, and where they say that the host is."""
+        """Try the hosts one after the other, and the places they refer to."""
         if not self._searching:
             return
         if not hosts:
@@ -324,14 +326,14 @@ class EmbeddedNode:
         )
         if target is not None and target.alive:
             term = self.elector.term
-            agent.send(target, target.seat.hear_hello, agent, term, attempt, begins=True)
+            agent.send(target, target.search.hear_hello, agent, term, attempt, begins=True)
         elif agent.bus.is_clear(agent.machine, agent.simulation.machine_of(address)):
             agent.after(0.004, attempt.close, ())
         patience = SECOND_CHANCE * self._search.pause if address == self._given_up else HOST_ANSWERS
         agent.after(min(patience, HOST_ANSWERS), attempt.close, ())
 
     def hear_hello(self, client: Agent, term: int, attempt: Attempt) -> None:
-        """Somebody would be a client of the store."""
+        """Handle the hello of a node that wants to be a client of the store."""
         server = self.server
         if server is None or majority.must_yield(self.elector.term, term):
             hosts = [node for node in self._known_hosts() if node != self._agent.node]
@@ -340,7 +342,7 @@ class EmbeddedNode:
                 self._yield(term)
             return
         session, resumed = server.admit(client)
-        self._agent.send(client, client.seat.welcomed, session, resumed, attempt, begins=True)
+        self._agent.send(client, client.search.welcomed, session, resumed, attempt, begins=True)
 
     def welcomed(self, session: Session, resumed: bool, attempt: Attempt) -> None:
         if attempt.then is None or not self._searching or session.term < self.elector.term:
@@ -350,8 +352,8 @@ class EmbeddedNode:
 
     # --- being host ------------------------------------------------------------------------------
 
-    def _stand(self, wished: Returns) -> None:
-        """Ask those for their vote who would give it."""
+    def _run_for_election(self, wished: Returns) -> None:
+        """Ask the willing nodes for their vote."""
         term = majority.next_term(self.elector, wished.latest_term)
         ours = Candidacy(term, self._agent.node, self.elector.generation, binding=True)
         if majority.refusal(self.elector, ours):
@@ -368,14 +370,14 @@ class EmbeddedNode:
             for key, ballot in wished.ballots.items():
                 returns.ballots.setdefault(key, replace(ballot, granted=False))
             if self.poll.is_won(returns) and self.elector.term == term:
-                self._reign(term, returns)
+                self._become_host(term, returns)
             else:
-                self._search.stood_in_vain(self._agent.bus.now)
+                self._search.lost_election(self._agent.bus.now)
                 self._wait()
 
-        self._votes = self._canvass(term, binding=True, of=willing, then=count)
+        self._votes = self._ask_for_votes(term, binding=True, of=willing, then=count)
 
-    def _reign(self, term: int, returns: Returns) -> None:
+    def _become_host(self, term: int, returns: Returns) -> None:
         agent = self._agent
         self.elector = replace(self.elector, term=term, chosen=agent.node)
         may_begin_at = agent.bus.now + agent.lease
@@ -395,44 +397,46 @@ class EmbeddedNode:
         )
         session, resumed = self.server.admit(agent)
         for ballot in granted:
-            self._proclaim(ballot.node)
+            self._announce_to(ballot.node)
         agent.follow(session, resumed)
-        self._herald = agent.after(agent.lease / PROCLAMATIONS, self._tell_the_uninformed)
+        self._announcing = agent.after(agent.lease / ANNOUNCEMENTS, self._tell_the_uninformed)
 
-    def _proclamation(self) -> Reign:
+    def _announcement(self) -> HostAnnouncement:
         node = self._agent.node
-        return Reign(self.elector.term, node, self.elector.generation, [node])
+        return HostAnnouncement(self.elector.term, node, self.elector.generation, [node])
 
-    def _proclaim(self, address: str) -> None:
+    def _announce_to(self, address: str) -> None:
         target = self._agent.simulation.reached_at(address)
         if target is not None and target.alive:
-            said = self._proclamation()
-            self._agent.send(target, target.seat.hear_reign, self._agent, said, begins=True)
+            said = self._announcement()
+            self._agent.send(
+                target, target.search.hear_announcement, self._agent, said, begins=True
+            )
 
     def _tell_the_uninformed(self) -> None:
         server = self.server
         if server is None:
             return
         for address in self._whereabouts(set(server.rows)):
-            self._proclaim(address)
-        self._herald = self._agent.after(
-            self._agent.lease / PROCLAMATIONS, self._tell_the_uninformed
+            self._announce_to(address)
+        self._announcing = self._agent.after(
+            self._agent.lease / ANNOUNCEMENTS, self._tell_the_uninformed
         )
 
-    def hear_reign(self, sender: Agent, reign: Reign) -> None:
-        """Somebody says that it is host."""
+    def hear_announcement(self, sender: Agent, announcement: HostAnnouncement) -> None:
+        """Note that another node says it is host."""
         noted = Noted(self.elector.term, self._known_hosts())
-        self._agent.send(sender, sender.seat.hear_noted, noted, begins=True)
-        if reign.node == self._agent.node:
+        self._agent.send(sender, sender.search.hear_noted, noted, begins=True)
+        if announcement.node == self._agent.node:
             return
         if not self.elector.has_host:
-            if self.poll.may_follow(reign.term, reign.generation):
-                self._rumours += reign.addresses
+            if self.poll.may_follow(announcement.term, announcement.generation):
+                self._rumours += announcement.addresses
                 self._hear_news()
-        elif majority.must_yield(self.elector.term, reign.term):
-            self._rumours += reign.addresses
+        elif majority.must_yield(self.elector.term, announcement.term):
+            self._rumours += announcement.addresses
             if self.server is not None:
-                self._yield(reign.term)
+                self._yield(announcement.term)
             elif self._agent.session is not None:
                 self._agent.lose_store(self._agent.session)
 
@@ -442,12 +446,12 @@ class EmbeddedNode:
             self._yield(noted.term)
 
     def _yield(self, term: int) -> None:
-        """Be host no more."""
+        """Stop being host."""
         self._yielded_to = max(self._yielded_to, term)
         self.lose_host()
         server, self.server = self.server, None
-        if self._herald is not None:
-            self._herald.cancel()
+        if self._announcing is not None:
+            self._announcing.cancel()
         if server is not None:
             server.close()
 

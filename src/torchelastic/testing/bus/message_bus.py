@@ -1,8 +1,8 @@
 """Virtual time, processes and the network between machines, for the simulated control plane.
 
-Nothing runs but what an event calls: the time jumps from one to the next. Processes can be killed
-and frozen; a frozen one does all that was due when it is thawed. What is said over a connection
-while a way is cut arrives when it is mended, as TCP has it; what begins one is lost.
+Only events call code: the time jumps from one to the next. Processes can be killed and frozen; a
+frozen one does everything that was due when it is thawed. Messages on a connection whose path is
+cut arrive when it is mended, as with TCP; messages that begin a connection are lost.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DELAY = 0.002
 
 
 class Timer:
-    """A call that is due; it can be dropped."""
+    """A call that is due; it can be cancelled."""
 
     __slots__ = ("args", "call", "process")
 
@@ -46,21 +46,21 @@ class Process:
         return self.alive and self.frozen_at is None
 
     def after(self, seconds: float, call: Callable[..., object], *args: Any) -> Timer:
-        """Call something on this process, if it lives then; when it is thawed, if it is frozen."""
+        """Call something on this process, if it is alive then; after the thaw if it is frozen."""
         bus = self.bus
         return bus.at(bus.now + seconds, Timer(self, call, args))
 
     def send(
         self, to: Process, call: Callable[..., None], *args: Any, begins: bool = False
     ) -> None:
-        """Say something to another process; `begins`: there is no connection yet."""
+        """Send a message to another process; `begins`: there is no connection yet."""
         self.bus.carry(self.machine, to, Timer(to, call, args), begins)
 
     def freeze(self) -> None:
         self.frozen_at = self.bus.now
 
     def thaw(self) -> None:
-        """Run on, with all that was due meanwhile."""
+        """Continue, with everything that was due meanwhile."""
         self.frozen_at = None
         due, self.due = self.due, []
         for timer in due:
@@ -68,7 +68,7 @@ class Process:
 
 
 class Bus:
-    """The time, and the ways between machines."""
+    """The time, and the network paths between machines."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -85,7 +85,7 @@ class Bus:
         return timer
 
     def run(self, until: float) -> None:
-        """Let all happen that is due until then."""
+        """Run everything that is due until then."""
         heap = self._heap
         while heap and heap[0][0] <= until:
             self.now, _, timer = heappop(heap)
@@ -106,7 +106,7 @@ class Bus:
         return self.slow.get((source, target), DELAY)
 
     def is_clear(self, one: str, other: str) -> bool:
-        """Whether both hear each other."""
+        """Return whether both can reach each other."""
         return (one, other) not in self.cut and (other, one) not in self.cut
 
     def carry(self, source: str, to: Process, timer: Timer, begins: bool) -> None:

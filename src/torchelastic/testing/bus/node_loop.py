@@ -1,7 +1,7 @@
 """A simulated node: the agent's loop around the product's own state machines.
 
-What decides is the product's: `group_state` and `crew` what the node does, `succession` and `Poll`
-who hosts, `Failover` what it keeps of a world. Here is only what performs it, on the bus.
+The product decides: `lifecycle.script` and `lifecycle.in_process` what the node does, `majority`
+and `Poll` who hosts, `Failover` what it keeps of a world. This module only performs it, on the bus.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Agent(Process):
         self.resident = simulation.resident
         self.state: ScriptState | InProcessState = ScriptState(node=self.node)
         self.workers = Workers(self)
-        self.seat = EmbeddedNode(self, last)
+        self.search = EmbeddedNode(self, last)
         self.failover = Failover(self.node)
         self.member = Member(
             node=self.node,
@@ -56,13 +56,13 @@ class Agent(Process):
             addr=machine,
             nproc=1,
             peer=self.node,
-            gone=self.seat.elector.generation,
+            gone=self.search.elector.generation,
             resumed=last is not None,
         )
         self._said: Member | None = None
         self._flushing = False
         #: The record that it takes along to another host.
-        self.belongings: Member | None = None
+        self.leased_rows: Member | None = None
         self.session: Session | None = None
         #: Has a lease, and follows the worlds; otherwise on its way there.
         self.is_member = False
@@ -82,12 +82,12 @@ class Agent(Process):
 
     def begin(self) -> None:
         self.after(WARM_UP, self._offer_store, True)
-        self.seat.open()
+        self.search.open()
 
     # --- the loop --------------------------------------------------------------------------------
 
     def take(self, event: in_process.Event) -> None:
-        """Let the machine that is in charge decide, and perform what it says."""
+        """Let the active state machine decide, and perform its commands."""
         if self.state.is_terminal:
             return
         for command in self._handle(event):
@@ -137,7 +137,7 @@ class Agent(Process):
                 self.workers.spawn()
 
     def leave(self, signum: int = 15) -> None:
-        """Be asked to go."""
+        """Ask the agent to leave."""
         if not self.state.leaving and not self.state.is_terminal:
             # What only a node has that goes on purpose is not counted on.
             self.note(laws.Forgot(self.bus.now, self.node))
@@ -152,7 +152,7 @@ class Agent(Process):
             return
         self.member = replace(self.member, **changes)
         if changes.get("leaving"):
-            self.seat.say_goodbye()
+            self.search.say_goodbye()
         if not self._flushing:
             self._flushing = True
             self.after(0.0, self._flush)
@@ -173,10 +173,10 @@ class Agent(Process):
     # --- at the store ----------------------------------------------------------------------------
 
     def follow(self, session: Session, resumed: bool) -> None:
-        """A host has admitted this node."""
+        """Follow a host that has admitted this node."""
         self.session = session
         session.connected = True
-        self.seat.follow(session)
+        self.search.follow(session)
         session.look()
         self._said = None
         if resumed:
@@ -191,37 +191,37 @@ class Agent(Process):
         self.send(host.agent, host.enlist, self.session, self.member)
 
     def enlisted(self, session: Session) -> None:
-        """The host has this node's record under a lease."""
+        """Note that the host has this node's record under a lease."""
         if session is not self.session or not session.connected:
             return
         self.is_member = True
         self.update()
         self.send(session.host.agent, session.host.watch, session)
-        server = self.seat.server
+        server = self.search.server
         if server is not None and server is session.host:
             server.lead()
 
     def lose_lease(self, session: Session, lease: int) -> None:
-        """The lease has ended, by the host's word or by this node's clock."""
+        """Note that the lease has ended, by the host's word or by this node's clock."""
         if session is self.session and self.is_member and lease == session.lease:
             self._give_up_membership()
 
     def lose_store(self, session: Session) -> None:
-        """The host is out of reach, or is host no more."""
+        """Note that the host is unreachable, or no longer host."""
         if session is not self.session or not session.connected:
             return
         session.close()
-        self.seat.lose_host()
+        self.search.lose_host()
         if self.is_member:
             self._give_up_membership()
         elif not self._awaits_rejoin:
-            self.seat.regain()
+            self.search.regain()
 
     def _give_up_membership(self) -> None:
         self.is_member = False
         self._awaits_rejoin = True
-        if self.seat.server is not None:
-            self.seat.server.stop_leading()
+        if self.search.server is not None:
+            self.search.server.stop_leading()
         self.take(script.LeaseLost())
 
     def _rejoin(self, gone: int) -> None:
@@ -230,10 +230,10 @@ class Agent(Process):
         if self.session is not None and self.session.connected:
             self._enlist()
         else:
-            self.seat.regain()
+            self.search.regain()
 
     def thaw(self) -> None:
-        """Before all else: after a stop, what was heard is old, and so may the lease be."""
+        """Check the lease first: after a freeze, what was received is old."""
         frozen_at = self.frozen_at
         super().thaw()
         if self.session is not None and frozen_at is not None:
@@ -248,18 +248,18 @@ class Agent(Process):
     ) -> None:
         if session is not self.session or not session.connected or world is self._seen:
             return
-        self.seat.hear_of(list(world.heirs.values()))
+        self.search.hear_of(list(world.heirs.values()))
         if not self.is_member and world.phase != "closed":
             return
         if world.count:
             self.simulation.has_joined(self)
-        takes_up = self.seat.takes_up(world.generation)
+        takes_up = self.search.takes_up(world.generation)
         if world.count and not takes_up and world.is_under_way:
             return
         if world.count and takes_up:
-            if world.generation != self.seat.elector.generation:
+            if world.generation != self.search.elector.generation:
                 self.note(laws.TookUp(self.bus.now, self.node, world.generation))
-            self.seat.hold(self.failover.noted(world, {"world": world}, parts, roll))
+            self.search.hold(self.failover.noted(world, {"world": world}, parts, roll))
             self.update(accepted=world.generation)
         self._seen = world
         if world.phase == "agreeing":
@@ -272,24 +272,24 @@ class Agent(Process):
 
     def hear_settled(self, session: Session, generation: int) -> None:
         if session is self.session and session.connected and self.failover.is_candidate.is_set():
-            self.seat.hold(self.failover.settled(generation))
+            self.search.hold(self.failover.settled(generation))
 
     # --- the end ---------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        """The state machine has ended: leave nothing behind."""
+        """Clean up after the state machine has ended."""
         world = self.state.world
         closed = world is not None and world.phase == "closed"
         asked = closed or bool(self.state.leaving)
         self.note(laws.Ended(self.bus.now, self.node, self.state.reason, asked))
         self._flush()
-        server = self.seat.server
+        server = self.search.server
         if server is not None and server.clients > 1 and not server.closed:
             if closed:
                 self.after(HOST_STAYS, self.exit)
                 return
             if self.member.leaving:
-                self.seat.hand_over()
+                self.search.hand_over()
                 self.after(HANDING_OVER, self.exit)
                 return
         session = self.session
@@ -302,5 +302,5 @@ class Agent(Process):
             self.simulation.ended(self)
 
     def call_back(self, to: Agent, call: Callable[..., None], *args: Any) -> None:
-        """Answer over a connection that the other one has begun."""
+        """Answer over a connection that the other end has opened."""
         self.send(to, call, *args, begins=True)

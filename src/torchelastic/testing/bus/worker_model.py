@@ -60,7 +60,7 @@ class Run:
         self.limits.pop(agent.node, None)
 
     def poke(self) -> None:
-        """Something has changed that may have been in the way."""
+        """Check again after a change that may have been in the way."""
         if self._timer is None and len(self.limits) == len(self.nodes):
             self._expect(STEP)
 
@@ -109,7 +109,7 @@ class Run:
         self._expect(STEP)
 
     def lost(self, gone: Agent) -> None:
-        """A worker is no more: the others notice, sooner or later."""
+        """Note that a worker is gone: the others notice, sooner or later."""
         simulation = self._simulation
         for node in sorted(self.limits):
             agent = simulation.agents[node]
@@ -118,7 +118,7 @@ class Run:
 
 
 class Workers:
-    """The worker of one node, as its agent has it."""
+    """The worker of one node, as its agent sees it."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -153,7 +153,7 @@ class Workers:
         self._agent.after(self._busy_until - now, call, *args)
 
     def start(self, world: World) -> None:
-        """Of a script: start the worker of a world."""
+        """Start the worker of a world, for a script."""
         self._start += 1
         self._placed = world.generation
         self._act(START, self._started, world, self._start)
@@ -169,7 +169,7 @@ class Workers:
             self._enter(world)
 
     def spawn(self) -> None:
-        """Start a worker that stands by."""
+        """Start a spare worker."""
         self._start += 1
         self._placed = -1
         self._act(START, self._stands, self._start)
@@ -205,7 +205,7 @@ class Workers:
             self._agent.note(laws.Forgot(self._agent.bus.now, self._agent.node))
 
     def kill(self) -> None:
-        """A fault: the worker is killed."""
+        """Kill the worker, as a fault."""
         if not self.lives:
             return
         run, agent = self.run, self._agent
@@ -259,7 +259,7 @@ class Workers:
         agent.take(script.WorkerFailed(failure))
 
     def hear(self, order: orders.Order) -> None:
-        """Of a resident worker: do what the agent says."""
+        """Handle an order of the agent, as a resident worker."""
         match order:
             case _ if not self.lives:
                 return
@@ -317,14 +317,14 @@ class Workers:
             self._agent.after(STOP, self._exit, self._start)
 
     def _exit(self, start: int) -> None:
-        """The script has come to its end after the training."""
+        """End the script after training."""
         if start == self._start and self.lives:
             generation = self._agent.state.generation
             self.lives = False
             self._agent.take(script.WorkerSucceeded(generation, 0))
 
     def finished_step(self, step: int, steps: int) -> None:
-        """Go on after a step, if there is something else to do than the next one."""
+        """Continue after a step, if there is something to do other than the next one."""
         run, agent = self.run, self._agent
         assert run is not None
         if step + 1 == steps:

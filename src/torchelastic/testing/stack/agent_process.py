@@ -1,6 +1,6 @@
-"""The agent itself on a virtual loop: its loop, its two state machines, its place among the others.
+"""The agent itself on a virtual loop: its loop, its two state machines, its membership.
 
-Its workers are `virtual_workers`; what only observes is left out.
+Its workers are `worker_processes`; parts that only observe are left out.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class VirtualClock:
 
 
 class Disk(VoterFile):
-    """A machine's disk, as far as one agent after the other keeps its vote there."""
+    """A machine's disk, as far as its agents keep their vote there."""
 
     def __init__(self, kept: dict[str, Voter], node: str) -> None:
-        """`kept` is what is on it, by node."""
+        """`kept` is its content, by node."""
         super().__init__(Path(node), node, {"job": "simulated"})
         self._kept = kept
         self.resumed = self._written = kept.get(node)
@@ -99,7 +99,7 @@ class VirtualAgent(Agent):
 
     @property
     def was_asked(self) -> bool:
-        """Whether it was asked to leave."""
+        """Return whether it was asked to leave."""
         return bool(self._state.leaving)
 
     def _open(self) -> None:
@@ -118,7 +118,7 @@ class VirtualAgent(Agent):
 
 
 class _SimulatedReporter(Nothing):
-    """Says nothing, but when the node has joined."""
+    """Reports nothing except that the node has joined."""
 
     def __init__(self, name: str, joined: Callable[[], None]) -> None:
         self.name = name
@@ -129,7 +129,7 @@ class _SimulatedReporter(Nothing):
 
 
 class _SimulatedFactory:
-    """In the place of the zygote and the store host."""
+    """Replaces the zygote and the store host."""
 
     warnings = ()
 
@@ -174,7 +174,7 @@ class _Stores:
 
 
 class _SimulatedSession(MemberSession):
-    """Notes every world that is formed, and who may decide on the next one."""
+    """Records every world that is formed, and who may decide on the next one."""
 
     def __init__(self, *args: Any, note: Callable[[laws.Event], None], **given: Any) -> None:
         super().__init__(*args, **given)

@@ -1,11 +1,11 @@
-"""The whole control plane in one process: agents, leader, embedded store and elections, all as they
-are, on virtual loops and a network in memory, under a schedule of faults.
+"""The whole control plane in one process: real agents, leader, embedded store and elections, on
+virtual loops and a network in memory, under a schedule of faults.
 
     Stack(schedule).run()     the violations of a law; `history` is all that happened
     stack.digest()            the same for two runs of one schedule, in any process
 
-A schedule says no more than what `faults` has for both levels; what only the stack knows is drawn
-from its seed: how many endpoints the job has, and whether a cut drops packets or resets.
+A schedule has only the faults that both levels support; what only the stack knows is drawn from its
+seed: how many endpoints the job has, and whether a cut drops packets or resets.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RESETS, LISTS = 0.3, 0.5
 
 
 class Host:
-    """A machine, and the agent that runs on it now, if one does."""
+    """A machine, and the agent that runs on it now, if any."""
 
     def __init__(self, stack: Stack, name: str, address: str) -> None:
         self._stack = stack
@@ -61,7 +61,7 @@ class Host:
 
     @property
     def remembered(self) -> frozenset[str]:
-        """The nodes that are here, or would be if the agent were started again."""
+        """The nodes that are here, or would be if the agent were restarted."""
         return frozenset([*self._disk, *([self.node] if self.loop is not None else [])])
 
     @property
@@ -82,8 +82,8 @@ class Host:
 
     @property
     def _would_found(self) -> bool:
-        """Whether an agent here would know nothing of a job that is there, and host another one,
-        should it be cut off: a machine named by the endpoint has left, and comes back."""
+        """Return whether an agent here would not know of the running job, and would host another
+        one if it were cut off: a machine named by the endpoint has left, and comes back."""
         is_new = bool(self.nodes) and self.node not in self._disk
         return is_new and self._name in self._stack.endpoints and self._stack.has_begun
 
@@ -103,7 +103,8 @@ class Host:
         loop.create_task(self._serve(self._agent, loop), name="agent")
 
     def joined(self) -> None:
-        """Who has not found the job counts as there only when nothing is in its way any more."""
+        """Count a node that has not found the job as up only when nothing is in its way any
+        more."""
         if not self._is_known and self.loop is not None:
             self._is_known = True
             self._stack.note(laws.Up(self._stack.now, self.node))
@@ -127,7 +128,7 @@ class Host:
         self.loop = self._agent = None
 
     def kill(self) -> None:
-        """The agent dies, and its workers with it."""
+        """Kill the agent, and its workers with it."""
         if self.loop is None:
             return
         self.loop.kill()
@@ -191,7 +192,7 @@ class Stack:
         self.training = Training(self.scheduler, self.network, self.note, schedule.steps)
 
     def _drawn(self, what: str) -> random.Random:
-        """Of the seed and nothing else: a shorter schedule draws the same."""
+        """Draw from the seed and nothing else: a shorter schedule draws the same."""
         return random.Random(f"{self.schedule.seed} {what}")
 
     def config(self) -> LaunchConfig:
@@ -208,7 +209,7 @@ class Stack:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there has been a world."""
+        """Return whether there has been a world."""
         return self._last is not None
 
     @property
@@ -222,8 +223,9 @@ class Stack:
             self.laws.note(event)
 
     def _begins_anew(self, event: laws.Event) -> bool:
-        """Whether this is the first world of another start of the job, whose generations begin
-        anew: too many nodes of the last one have left, or forgotten it, for it ever to go on."""
+        """Return whether this is the first world of another start of the job, whose generations
+        begin anew: too many nodes of the last one have left, or forgotten it, for it ever to
+        continue."""
         if not isinstance(event, laws.Formed):
             return False
         before, self._last = self._last, event
@@ -233,12 +235,12 @@ class Stack:
         return not all(electorate.agrees(there) for electorate in before.electorates)
 
     def digest(self) -> str:
-        """Tells two histories apart."""
+        """A digest of the history."""
         lines = "\n".join(repr(_plain(event)) for event in self.history)
         return hashlib.sha256(lines.encode()).hexdigest()
 
     def run(self) -> list[laws.Violation]:
-        """Let it all happen; what breaks a law, and what nobody caught."""
+        """Run the simulation; return violations of a law, and uncaught exceptions."""
         with _repeatable(self.schedule.seed):
             for number, name in enumerate(self.schedule.machines):
                 self.scheduler.at(0.1 * number, self.hosts[name].start)
@@ -297,7 +299,7 @@ class Stack:
             self.note(laws.Cut(self.now, self.hosts[source].node, self.hosts[target].node))
 
     def note_cuts(self, host: Host) -> None:
-        """Of a node that starts while ways from and to it are cut."""
+        """Note the cuts around a node that starts."""
         for other in self.hosts.values():
             for source, target in ((host, other), (other, host)):
                 if self.network.is_cut(source.machine.address, target.machine.address):
@@ -313,7 +315,7 @@ class Stack:
                         self.note(laws.Mended(self.now, one, other))
 
     def _heal(self) -> None:
-        """All machines are up, and hear each other."""
+        """Bring all machines up, and connect them."""
         self._mend()
         for host in self.hosts.values():
             host.thaw()
@@ -325,12 +327,12 @@ class Stack:
 
 
 def violations(schedule: Schedule) -> list[laws.Violation]:
-    """What of a simulated job breaks a law."""
+    """The violations of a law in a simulated job."""
     return Stack(schedule).run()
 
 
 def _plain(item: object) -> object:
-    """An event without what has no order of its own."""
+    """An event without parts that have no defined order."""
     if isinstance(item, frozenset):
         return sorted(item)
     if isinstance(item, tuple):
@@ -340,7 +342,7 @@ def _plain(item: object) -> object:
 
 @contextlib.contextmanager
 def _repeatable(seed: int) -> Iterator[None]:
-    """Whatever is random is the same in every run."""
+    """Make everything random the same in every run."""
     known, collecting, silenced = random.getstate(), gc.isenabled(), logging.root.manager.disable
     tokens = random.Random(f"tokens of {seed}")
     random.seed(seed)

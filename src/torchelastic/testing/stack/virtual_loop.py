@@ -1,7 +1,7 @@
 """Event loops in virtual time: one for each simulated process, all run by one scheduler.
 
-Time jumps to the next timer, nothing ever sleeps, and what happens at the same time happens in the
-order in which it was asked for: the same program runs in the same way every time.
+Time jumps to the next timer, nothing ever sleeps, and simultaneous events run in the order in which
+they were scheduled: the same program runs in the same way every time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Scheduler:
         return self.outside.call_at(when, callback, *args)
 
     def close(self, loops: Iterable[VirtualLoop]) -> None:
-        """Let all tasks of these loops end, so that none is left to be thrown away half-way."""
+        """Let all tasks of these loops end, so that none is destroyed while pending."""
         for _ in range(MOST_CANCELS):
             if not any([loop.cancel_all() for loop in loops]):
                 return
@@ -104,8 +104,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self.held = []
 
     def thaw(self) -> None:
-        """Go on: what came from others first, then the timers that have run out, as `select`
-        tells them."""
+        """Continue: first what came from others, then the timers that have fired, in the order of
+        `select`."""
         if self._dead or self.held is None:
             return
         held, self.held = self.held, None
@@ -118,7 +118,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.held = []
 
     def cancel_all(self) -> bool:
-        """Cancel the tasks of a loop, ended or not; False: there is none."""
+        """Cancel the tasks of a loop, ended or not; False if there is none."""
         self._dead, self.held = False, None
         for task in [*self._tasks]:
             task.cancel()
@@ -159,7 +159,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return handle
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Nothing: it is passed over when its time comes."""
+        """Do nothing: it is skipped when its time comes."""
 
     def create_future(self) -> asyncio.Future[Any]:
         return _Future(self, next(self._scheduler.numbers))
@@ -176,7 +176,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """At once, and the answer a moment later."""
+        """Run it at once, and deliver the answer a moment later."""
         future = self.create_future()
 
         def answer() -> None:

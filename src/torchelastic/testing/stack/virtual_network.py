@@ -1,8 +1,8 @@
 """A network in memory, between machines in virtual time: latency, cuts, resets, killed processes.
 
-It behaves as TCP does to an application. Bytes arrive in order or not at all; what is dropped is
-sent again until the way is free, or until the kernel gives the connection up; a process that is
-killed has its connections closed, one that is frozen has not.
+It behaves like TCP to an application. Bytes arrive in order or not at all; dropped packets are sent
+again until the path is clear, or until the kernel gives up the connection; a killed process has its
+connections closed, a frozen one does not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EPHEMERAL = 40000
 
 
 class Network:
-    """All machines, and what is between them."""
+    """All machines, and the paths between them."""
 
     def __init__(self, scheduler: Scheduler, latency: float = 0.0005) -> None:
         self.scheduler = scheduler
@@ -43,20 +43,20 @@ class Network:
         return self._slow.get((source, target), self._latency)
 
     def slow(self, source: str, target: str, seconds: float | None) -> None:
-        """Let packets take so long on their way; None: as long as others."""
+        """Set the latency of packets; None: the default."""
         if seconds is None:
             self._slow.pop((source, target), None)
         else:
             self._slow[source, target] = seconds
 
     def cut(self, source: str, target: str, *, reset: bool = False) -> None:
-        """Let nothing pass from one machine to another: drop it, or answer it with a reset."""
+        """Block one machine's packets to another: drop them, or answer with a reset."""
         (self._rejected if reset else self._dropped).add((source, target))
         for connection in self._between(source, target):
             connection.look()
 
     def mend(self, source: str, target: str) -> bool:
-        """Let everything pass, and at the usual speed; says whether nothing did before."""
+        """Let everything pass at the usual speed; return whether anything was blocked before."""
         self.slow(source, target, None)
         was_cut = self.is_cut(source, target)
         if was_cut:
@@ -76,7 +76,7 @@ class Network:
         return self.drops(source, target) or self.rejects(source, target)
 
     def is_open(self, source: str, target: str) -> bool:
-        """Whether packets get there, and answers back."""
+        """Return whether packets get there, and answers back."""
         return not (self.is_cut(source, target) or self.is_cut(target, source))
 
     def _between(self, source: str, target: str) -> list[Connection]:
@@ -126,7 +126,7 @@ class Machine:
 
 
 class Listener:
-    """A listening socket, as far as the product uses one."""
+    """A listening socket, with what the product uses of it."""
 
     def __init__(self, machine: Machine, port: int) -> None:
         self.machine = machine
@@ -139,7 +139,7 @@ class Listener:
         return self.machine.address, self.port
 
     def listen(self, backlog: int) -> None:
-        """Nothing: it does."""
+        """Do nothing: it already listens."""
 
     def close(self) -> None:
         if self.machine.listeners.get(self.port) is self:
@@ -197,7 +197,7 @@ class ProcessLoop(VirtualLoop):
         return listener if listener is not None and listener.accept is not None else None
 
     def kill(self) -> None:
-        """End the process as SIGKILL does: the kernel closes what it had open."""
+        """End the process like SIGKILL: the kernel closes what it had open."""
         self.end()
         for listener in list(self.machine.listeners.values()):
             if listener.loop is self or listener.loop is None:
@@ -226,7 +226,7 @@ class Connection:
         network.add(self)
 
     def look(self) -> None:
-        """The way has changed."""
+        """Check the path after a change."""
         one, other = (end.address[0] for end in self.ends)
         if self.network.is_open(one, other):
             if self._given_up is not None:
@@ -239,7 +239,7 @@ class Connection:
             self._given_up = self.network.scheduler.at(now + PEER_TIMEOUT, self._give_up)
 
     def _give_up(self) -> None:
-        """No probe has been answered for too long, at either end."""
+        """End the connection after no probe was answered for too long, at either end."""
         for end in self.ends:
             end.fail(TimeoutError(errno.ETIMEDOUT, "Connection timed out"))
 
@@ -255,7 +255,7 @@ _EOF, _RESET = b"", None
 
 
 class End(asyncio.Transport):
-    """One end of a connection: what its process writes to, and reads from."""
+    """One end of a connection, which its process writes to and reads from."""
 
     def __init__(
         self,
@@ -288,7 +288,7 @@ class End(asyncio.Transport):
         self.loop.call_soon(protocol.connection_made, self, context=self.loop.context)
 
     def accept(self, listener: Listener) -> None:
-        """Of the called one: its process accepts the connection when it gets to it."""
+        """Accept the connection, when the called process gets to it."""
 
         def accepted() -> None:
             if listener.accept is None or self.is_over:
@@ -300,12 +300,12 @@ class End(asyncio.Transport):
         self.loop.call_soon(accepted, context=self.loop.context)
 
     def close_by_kernel(self) -> None:
-        """Its process is gone."""
+        """Close it after its process has died."""
         self._send(_RESET if self._received else _EOF)
         self._end()
 
     def fail(self, error: Exception | None) -> None:
-        """The kernel says that it is over."""
+        """End it with an error of the kernel."""
         if self.is_over:
             return
         self._end()
@@ -330,7 +330,7 @@ class End(asyncio.Transport):
         return self.address
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """Nothing: what is sent is on its way."""
+        """Do nothing: what is sent is on its way."""
 
     def get_write_buffer_size(self) -> int:
         return 0
@@ -382,7 +382,7 @@ class End(asyncio.Transport):
         self.fail(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))
 
     def resend(self) -> None:
-        """The way is free again: what was lost comes with the next time it is sent."""
+        """Send lost data again: the path is clear."""
         if not self._sent:
             return
         now = self.connection.network.scheduler.now
@@ -393,7 +393,7 @@ class End(asyncio.Transport):
         self.connection.network.scheduler.at(first, self._arrive)
 
     def _arrive(self) -> None:
-        """All that was sent by now is there, if the way is free."""
+        """Deliver everything that was sent by now, if the path is clear."""
         network, source, target = self.connection.network, self.address[0], self.peer_address[0]
         if network.drops(source, target) or network.rejects(source, target):
             return

@@ -1,8 +1,8 @@
 """Workers that only take time: they start, train in groups, are asked to stop, fail and die.
 
-What is the product's here is what agents tell them and hear from them (`worker.orders`, the events
-of `group_state` and `crew`). A group makes a step when all its workers are in it, none is frozen,
-and all can reach each other.
+The orders and reports between them and agents are the product's (`worker.orders`, the events of
+`lifecycle.script` and `lifecycle.in_process`). A group makes a step when all its workers are in it,
+none is frozen, and all can reach each other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ START, ENLIST, STOP = (0.1, 0.8), (0.05, 0.3), (0.01, 0.2)
 
 
 class Training:
-    """All groups of the job, and what they have done."""
+    """All groups of the job, and their progress."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Training:
         note: Callable[[laws.Event], None],
         steps: int,
     ) -> None:
-        """The data ends after so many `steps`."""
+        """`steps`: the number of steps until the data ends."""
         self.scheduler = scheduler
         self.steps = steps
         self.note = note
@@ -64,7 +64,7 @@ class Training:
 
 
 class Group:
-    """The workers of one generation, each on its way through the same steps."""
+    """The workers of one generation, each at its own point of the same steps."""
 
     def __init__(self, training: Training, generation: int, size: int) -> None:
         self.generation = generation
@@ -80,7 +80,7 @@ class Group:
             self._look_in(BUILD)
 
     def leave(self, worker: Worker, *, clean: bool = False) -> None:
-        """A worker is in it no more; the others see its connections end, unless it is done."""
+        """Remove a worker; the others see its connections end, unless it is done."""
         others = [other for other in self._members.values() if other is not worker]
         self._members = {rank: one for rank, one in self._members.items() if one is not worker}
         self._broken = self._broken or self.has_begun
@@ -116,7 +116,7 @@ class Group:
         )
 
     def _begin(self) -> None:
-        """The freshest state is everybody's."""
+        """Give all workers the newest state."""
         self.has_begun = True
         base = max(worker.version for worker in self._members.values())[1]
         for worker in self._ordered():
@@ -147,8 +147,8 @@ class Group:
 
 
 class Worker:
-    """One process, as far as others notice it. A resident one has the product's own `Inbox` and
-    gates; `_run_on` is its training thread, from one wait to the next."""
+    """One process as others see it. A resident one has the product's own `Inbox` and gates;
+    `_run_on` is its training thread, from one wait to the next."""
 
     def __init__(self, workers: VirtualWorkers, local_rank: int, *, resident: bool) -> None:
         self.workers = workers
@@ -176,7 +176,7 @@ class Worker:
         self.run_on()
 
     def run_on(self) -> None:
-        """Go on until there is something to wait for."""
+        """Continue until there is something to wait for."""
         while not self.is_gone and (self._goes_on_in_group() if self.group else self._goes_on()):
             pass
 
@@ -203,7 +203,7 @@ class Worker:
         return False
 
     def _finish(self, generation: int, step: int) -> bool:
-        """Its data has ended: a script ends with it, a resident worker waits for the others."""
+        """End of data: a script ends with it, a resident worker waits for the others."""
         self.leave_group(clean=True)
         self.workers.training.note(laws.Finished(self.workers.training.scheduler.now))
         if not self._is_resident:
@@ -230,7 +230,7 @@ class Worker:
         return True
 
     def lose_peer(self, group: Group) -> None:
-        """A collective fails: a script ends by it, a resident worker tells of it."""
+        """A collective fails: a script ends by it, a resident worker reports it."""
         if self.is_gone or self.group is not group:
             return
         message = "connection closed by peer"
@@ -262,7 +262,7 @@ class Worker:
 
 
 class VirtualWorkers:
-    """In the place of `agent.workers.Workers`: one node's workers."""
+    """Replaces `agent.workers.pool.WorkerPool`: one node's workers."""
 
     def __init__(
         self,
@@ -300,7 +300,7 @@ class VirtualWorkers:
         return max((one.version[1] - 1 for one in self._processes.values()), default=-1)
 
     def progress(self, local_rank: int) -> tuple[int, int, float] | None:
-        """Generation and step that a worker has entered last."""
+        """The generation and step that a worker has entered last."""
         worker = self._processes.get(local_rank)
         return (*worker.version, 0.0) if worker is not None and worker.version[0] >= 0 else None
 
@@ -310,15 +310,15 @@ class VirtualWorkers:
 
     @property
     def newest(self) -> int:
-        """The newest generation in which a worker here has taken a step, as counted from outside:
-        what `progress` tells is enough."""
+        """The newest generation in which a worker here has taken a step; `progress` is enough for
+        that."""
         return -1
 
     def reached_at(self, addr: str) -> None:
         """Nothing: there is no gloo."""
 
     def look(self) -> None:
-        """Nothing: there are no slates."""
+        """Do nothing: there are no status pages."""
 
     def entering_since(self, local_rank: int) -> float | None:
         return None
@@ -365,7 +365,7 @@ class VirtualWorkers:
         self.kill_everything()
 
     def kill_everything(self) -> list[int]:
-        """All of them end with their agent; the generations that they were in."""
+        """Kill all workers with their agent; return the generations they were in."""
         ended = [*self._processes.values()]
         for worker in ended:
             self.end(worker)
@@ -395,7 +395,7 @@ class VirtualWorkers:
             self.tell_event(script.WorkerSucceeded(generation, worker.local_rank))
 
     def kill(self, local_rank: int) -> None:
-        """By a fault, as SIGKILL does."""
+        """Kill it like SIGKILL, as a fault."""
         if (worker := self._processes.get(local_rank)) is not None:
             self.die(worker, -9, "SIGKILL")
 
@@ -439,7 +439,7 @@ class VirtualWorkers:
 
 
 class Nothing:
-    """In the place of what only observes: whatever is asked of it, nothing happens."""
+    """Replaces parts that only observe: every call does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         return self

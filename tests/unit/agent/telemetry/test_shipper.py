@@ -22,7 +22,7 @@ from torchelastic.rendezvous.store import Item, Listing
 from torchelastic.rendezvous.world import LEADER_KEY, MEMBER_PREFIX
 from torchelastic.transport import frames as wire
 from torchelastic.transport.auth import ANONYMOUS
-from torchelastic.transport.connect import Endpoint, knock
+from torchelastic.transport.connect import Endpoint, connect_once
 from torchelastic.transport.listener import Listener
 
 
@@ -353,7 +353,7 @@ async def test_in_a_large_job_the_leader_alone_says_what_all_would(tmp_path):
 
 async def call(node):
     place = Endpoint("127.0.0.1", node.port, "job", ANONYMOUS)
-    link, _ = await knock(place, purpose=wire.EVENTS, timeout=PATIENCE)
+    link, _ = await connect_once(place, purpose=wire.EVENTS, timeout=PATIENCE)
     return link
 
 

@@ -18,7 +18,7 @@ from torchelastic.rendezvous.embedded import bind_endpoint
 from torchelastic.rendezvous.world import World
 from torchelastic.transport import frames
 from torchelastic.transport.auth import ANONYMOUS, Credentials, Secret
-from torchelastic.transport.connect import Endpoint, knock
+from torchelastic.transport.connect import Endpoint, connect_once
 from torchelastic.transport.listener import Listener
 
 GENERATION = 3
@@ -167,7 +167,7 @@ async def test_all_nodes_together_have_two_seconds(monkeypatch):
     monkeypatch.setattr(inspector, "THERE", 0.2)
     # Else a call that takes as long would end before the time for all has begun.
     monkeypatch.setattr(
-        inspector, "knock", lambda *to, **how: knock(*to, **how | {"timeout": 30.0})
+        inspector, "connect_once", lambda *to, **how: connect_once(*to, **how | {"timeout": 30.0})
     )
     async with nodes([0], [1], [2]) as (_, a, b, c):
         monkeypatch.setattr(b.doings, "here", lambda generation: asyncio.sleep(3600))
@@ -206,7 +206,7 @@ async def test_of_a_world_of_which_some_nodes_are_known_the_others_are_counted()
 
 async def connect(node):
     place = Endpoint.at(f"127.0.0.1:{node.port}", "job", ANONYMOUS)
-    link, _ = await knock(place, purpose=frames.DOINGS, timeout=5.0)
+    link, _ = await connect_once(place, purpose=frames.DOINGS, timeout=5.0)
     return link
 
 

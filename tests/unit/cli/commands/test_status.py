@@ -100,7 +100,7 @@ def test_no_jobs(show):
 
 def test_a_live_job(show):
     agent = Agent("imagenet").tell(events.BecameLeader()).world(0, "node-a", "node-b")
-    agent.world(1, "node-a", reason="node-b failed; a node failure spends no restart")
+    agent.world(1, "node-a", reason="node-b failed; a node failure uses no restart")
     agent.log.close()
     lines = show().splitlines()
     assert lines[0].startswith("imagenet  ")
@@ -111,7 +111,7 @@ def test_a_live_job(show):
         f"    node-a  running    leader, hosts the rendezvous, agent pid {os.getpid()}"
     )
     assert lines[4] == (
-        "  just now: generation 1 began: node-b failed; a node failure spends no restart"
+        "  just now: generation 1 began: node-b failed; a node failure uses no restart"
     )
 
 

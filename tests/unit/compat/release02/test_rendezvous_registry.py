@@ -60,7 +60,7 @@ def test_others_are_registered_once_each():
 
 
 def test_what_nobody_has_registered_is_refused():
-    with pytest.raises(ConfigError, match=r"'zeus' is not available: write c10d, .* or etcd-v3"):
+    with pytest.raises(ConfigError, match=r"'zeus': use c10d, .* or etcd-v3"):
         get_rendezvous_handler(parameters("zeus"))
     with pytest.raises(ConfigError, match="'c10d' is not registered"):
         RendezvousHandlerFactory().create_handler(parameters())

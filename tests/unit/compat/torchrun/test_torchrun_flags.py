@@ -41,11 +41,11 @@ def test_keys_mean_what_they_mean_to_torchrun():
 def test_what_is_wrong_is_said_before_anything_is_joined():
     cases = [
         ({"endpoint": "etcd://e1", "backend": "c10d"}, "disagree"),
-        ({"endpoint": "zookeeper://z"}, "'zookeeper' is not available"),
+        ({"endpoint": "zookeeper://z"}, "Unknown rendezvous backend 'zookeeper'"),
         ({"endpoint": "etcd://e1", "run_id": "none"}, "--rdzv-id"),
         ({"endpoint": ""}, "--rdzv-endpoint"),
         ({"quorum": "some"}, "write majority or none"),
         ({"two_node_takeover": "maybe"}, "neither yes nor no"),
-        ({"last_call_timeout": "soon"}, "'soon' is no time"),
+        ({"last_call_timeout": "soon"}, "'soon' is not a valid duration"),
     ]
     assert not_refused(lambda given: made(**given), cases) == []

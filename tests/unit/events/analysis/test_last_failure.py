@@ -102,7 +102,7 @@ def test_late_news_of_an_older_generation_changes_nothing():
 
 def test_the_log_of_one_node_that_does_not_lead_has_the_cause_at_the_end():
     story = tell(begun(), 5, FELL, by="a")
-    story.tell(6, events.JobEnded(1, "all restarts are used", CAUSE.to_json()), generation=0)
+    story.tell(6, events.JobEnded(1, "all restarts used", CAUSE.to_json()), generation=0)
     view = fold(story.records).failure
     assert (view.cause, view.consequences) == (CAUSE, (FELL,))
 

@@ -140,12 +140,12 @@ def test_a_lost_node_is_the_cause_and_not_who_told_of_it_first(late):
     gone = node_failure("b", 0, "its lease has ended")
     story = ten_steps().fails(11.5, 0, by="a", node="a", rank=0, message="lost a peer: b")
     told = failure(node="a", rank=0, message="lost a peer: b").to_json()
-    story.tell(11.6, events.GenerationOver("failure", "rank 0 has lost a peer", told), generation=0)
+    story.tell(11.6, events.GenerationOver("failure", "rank 0 lost a peer", told), generation=0)
     assert recoveries(story)[0].failure["rank"] == 0
     verdict = events.RestartDecided(True, "b failed", "node-failure", gone.to_json(), [told])
     if not late:
         story.tell(11.7, verdict, generation=1)
-    story.world(11.8, 1, "a", reason="b failed; a node failure spends no restart")
+    story.world(11.8, 1, "a", reason="b failed; a node failure uses no restart")
     if late:
         story.tell(11.9, verdict, generation=1)
     (one,) = recoveries(story.trains(12.8, 1, step=10))
@@ -157,7 +157,7 @@ def test_a_lost_node_is_the_cause_and_not_who_told_of_it_first(late):
 def test_a_failure_that_was_none_after_all():
     """The connection that a peer lost was that of a node which had taken its leave."""
     story = ten_steps().fails(11.5, 0, by="a", node="a", rank=0, message="lost a peer: b")
-    story.over(11.6, 0, reason="rank 0 has lost a peer")
+    story.over(11.6, 0, reason="rank 0 lost a peer")
     assert recoveries(story)[0].is_failure
     story.tell(11.7, events.RestartDecided(True, "b leaves", "leave"), generation=1)
     (one,) = recoveries(story.world(11.8, 1, "a", reason="b leaves"))

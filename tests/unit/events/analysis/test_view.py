@@ -147,7 +147,7 @@ def test_the_phase_follows_events():
         (events.Note("hello"), 4, "running"),
         (few, 4, "waiting"),
         (enough, 4, "restarting"),
-        (events.JobEnded(1, "all restarts are used"), 4, "ended"),
+        (events.JobEnded(1, "all restarts used"), 4, "ended"),
     ):
         story = Story().agent("a").world(4, "a").tell(event, generation=generation)
         assert story.view().phase == phase, event
@@ -261,7 +261,7 @@ def test_a_new_world_has_taken_no_step():
 
 def test_a_world_was_ended_by_what_the_leader_found_in_the_end():
     gone = node_failure("b", 0, "its lease has ended").to_json()
-    story = trained().over(13, 0, reason="rank 0 has lost a peer")
+    story = trained().over(13, 0, reason="rank 0 lost a peer")
     assert fold(story.records).worlds[0].end_kind == "failure"
     verdict = events.RestartDecided(True, "b failed", "node-failure", gone)
     story.tell(13.5, verdict, generation=1).world(14, 1, "a")

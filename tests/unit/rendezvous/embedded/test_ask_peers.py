@@ -10,15 +10,15 @@ import pytest
 
 from tests.unit.transport.listener_support import JOB
 from torchelastic.rendezvous.embedded import ask_peers as module
-from torchelastic.rendezvous.embedded.ask_peers import canvass
-from torchelastic.rendezvous.embedded.votes import Ballot, Canvass
+from torchelastic.rendezvous.embedded.ask_peers import ask_for_votes
+from torchelastic.rendezvous.embedded.votes import Ballot, VoteRequest
 from torchelastic.transport import frames
 from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.connect import Endpoint
 from torchelastic.transport.listener import Listener
 
-WISH = Canvass(term=2, node="a", generation=0, binding=False, settled=False)
-VOTE = Canvass(term=2, node="a", generation=0, binding=True, settled=False)
+WISH = VoteRequest(term=2, node="a", generation=0, binding=False, settled=False)
+VOTE = VoteRequest(term=2, node="a", generation=0, binding=True, settled=False)
 GRANTED = Ballot("b", True, "", 1, 0, [], "", 3.0, [])
 HOURS = 3600.0
 
@@ -98,7 +98,7 @@ def ask(voters, places, asked=WISH, enough=never):
 
     async def asking():
         async with voting(voters) as place:
-            returns = await asyncio.wait_for(canvass(places(place), asked, enough=enough), 30)
+            returns = await asyncio.wait_for(ask_for_votes(places(place), asked, enough=enough), 30)
             voters.heard = len(returns.links)  # over which the winner tells them
             returns.close()
             return returns

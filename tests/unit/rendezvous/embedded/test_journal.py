@@ -169,10 +169,10 @@ def test_a_line_that_was_not_finished_was_never_told():
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        (b"", "no state file"),
-        (b"import torch\n", "no state file"),
-        (b"00000000 {}\n", "no state file"),
-        (journal.line(["something-else", 1]), "no state file"),
+        (b"", "not a rendezvous state file"),
+        (b"import torch\n", "not a rendezvous state file"),
+        (b"00000000 {}\n", "not a rendezvous state file"),
+        (journal.line(["something-else", 1]), "not a rendezvous state file"),
         (journal.line([journal.FORMAT, 2]), "another version"),
         (text(["new", "a", "A"]).replace(b'"A"', b'"B"'), "damaged .line 2"),
         (text() + b"\n" + journal.line(["new", "a", "A"]), "damaged .line 2"),

@@ -22,12 +22,12 @@ from tests.unit.rendezvous.embedded.test_node import (
 from tests.unit.rendezvous.embedded_support import JOB, story, within
 from torchelastic.clock import SystemClock
 from torchelastic.errors import RendezvousLost, VoteOutdated
-from torchelastic.rendezvous.embedded.ask_peers import Returns, canvass
+from torchelastic.rendezvous.embedded.ask_peers import Returns, ask_for_votes
 from torchelastic.rendezvous.embedded.election import Poll
 from torchelastic.rendezvous.embedded.failover_state import Holding
 from torchelastic.rendezvous.embedded.node import EmbeddedNode
 from torchelastic.rendezvous.embedded.voter_file import VoterFile
-from torchelastic.rendezvous.embedded.votes import Ballot, Canvass
+from torchelastic.rendezvous.embedded.votes import Ballot, VoteRequest
 from torchelastic.rendezvous.majority import Elector, Electorate, Roll
 from torchelastic.rendezvous.witness.vote_keys import Witness
 from torchelastic.rendezvous.witness.witness_client import Asking
@@ -137,9 +137,9 @@ async def test_a_wish_is_answered_when_the_disk_has_the_world(tmp_path):
         _, _, c = seats = await three_with_files(table, tmp_path)
         table.form(1, seats)
         c._host_lost()
-        wish = Canvass(term=9, node="b", generation=1, binding=False, settled=False)
+        wish = VoteRequest(term=9, node="b", generation=1, binding=False, settled=False)
         at = Endpoint.at(c.peer, JOB, c.credentials)
-        returns = await canvass({"c": at}, wish, enough=lambda returns: False)
+        returns = await ask_for_votes({"c": at}, wish, enough=lambda returns: False)
         assert returns.ballots["c"].generation == 1
         table.files[2].close()
         again = VoterFile(tmp_path / "c", "c", {"machine": "here", "job": JOB})
@@ -216,7 +216,7 @@ async def test_who_resumes_a_job_that_has_been_started_again_joins_it_as_a_new_n
             await other.listen(sockets)
         stale = table.restart("b", tmp_path)
         began = SystemClock().now()
-        with pytest.raises(VoteOutdated, match="started again since"):
+        with pytest.raises(VoteOutdated, match="has been restarted since"):
             await within(PATIENCE, stale.open(PATIENCE))
         assert (SystemClock().now() - began > LEASE) == (place != "replaced")
         assert not (tmp_path / "b").exists()

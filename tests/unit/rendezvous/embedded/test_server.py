@@ -47,7 +47,7 @@ async def raw(server: EmbeddedServer, *, greet: bool = True) -> AsyncIterator[Ra
 async def test_who_is_not_for_us_is_told_why():
     hellos = {
         "belongs to job 'job-1', not to 'other'": (frames.VERSION, "other"),
-        f"speaks version {frames.VERSION + 1} of the rendezvous protocol, the job version "
+        f"uses version {frames.VERSION + 1} of the rendezvous protocol, but the job uses version "
         f"{frames.VERSION}: install the same torchelastic": (frames.VERSION + 1, JOB),
     }
     async with serving() as server:
@@ -202,7 +202,7 @@ async def test_a_listing_may_take_several_frames():
             "k/1",
             "k/2",
         ]
-        with pytest.raises(WireError, match="'k/0' takes"):
+        with pytest.raises(WireError, match="'k/0' has"):
             await store.put("k/0", {"x": "x" * 5_000_000})
         assert len((await store.get("k/")).items) == 3
 

@@ -206,7 +206,7 @@ def test_a_state_file_that_is_written_whole_at_that_moment_is_in_use(tmp_path, m
         ("missing/state", None, r"cannot be used .*--state-file"),
         (".", None, r"cannot be used .*--state-file"),
         ("state", [["new", "a", "A"]], "belongs to job 'a', not to 'b'"),
-        ("state", [["put", "a", "w", "{}", None, {}, ""]], "damaged .its entries do not fit"),
+        ("state", [["put", "a", "w", "{}", None, {}, ""]], "damaged .inconsistent entries"),
     ],
 )
 @story

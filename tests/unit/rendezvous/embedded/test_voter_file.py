@@ -139,9 +139,9 @@ OURS = {"machine": "m", "job": "job", "command": ["a"], "agreement": "x", "node"
         ({"command": ["b"]}, {}, "another command"),
         ({"agreement": "y"}, {}, "another agreement"),
         ({"node": "b"}, {}, "another node"),
-        ({}, {"is_late": True}, "given up waiting"),
+        ({}, {"is_late": True}, "stopped waiting"),
         ({}, {"gone": "b"}, ""),
-        ({}, {"gone": "bd"}, "never come back"),
+        ({}, {"gone": "bd"}, "gone for good"),
     ],
 )
 def test_whose_vote_is_void(said, facts, why):
@@ -232,7 +232,7 @@ def test_a_vote_that_can_neither_be_written_nor_taken_back_ends_the_node(monkeyp
 
     monkeypatch.setattr(os, "write", read_only)
     monkeypatch.setattr(Path, "unlink", read_only)
-    with pytest.raises(RendezvousError, match=r"neither be written nor removed .*: remove it"):
+    with pytest.raises(RendezvousError, match=r"Cannot write or remove .*: remove it"):
         asyncio.run(keep(file, LATER))
 
 
@@ -253,6 +253,6 @@ async def test_a_slow_disk_keeps_the_answer_back_and_not_the_loop(monkeypatch, c
     assert not keeping.done()
     goes_on.set()
     await keeping
-    assert "others waited for this node" in caplog.text
+    assert "other nodes had to wait" in caplog.text
     file.close()
     assert (file.path.name, file.path.parent.name) == (FILE, file.node)

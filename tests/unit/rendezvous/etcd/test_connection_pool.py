@@ -29,4 +29,4 @@ async def test_what_is_in_the_way_of_etcd_is_said_every_minute(monkeypatch, capl
             await patience.wait(trouble)
             clock.advance(connection_pool.SAY_EVERY / 2)
     said = [record.getMessage().rpartition(": ")[2] for record in caplog.records]
-    assert said == ["its name is not known", "connection refused"]
+    assert said == ["host name not known", "connection refused"]

@@ -6,7 +6,7 @@ import pytest
 from torchelastic.errors import WireError
 from torchelastic.rendezvous.etcd import etcd_messages
 from torchelastic.rendezvous.etcd.etcd_messages import Busy, JobKeys, Refused
-from torchelastic.rendezvous.etcd.watch_events import Feed
+from torchelastic.rendezvous.etcd.watch_events import WatchEvents
 from torchelastic.rendezvous.store import Change, Item, Listing
 
 KEYS = JobKeys.of("job", "/torchelastic")
@@ -39,8 +39,8 @@ def test_a_range_ends_before_the_first_key_that_begins_otherwise():
 @pytest.mark.parametrize(
     ("status", "body", "error", "words"),
     [
-        (200, b"", WireError, "not etcd's"),
-        (200, b"[1]", WireError, "not etcd's"),
+        (200, b"", WireError, "not from etcd"),
+        (200, b"[1]", WireError, "not from etcd"),
         (200, b"{}", WireError, "no header"),
         (200, b'{"result": 3}', WireError, "no header"),
         (404, b"Not Found", WireError, "HTTP status 404"),
@@ -103,7 +103,7 @@ def test_a_value_too_large_for_etcd_is_refused_before_it_is_sent():
             "'world' takes .* bytes; etcd is given",
         ),
         ({"world": half, "part/0": half}, "'part/0' and 1 more take .* bytes"),
-        ({str(n): {} for n in range(129)}, "of 129 keys at once is too large for etcd, .* 128"),
+        ({str(n): {} for n in range(129)}, "of 129 keys at once is too large: .* 128"),
     ):
         with pytest.raises(WireError, match=sentence):
             etcd_messages.puts(KEYS, values, {}, stamp="s", job=1)
@@ -129,7 +129,7 @@ def test_what_was_put_in_another_job_of_the_same_id_is_known_by_it():
     ("message", "reason"),
     [
         ({"canceled": True, "cancel_reason": "no leader"}, "no leader"),
-        ({"canceled": True}, "was ended"),
+        ({"canceled": True}, "ended the watch"),
         ({"canceled": True, "compact_revision": "3"}, None),
         ({"created": True}, None),
     ],
@@ -164,7 +164,7 @@ def test_when_to_log_in_again(code, message, over):
 
 def test_some_refusals_say_what_to_do():
     assert "etcd_password_file" in str(Refused(3, "etcdserver: user name is empty"))
-    assert str(Refused(3, "odd")) == "etcd refuses what was asked: odd."
+    assert str(Refused(3, "odd")) == "etcd refused the request: odd."
 
 
 # --- feeds ---------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def put(key, revision):
 
 
 def test_a_feed_tells_each_change_once():
-    feed = Feed("", 3, ())
+    feed = WatchEvents("", 3, ())
     assert feed.take([put("a", 3), put("a", 4)]) == [put("a", 4)]
     # A lease that ends takes several keys at one revision.
     both = [Change("a", None, 6), Change("b", None, 6)]
@@ -184,7 +184,7 @@ def test_a_feed_tells_each_change_once():
 
 
 def test_after_a_compaction_nothing_is_left_out():
-    feed = Feed("m/", 3, ("m/told", "m/kept", "other"))
+    feed = WatchEvents("m/", 3, ("m/told", "m/kept", "other"))
     feed.take([put("m/new", 5), put("m/short", 6), Change("m/short", None, 7)])
     listing = Listing(20, {"m/late": Item({}, 12, 15), "m/kept": Item({}, 2, 9)})
     assert feed.catch_up(listing) == [
@@ -197,5 +197,5 @@ def test_after_a_compaction_nothing_is_left_out():
 
 
 def test_a_listing_tells_nothing_that_was_told():
-    feed = Feed("", 9, ("a",))
+    feed = WatchEvents("", 9, ("a",))
     assert feed.catch_up(Listing(12, {"a": Item({}, 2, 9)})) == []

@@ -28,7 +28,7 @@ from torchelastic.system import memory_limit
 from torchelastic.system.memory_limit import Limit, NoRoom
 from torchelastic.transport import credentials, frames
 from torchelastic.transport.auth import ANONYMOUS, Credentials, Secret
-from torchelastic.transport.connect import Endpoint, knock
+from torchelastic.transport.connect import Endpoint, connect_once
 from torchelastic.transport.listener import Listener
 
 JOB = "job"
@@ -332,7 +332,7 @@ async def test_who_has_another_secret_gets_nothing():
     other = Credentials(Secret(b"another secret, of another job"))
     async with node("a") as a, node("b", other) as b:
         a.write(SHARED, (0, 1))
-        with pytest.raises(TransferError, match="different secrets"):
+        with pytest.raises(TransferError, match="different secret"):
             await b.replicator.fetch(SHARED, (0, 1), a.peer)
 
 
@@ -520,7 +520,7 @@ async def talk_nonsense():
     async with node("a") as a, node("b") as b:
         a.write(SHARED, (0, 1))
         for said in NONSENSE:
-            link, _ = await knock(
+            link, _ = await connect_once(
                 Endpoint.at(a.peer, JOB, SECRET), purpose=frames.SNAPSHOT, timeout=5
             )
             connection, _ = link.detach()
