@@ -69,7 +69,9 @@ def saved(store, step):
 
 def fails(store, step, why):
     assert store.save(state(step), step)
-    with pytest.raises(CheckpointError, match=rf"step {step} could not be written.*{why}"):
+    with pytest.raises(
+        CheckpointError, match=rf"Could not write the checkpoint of step {step}.*{why}"
+    ):
         store.finish()
 
 
@@ -106,7 +108,7 @@ def test_storage_that_fails_costs_checkpoints_and_no_training(
         else:
             saved(one, step)
     assert steps(one) == [11, 9, 7]
-    assert caplog.text.count("the training goes on, the last good one stays") == 5
+    assert caplog.text.count("Training continues; the last good checkpoint stays") == 5
 
 
 @pytest.mark.slow
@@ -122,7 +124,9 @@ def test_one_process_writes_all(store, monkeypatch, caplog):
     poll_for(lambda: status(child.pid) == "T", what="storage that hangs", timeout=PATIENCE)
     for step in (3, 4):
         assert not one.save(state(step), step)
-        assert f"No checkpoint of step {step}: the one before is still being" in caplog.text
+        assert (
+            f"Skipped the checkpoint of step {step}: the one before is still being" in caplog.text
+        )
     assert one.load().step == 1
     child.send_signal(signal.SIGCONT)
     one.finish()

@@ -44,12 +44,12 @@ class Fenced(CheckpointError):
 def _fenced(found: Fence, mine: Fence, place: str) -> Fenced:
     if fence.is_same_start(found, mine) and found.generation == mine.generation:
         return Fenced(
-            f"another process of this world saves to {place} too: call save on rank 0 only, or on "
-            "all ranks with together=True"
+            f"another process of this world also saves to {place}: call save on rank 0 only, or "
+            "on all ranks with together=True"
         )
     return Fenced(
-        f"generation {found.generation} of job '{found.run}' writes to {place} now, what "
-        f"generation {mine.generation} has is void"
+        f"generation {found.generation} of job '{found.run}' now writes to {place}; the "
+        f"checkpoint of generation {mine.generation} is void"
     )
 
 
@@ -141,7 +141,7 @@ class Catalog:
         worlds = self._fence().worlds
         for record in self._committed():
             if fence.is_void(record.sequence, record.step, worlds):
-                self._tell(record.name, "is void: its steps were done again by a later world")
+                self._tell(record.name, "is void: a later world redid its steps")
             elif (problem := self.problem(record)) is not None:
                 self._tell(record.name, f"is torn: {problem}")
             else:
@@ -161,7 +161,7 @@ class Catalog:
             if found is None:
                 # Without a marker an object store's may still be being written.
                 if content is not None or self.storage.renames:
-                    self._tell(name, f"has no {marker.NAME} that can be read")
+                    self._tell(name, f"has no readable {marker.NAME}")
                 return None
             self._markers[name] = found
         return self._markers[name]
@@ -186,9 +186,9 @@ class Catalog:
             try:
                 crc = crc_of(self.storage, f"{record.name}/{name}")
             except OSError as error:
-                return f"'{name}' cannot be read ({error})"
+                return f"could not read '{name}' ({error})"
             if crc != file.crc:
-                return f"the bytes of '{name}' are not those that were written"
+                return f"the checksum of '{name}' does not match"
         return None
 
     def sound(self, beyond: int = -1) -> Iterator[Record]:
@@ -204,7 +204,7 @@ class Catalog:
     def _tell(self, name: str, what: str) -> None:
         if name not in self._told:
             self._told.add(name)
-            log.warning("The checkpoint %s/%s %s; it is skipped.", self.storage.place, name, what)
+            log.warning("Skipped checkpoint %s/%s: it %s.", self.storage.place, name, what)
 
     # --- a new one -------------------------------------------------------------------------------
 
@@ -215,8 +215,8 @@ class Catalog:
             if FENCE not in self._told:
                 self._told.add(FENCE)
                 log.warning(
-                    "%s/%s is damaged (%s). Checkpoints whose steps were done again are told by "
-                    "their numbers instead, and the next writer replaces the file.",
+                    "%s/%s is damaged (%s). Void checkpoints are recognised by their numbers "
+                    "instead; the next writer replaces the file.",
                     self.storage.place,
                     FENCE,
                     error,
@@ -296,7 +296,7 @@ class Catalog:
             if self.keep_last is not None:
                 self._remove_too_many(self.keep_last)
         except OSError as error:
-            log.warning("What is not kept at %s stays: %s", self.storage.place, error)
+            log.warning("Could not remove old checkpoints at %s: %s", self.storage.place, error)
 
     def _remove_too_many(self, keep_last: int) -> None:
         valid = list(self.records())

@@ -87,13 +87,13 @@ class CheckpointStore(CheckpointManager):
         _check_keep("keep_last", keep_last)
         _check_keep("keep_every", keep_every)
         if writer not in ("auto", "thread", "process"):
-            raise ConfigError(f"writer is {writer!r}: it is 'auto', 'thread' or 'process'.")
+            raise ConfigError(f"writer is {writer!r}: it must be 'auto', 'thread' or 'process'.")
         self.url, self._options = os.fspath(url), dict(storage_options or {})
         #: Whether another process can be told of them.
         self._is_portable = _is_plain(self._options)
         if writer == "process" and not self._is_portable:
             raise ConfigError(
-                "storage_options has objects, which a process of its own cannot be given: use "
+                "storage_options contains objects that cannot be passed to a writer process: use "
                 "plain values, or writer='thread'."
             )
         self._keeping = {"keep_last": keep_last, "keep_every": keep_every}
@@ -251,7 +251,7 @@ class CheckpointStore(CheckpointManager):
         skipped = busy and (together or size >= LARGE)
         if skipped:
             log.warning(
-                "No checkpoint of step %d: the one before is still being written to %s.",
+                "Skipped the checkpoint of step %d: the one before is still being written to %s.",
                 step,
                 self.url,
             )
@@ -320,7 +320,7 @@ class CheckpointStore(CheckpointManager):
                 told = {"error": repr(error)}
         told = rank_agreement.of_rank_0(told)
         if "error" in told:
-            log.error("No checkpoint: %s cannot be listed (%s).", self.url, told["error"])
+            log.error("Skipped a checkpoint: could not list %s (%s).", self.url, told["error"])
             return False
         self._sequence = int(told["sequence"])
         if told["token"] != turn.fence.token:
@@ -401,7 +401,7 @@ class CheckpointStore(CheckpointManager):
         self.saved_step = job.step
         milestones.checkpoint_stored(job.step, written.seconds, written.size)
         log.info(
-            "Wrote checkpoint %s, of step %d (%.1f MB), in %.2f s; it stopped training for %.3f s.",
+            "Wrote checkpoint %s of step %d (%.1f MB) in %.2f s; training waited %.3f s.",
             written.name,
             job.step,
             written.size / 1e6,
@@ -410,8 +410,8 @@ class CheckpointStore(CheckpointManager):
         )
         if self.every is not None and self.every.auto:
             log.info(
-                "The next checkpoint is due in %.0f s: one costs %.3f s, and failures are taken to "
-                "be %.0f s apart.",
+                "The next checkpoint is due in %.0f s: one costs %.3f s of training, and the mean "
+                "time between failures is %.0f s.",
                 interval.automatic(self._measured),
                 self._measured.cost,
                 interval.between_failures(seen.seconds, seen.ended),
@@ -451,7 +451,7 @@ class CheckpointStore(CheckpointManager):
                 told = {"error": repr(error)}
         told = rank_agreement.of_rank_0(told)
         if "error" in told:
-            raise CheckpointError(f"The checkpoints at {self.url} cannot be read: {told['error']}.")
+            raise CheckpointError(f"Could not read the checkpoints at {self.url}: {told['error']}.")
         return None if told["found"] is None else (str(told["found"][0]), int(told["found"][1]))
 
     def _read(self, name: str, step: int, like: Any, rank: int) -> Loaded:
@@ -461,8 +461,8 @@ class CheckpointStore(CheckpointManager):
             tree, own = dcp_files.read(self.catalog.storage, name, like, rank=rank)
         except Exception as error:
             raise CheckpointError(
-                f"The checkpoint {self.url}/{name} is whole, but cannot be loaded "
-                f"({error!r}): remove it to go on from the one before."
+                f"Could not load checkpoint {self.url}/{name}, though its checksums match "
+                f"({error!r}): remove it to continue from the one before."
             ) from error
         return Loaded(name, step, tree, own)
 
@@ -513,4 +513,4 @@ def _is_plain(options: Mapping[str, Any]) -> bool:
 
 def _check_keep(name: str, value: int | None) -> None:
     if value is not None and value < 1:
-        raise ConfigError(f"{name} is {value}: keep at least 1, or None to keep all.")
+        raise ConfigError(f"{name} is {value}: it must be at least 1, or None to keep all.")

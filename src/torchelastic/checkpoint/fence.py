@@ -114,12 +114,12 @@ def from_json(data: bytes | None) -> Fence:
         found = json.loads(data)
         crc = found.pop("crc", None)
         if found.keys() - asdict(Fence()).keys() or (crc is not None and crc != _crc(found)):
-            raise ValueError("its checksum is wrong")
+            raise ValueError("the checksum does not match")
         worlds = tuple(World(int(w["sequence"]), int(w["base"])) for w in found["worlds"])
         token, run, start = (str(found.get(name, "")) for name in ("token", "run", "start"))
         return Fence(token, run, start, int(found["generation"]), worlds)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no fence: {data!r:.80}") from error
+        raise ValueError(f"not a fence: {data!r:.80}") from error
 
 
 def _crc(content: Mapping[str, Any]) -> int:

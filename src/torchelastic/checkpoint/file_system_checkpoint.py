@@ -50,7 +50,9 @@ class FileSystemCheckpoint(Checkpoint):
 
     def open_output_stream(self, key: str) -> IO[bytes]:
         if self._draft is None:
-            raise CheckpointError(f"{self!r} cannot be written to: make a new checkpoint.")
+            raise CheckpointError(
+                f"{self!r} is committed and cannot change: create a new checkpoint."
+            )
         stream = io.BufferedWriter(_Stream(self._draft, _file(key)))
         self._streams.append(stream)
         return stream
@@ -60,7 +62,7 @@ class FileSystemCheckpoint(Checkpoint):
 
     def commit(self) -> None:
         if self._discarded:
-            raise CheckpointError(f"{self!r} was discarded: make a new checkpoint.")
+            raise CheckpointError(f"{self!r} was discarded: create a new checkpoint.")
         if self._draft is not None:
             self._close_streams()
             draft, content = self._draft, Marker(files=self._draft.files)
@@ -104,5 +106,5 @@ class _Stream(io.RawIOBase):
 
 def _file(key: str) -> str:
     if not key or key.startswith(".") or "/" in key or key == marker.NAME:
-        raise ConfigError(f"'{key}' cannot name a file of a checkpoint: use a plain word.")
+        raise ConfigError(f"'{key}' is not a valid checkpoint key: use a plain file name.")
     return key

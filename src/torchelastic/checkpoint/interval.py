@@ -46,7 +46,7 @@ def parse(every: int | str | None) -> Every | None:
     found = _SECONDS.fullmatch(every) if isinstance(every, str) else None
     if found is None or float(found[1]) <= 0:
         raise ConfigError(
-            f"every is {every!r}: say a number of steps, a time like '90s', '10m' or '2h', "
+            f"every is {every!r}: use a number of steps, a time like '90s', '10m' or '2h', "
             "or 'auto'."
         )
     return Every(seconds=float(found[1]) * _UNITS[found[2]])

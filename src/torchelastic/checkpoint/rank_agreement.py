@@ -16,8 +16,8 @@ def world() -> tuple[int, int]:
     """Rank and size; all ranks of the default group take part."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
-            "Checkpoints are saved together by the ranks of a process group, and there is none: "
-            "call torch.distributed.init_process_group first, or leave out together=True."
+            "together=True needs a process group: call torch.distributed.init_process_group "
+            "first, or leave out together=True."
         )
     return dist.get_rank(), dist.get_world_size()
 

@@ -22,10 +22,10 @@ def decide(
     never measured), `step` steps are committed, and `saved` of them are in storage.
     """
     if saved is not None and saved >= step:
-        return Decision(False, f"step {step} is in storage already")
+        return Decision(False, f"the checkpoint of step {step} is already in storage")
     if grace is None or expected is None or expected * MARGIN <= grace:
-        return Decision(True, f"a checkpoint of step {step} is taken before this worker leaves")
+        return Decision(True, f"saving a checkpoint of step {step} first")
     return Decision(
         False,
-        f"no checkpoint of step {step}: one takes {expected:.1f} s, and {grace:.1f} s are left",
+        f"no checkpoint of step {step}: it takes {expected:.1f} s, and {grace:.1f} s are left",
     )

@@ -102,8 +102,8 @@ def _refuse_shards(tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1:
             raise CheckpointError(
-                f"'{name}' is sharded over ranks, of which one cannot write all: all of them call "
-                "CheckpointStore.save(..., together=True)."
+                f"'{name}' is sharded over ranks: call CheckpointStore.save(..., together=True) "
+                "on all of them."
             )
 
 

@@ -63,7 +63,7 @@ class ElasticSampler(Progress, Sampler[int]):
     def took(self, samples: int) -> None:
         """The training has taken so many, all ranks together. Our DataLoader counts itself."""
         if samples < 1:
-            raise ConfigError(f"A step cannot have taken {samples} samples.")
+            raise ConfigError(f"samples is {samples}: a step takes at least 1.")
         position = self.position
         self._handed = Position(position.epoch, min(self.length, position.consumed + samples))
         self._untold = False
@@ -71,8 +71,8 @@ class ElasticSampler(Progress, Sampler[int]):
     def committed(self) -> None:
         if self._untold:
             raise ConfigError(
-                "A step was committed, and nobody has said how many samples it took: use "
-                "torchelastic.data.DataLoader, or say sampler.took(samples of all ranks) first."
+                "A step was committed, but the sampler does not know how many samples it took: use "
+                "torchelastic.data.DataLoader, or call sampler.took(samples of all ranks) first."
             )
         super().committed()
         milestones.samples = self.epoch * self.length + self.consumed
@@ -81,8 +81,8 @@ class ElasticSampler(Progress, Sampler[int]):
         place = self.turn, self.epoch
         if self._iterated == place and self.length and not len(self):
             raise ConfigError(
-                f"Epoch {self.epoch} is over, and no sample of it is left: say "
-                "sampler.set_epoch(epoch) before each epoch, or use torchelastic.data.DataLoader."
+                f"Epoch {self.epoch} has no samples left: call sampler.set_epoch(epoch) before "
+                "each epoch, or use torchelastic.data.DataLoader."
             )
         self._iterated = place
         self._untold = True
@@ -94,8 +94,8 @@ class ElasticSampler(Progress, Sampler[int]):
         for position in positions:
             if self.turn != turn:
                 raise RuntimeError(
-                    "The sampler has gone to another place since this iterator was made: make "
-                    "another one, or use torchelastic.data.DataLoader, which follows."
+                    "The sampler moved to another position after this iterator was created: create "
+                    "a new iterator, or use torchelastic.data.DataLoader, which follows."
                 )
             self._untold = True
             yield order.at(position, position + 1)[0]

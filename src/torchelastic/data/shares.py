@@ -65,7 +65,7 @@ def batch_of(policy: Policy, size: int) -> int:
     """Samples of a step. A policy of the user's own that says none would take none for ever."""
     batch = policy.batch(size)
     if batch < 1:
-        raise ConfigError(f"The policy says that a step of {size} ranks takes {batch} samples.")
+        raise ConfigError(f"policy.batch({size}) returned {batch}: it must be at least 1 sample.")
     return batch
 
 
@@ -73,7 +73,9 @@ def shares_of(policy: Policy, size: int, batch: int) -> tuple[int, ...]:
     """Samples of each rank. A policy of the user's own may not lose any, nor give them twice."""
     shares = policy.shares(size, batch)
     if len(shares) != size or sum(shares) != batch or min(shares) < 0:
-        raise ConfigError(f"The policy shares {batch} samples out to {size} ranks as {shares}.")
+        raise ConfigError(
+            f"policy.shares({size}, {batch}) returned {shares}: need {size} shares that add up."
+        )
     return shares
 
 

@@ -11,7 +11,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "torchelastic.data.StatefulDataLoader needs torchdata: pip install torchdata. "
-        "torchelastic.data.DataLoader does the same without."
+        "torchelastic.data.DataLoader does the same without it."
     ) from error
 
 T = TypeVar("T")

@@ -59,7 +59,7 @@ class ElasticStream(Progress):
         self.read, self.shards = _reader(read, shards)
         self.decode = decode
         if window < 1:
-            raise ConfigError(f"A window of {window} records is not possible: 1 is the least.")
+            raise ConfigError(f"window is {window}: it must be at least 1 record.")
         self.window = window if shuffle else 1
         self.drop_last = drop_last
 
@@ -215,10 +215,10 @@ class StreamFeed:
 def _reader(read: Read | Sequence[Iterable[Any]], shards: int | None) -> tuple[Read, int]:
     if callable(read):
         if shards is None or shards < 0:
-            raise ConfigError("A stream that is read by a function needs the number of its shards.")
+            raise ConfigError("Pass shards, the number of shards, together with a read function.")
         return read, shards
     if shards not in (None, len(read)):
-        raise ConfigError(f"There are {len(read)} shards, not {shards}.")
+        raise ConfigError(f"shards is {shards}, but the list has {len(read)} shards.")
     return _Given(read), len(read)
 
 

@@ -43,11 +43,11 @@ class Keep:
         kind = accelerator.distributed_type.value
         if kind not in _REPLICATED:
             raise TypeError(
-                f"Keep has no way yet to keep what {kind} has spread over the ranks: leave it out, "
-                "or train with plain data parallelism."
+                f"Keep does not support {kind} yet, because it shards the model over the ranks: "
+                "use plain data parallelism, or remove Keep."
             )
         if not accelerator._models:
-            raise RuntimeError("Keep finds nothing to keep: make it after accelerator.prepare.")
+            raise RuntimeError("Nothing to keep: create Keep after accelerator.prepare.")
         self._accelerator = accelerator
         self._progress = _Progress(accelerator)
         self._state = TorchState(
@@ -84,7 +84,7 @@ class Keep:
     def batches(self, loader: Any) -> Iterator[Any]:
         """The batches of this epoch that are not done, from a prepared loader."""
         if getattr(loader, "use_stateful_dataloader", False):
-            raise TypeError("Keep skips batches itself: leave out use_stateful_dataloader.")
+            raise TypeError("Keep skips batches itself: remove use_stateful_dataloader.")
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(self._progress.epoch)
         yield from self._resumed(loader) if self._random is not None else self._whole(loader)

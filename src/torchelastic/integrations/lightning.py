@@ -49,11 +49,13 @@ class Keep(_Callback):  # type: ignore[misc]
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Everything is in its place by now, and Lightning's own checkpoint is not loaded yet."""
         if self._state is not None:
-            raise RuntimeError("A Keep keeps one fit: it cannot tell the states of two apart.")
+            raise RuntimeError(
+                "A Keep works for one fit only: create another Keep for another fit."
+            )
         if not isinstance(trainer.strategy, _REPLICATED):
             raise TypeError(
-                f"Keep has no way yet to keep what {type(trainer.strategy).__name__} has spread "
-                "over the ranks: leave it out, or use the strategy 'ddp'."
+                f"Keep does not support {type(trainer.strategy).__name__} yet, because it shards "
+                "the model over the ranks: use the strategy 'ddp', or remove Keep."
             )
         self._progress = _Progress(trainer)
         self._state = TorchState(
@@ -146,7 +148,7 @@ class _Progress:
         except TypeError as error:
             if name not in self._not_kept:
                 self._not_kept.add(name)
-                log.warning("The state of %s is not kept: %s", type(other).__name__, error)
+                log.warning("Keep does not save the state of %s: %s", type(other).__name__, error)
         else:
             yield name, other
 

@@ -35,13 +35,13 @@ class Keep(_TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: Any) -> None:
         if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
             raise TypeError(
-                "Keep has no way yet to keep what DeepSpeed or FSDP have spread over the ranks: "
-                "leave it out, or train with plain data parallelism."
+                "Keep does not support DeepSpeed or FSDP yet, because they shard the model over "
+                "the ranks: use plain data parallelism, or remove Keep."
             )
         if trainer.args.auto_find_batch_size:
             raise ValueError(
-                "Keep cannot follow a Trainer that starts anew with smaller batches: give the "
-                "batch size, and leave out auto_find_batch_size."
+                "Keep does not support auto_find_batch_size, which restarts training with smaller "
+                "batches: set the batch size instead."
             )
         self._trainer = trainer
         self._state: TorchState | None = None
@@ -57,7 +57,7 @@ class Keep(_TrainerCallback):  # type: ignore[misc]
         """In place of the Trainer's own loop: restore, then run it."""
         if self._state is not None:
             raise RuntimeError(
-                "A Keep keeps one call of train(): it cannot tell the states of two apart."
+                "A Keep works for one call of train() only: create another Keep for another call."
             )
         self._trainer.create_optimizer()
         self._state = TorchState(
@@ -125,7 +125,7 @@ class _Progress:
             except TypeError as error:
                 if name not in self._not_kept:
                     self._not_kept.add(name)
-                    log.warning("The state of %s is not kept: %s.", name, error)
+                    log.warning("Keep does not save the state of %s: %s.", name, error)
             else:
                 yield name, state
 

@@ -38,7 +38,7 @@ class ErrorHandler:
             faulthandler.enable(all_threads=True)
         except (io.UnsupportedOperation, RuntimeError, ValueError) as error:
             # stderr is no file of the system's: a notebook, a closed stream
-            logger.debug("No stacks will be printed on a crash: %s", error)
+            logger.debug("Cannot print stacks on a crash: %s", error)
 
     def record_exception(self, error: BaseException) -> None:
         """Write the exception down."""
@@ -57,7 +57,7 @@ class ErrorHandler:
         try:
             write()
         except OSError as error:  # must not hide the exception that is being recorded
-            logger.warning("The error file could not be written: %s", error)
+            logger.warning("Could not write the error file: %s", error)
 
 
 def get_error_handler() -> ErrorHandler:

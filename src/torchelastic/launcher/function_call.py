@@ -23,14 +23,14 @@ def function_entry(path: Path, function: Callable[..., Any], args: Sequence[Any]
     """Pickle a call to `path`, for a worker to make."""
     if _is_nowhere(function):
         raise ConfigError(
-            f"{function_name(function)} was typed into an interactive session, where another "
-            "process cannot find it: put it into a file and import it from there."
+            f"{function_name(function)} is defined in an interactive session, so workers cannot "
+            "import it: move it into a file and import it from there."
         )
     try:
         write_call(str(path), function, args)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"{function_name(function)} cannot be handed to another process ({error}): take a "
+            f"Could not pickle {function_name(function)} or its arguments ({error}): use a "
             "function at the top level of a module, and arguments that can be pickled."
         ) from error
     return Entry("function", str(path))

@@ -145,7 +145,7 @@ def completed(config: LaunchConfig) -> LaunchConfig:
     if not isinstance(config, LaunchConfig):
         raise ConfigError(
             f"{type(config).__module__}.{type(config).__name__} is not torchelastic.LaunchConfig: "
-            "make that instead; its fields have the same names."
+            "use torchelastic.LaunchConfig, which has the same fields."
         )
     check_backend(config.rdzv_backend, config.rdzv_configs)
     changes: dict[str, Any] = {}
@@ -155,7 +155,7 @@ def completed(config: LaunchConfig) -> LaunchConfig:
     if not config.run_id:
         changes["run_id"] = default_run_id(config.max_nodes, config.rdzv_endpoint)
     if ignored := keys_without_meaning(config.rdzv_configs, config.rdzv_backend):
-        note = f"These rdzv_configs have no meaning here and are ignored: {', '.join(ignored)}."
+        note = f"Ignored unknown rdzv_configs: {', '.join(ignored)}."
         changes["notes"] = (*config.notes, note)
     return dataclasses.replace(config, **changes)
 
@@ -240,7 +240,7 @@ def _handed_on(agent: subprocess.Popen[bytes], signals: Sequence[str]) -> Iterat
 def _ended(exitcode: int, said: dict[str, Any]) -> Ended:
     world = World.from_json(said["world"]) if said.get("world") else None
     results: dict[str, str] = said.get("results", {})
-    without_words = f"the agent ended with exit code {exitcode} and has not said why"
+    without_words = f"the agent exited with code {exitcode} without giving a reason"
     return Ended(
         exitcode=exitcode,
         reason=said.get("reason") or without_words,

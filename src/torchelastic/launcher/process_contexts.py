@@ -168,7 +168,7 @@ class PContext(abc.ABC):
             self._collect(time.monotonic() + PATIENCE)
             if left := self._running():
                 pids = [process.pid for process in left.values()]
-                logger.warning("Killed, but still there: pids %s.", pids)
+                logger.warning("Processes are still alive after SIGKILL: pids %s.", pids)
         self._clean_up()
 
     @abc.abstractmethod
@@ -266,7 +266,7 @@ class SubprocessContext(PContext):
             path = self._env(rank).get("PATH")
             if shutil.which(self.entrypoint, os.F_OK, path) is None:
                 raise ProgramMissing(
-                    f"There is no program {self.entrypoint}: install it, or write its path."
+                    f"Program not found: {self.entrypoint}. Install it, or give its full path."
                 )
         super().start()
 
@@ -296,11 +296,13 @@ def start_processes(
     """
     if not args or set(args) != set(range(len(args))) or set(envs) != set(args):
         raise ProcessesError(
-            "args and envs must both have an entry for every local rank, from 0 on without a gap; "
+            "args and envs must both have an entry for every local rank, starting at 0; "
             f"args has {_listed(args)}, envs has {_listed(envs)}."
         )
     if os.listdir(log_dir):
-        raise ProcessesError(f"log_dir {log_dir} is not empty: give every group one of its own.")
+        raise ProcessesError(
+            f"log_dir {log_dir} is not empty: use an empty directory for every group."
+        )
     kind = SubprocessContext if isinstance(entrypoint, str) else MultiprocessContext
     context: PContext = kind(name, entrypoint, args, envs, log_dir, redirects, tee)
     context.start()

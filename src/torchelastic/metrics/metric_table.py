@@ -77,7 +77,7 @@ class MetricTable:
             if not self._full:
                 self._full = True
                 log.warning(
-                    "A job shows %d metrics: %r and what comes after it go to handlers only.",
+                    "A job shows at most %d metrics: %r and later ones go to metric handlers only.",
                     MOST,
                     name,
                 )
@@ -101,7 +101,7 @@ def _number(value: Any) -> float | None:
         return float(value if detach is None else detach())
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         # torch's words for a tensor of several numbers, a complex one, or one without any content.
-        log.debug("a metric is for handlers only: %s", error)
+        log.debug("a metric value is not a number, so only handlers get it: %s", error)
         return None
 
 

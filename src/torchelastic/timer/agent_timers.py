@@ -62,13 +62,13 @@ class AgentTimerClient(TimerClient):
 
 
 _UNCONFIGURED = (
-    "There is nobody to look after a timer: start this script with `torchelastic run`, or call "
+    "No timer server: start this script with `torchelastic run`, or call "
     "torchelastic.timer.configure with a client before the first `expires`."
 )
 _CHILD = (
-    "A worker has timers, a process that it has started (this one) has none: put `expires` into "
-    "the worker, around what waits for this process (`next(batches)` for a loading process), or "
-    "configure a LocalTimerClient here, with a LocalTimerServer in the worker."
+    "Timers work in the worker, but not in a process that it started (this one): put `expires` "
+    "into the worker, around the call that waits for this process (`next(batches)` for a loading "
+    "process), or configure a LocalTimerClient here and a LocalTimerServer in the worker."
 )
 
 _client: AgentTimerClient | None = None

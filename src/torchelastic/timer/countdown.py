@@ -32,7 +32,7 @@ class expires(ContextDecorator):
         self, after: float, scope: str | None = None, client: TimerClient | None = None
     ) -> None:
         if not (math.isfinite(after) and after > 0):
-            raise ValueError(f"after={after} is no time: write a number of seconds above 0.")
+            raise ValueError(f"after is {after}: it must be a number of seconds above 0.")
         self._after = after
         self._scope = _caller() if scope is None else scope
         self._client = client
@@ -50,7 +50,7 @@ class expires(ContextDecorator):
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        assert self._release is not None, "left without having been entered"
+        assert self._release is not None, "exited without having been entered"
         self._release()
 
     def _recreate_cm(self) -> expires:

@@ -93,7 +93,9 @@ class FileTimerClient(TimerClient):
     def _send(self, request: FileTimerRequest) -> None:
         line = f"{request.to_json()}\n".encode()
         if len(line) > LINE:
-            raise RuntimeError(f"The scope of a timer takes {len(line)} bytes: make it shorter.")
+            raise RuntimeError(
+                f"The scope of a timer is too long ({len(line)} bytes): make it shorter."
+            )
         try:
             pipe = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK)
         except OSError as error:

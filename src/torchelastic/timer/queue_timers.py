@@ -126,9 +126,9 @@ class LocalTimerServer(TimerServer):
         try:
             signal.pidfd_send_signal(self._watched[worker_id].pidfd, signum)
         except ProcessLookupError:
-            log.info("Process %d has ended by itself.", worker_id)
+            log.info("Process %d has already exited.", worker_id)
         except PermissionError as error:
-            log.error("Process %d cannot be killed: %s.", worker_id, error)
+            log.error("Could not kill process %d: %s.", worker_id, error)
             return False
         return True
 
@@ -141,7 +141,7 @@ class LocalTimerServer(TimerServer):
             try:
                 self._watched[pid] = _Watched(os.pidfd_open(pid))
             except OSError as error:
-                log.info("Process %s cannot be watched: %s.", pid, error)
+                log.info("Could not watch process %s: %s.", pid, error)
                 return None
         return self._watched[pid]
 

@@ -64,6 +64,6 @@ def check_monotonic(expiration_time: float) -> None:
     """Refuse a wall clock time, as 0.2 had it: that timer would never expire."""
     if expiration_time > time.monotonic() + _ABSURD:
         raise ValueError(
-            f"expiration_time {expiration_time:.0f} is no time.monotonic(): timers do not follow "
-            "the wall clock, which may be set. Write time.monotonic() + seconds."
+            f"expiration_time {expiration_time:.0f} is a wall clock time, but timers use the "
+            "monotonic clock: pass time.monotonic() + seconds."
         )

@@ -59,7 +59,7 @@ class TimerServer(ABC):
     def start(self) -> None:
         """Start watching."""
         if self._watchdog_thread is not None:
-            raise RuntimeError("The timer server has been started already: stop it first.")
+            raise RuntimeError("The timer server is already running: stop it first.")
         self._stop_signaled.clear()
         self._watchdog_thread = threading.Thread(
             target=self._watchdog_loop, name="torchelastic-timers", daemon=self._daemon
@@ -80,7 +80,7 @@ class TimerServer(ABC):
                 self._run_watchdog()
             except Exception:
                 # A mistake in one request must not leave all workers without a watch.
-                log.exception("The timer server goes on after an error.")
+                log.exception("The timer server continues after an error.")
                 self._stop_signaled.wait(TRY_AGAIN)
 
     def _run_watchdog(self) -> None:
@@ -104,9 +104,9 @@ class TimerServer(ABC):
 
     def _reaps(self, worker_id: Any, expired: list[TimerRequest]) -> bool:
         scopes = ", ".join(f"'{request.scope_id}'" for request in expired)
-        log.warning("Worker %s is ended: timer %s expired.", worker_id, scopes)
+        log.warning("Killing worker %s: timer %s expired.", worker_id, scopes)
         try:
             return self._reap_worker(worker_id)
         except Exception:
-            log.exception("Worker %s could not be ended; its timers are forgotten.", worker_id)
+            log.exception("Could not kill worker %s; its timers are dropped.", worker_id)
             return True

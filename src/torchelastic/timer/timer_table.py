@@ -87,7 +87,9 @@ class Table:
     def _new_row(self) -> int:
         with self._growing:
             if self._used == MOST:
-                raise RuntimeError(f"This worker has {MOST} timers at once: release some of them.")
+                raise RuntimeError(
+                    f"This worker already has {MOST} timers, the maximum: release some of them."
+                )
             self._used += 1
             _USED.pack_into(self._memory, 0, self._used)
             return self._used

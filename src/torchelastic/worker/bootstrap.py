@@ -87,7 +87,7 @@ def report(error: BaseException, where: TracebackType | None) -> None:
         if path:
             error_file.write(path, message, text)
     except OSError as problem:
-        print(f"torchelastic: {path} could not be written: {problem}", file=sys.stderr)
+        print(f"torchelastic: could not write {path}: {problem}", file=sys.stderr)
     channel.send(
         {
             "type": "failure",

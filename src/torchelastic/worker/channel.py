@@ -33,7 +33,7 @@ def send(message: Mapping[str, Any], *, patience: float = 0.0) -> None:
     """Tell the agent. Waits `patience` seconds at most; a full socket drops the message."""
     data = json.dumps(message).encode() + b"\n"
     if len(data) > LIMIT:
-        raise ValueError(f"A message to the agent has {len(data)} bytes; the limit is {LIMIT}.")
+        raise ValueError(f"The message to the agent is {len(data)} bytes; the limit is {LIMIT}.")
     channel = _channel()
     if channel is None:
         return
@@ -145,13 +145,15 @@ class Link:
         The agent gets copies of `descriptors`.
         """
         if os.getpid() != self._worker:
-            raise ChannelLost("Only the worker itself speaks to its agent, no child of it.")
+            raise ChannelLost("Only the worker itself may send to its agent, not a child process.")
         data = json.dumps(message).encode() + b"\n"
         deadline = time.monotonic() + patience
         while not self._sent(data, descriptors):
             left = deadline - time.monotonic()
             if left <= 0:
-                raise ChannelLost(f"The agent has taken no message for {patience:g} seconds.")
+                raise ChannelLost(
+                    f"Timed out: the agent accepted no message for {patience:g} seconds."
+                )
             _wait_for_room(self._end, left)
 
     def _sent(self, data: bytes, descriptors: Sequence[int]) -> bool:
@@ -160,7 +162,9 @@ class Link:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise ChannelLost(f"The agent cannot be reached any longer ({error}).") from None
+            raise ChannelLost(
+                f"Lost the connection to the agent: could not send ({error})."
+            ) from None
         return True
 
     def receive(self, *, patience: float | None = None) -> tuple[dict[str, Any], int | None] | None:
@@ -174,7 +178,9 @@ class Link:
         try:
             data, descriptors, _ = receive(self._end)
         except OSError as error:
-            raise ChannelLost(f"The agent cannot be heard any longer ({error}).") from None
+            raise ChannelLost(
+                f"Lost the connection to the agent: could not receive ({error})."
+            ) from None
         if not data:
             raise ChannelLost("The agent is gone.")
         return json.loads(data), descriptors[0] if descriptors else None

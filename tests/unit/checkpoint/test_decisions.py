@@ -133,7 +133,7 @@ def test_a_fence_is_read_back_and_junk_is_none():
     assert fence.from_json(fence.to_json(whole)) == whole
     assert fence.from_json(None) == Fence()
     for junk in (b"", b"[]", b"{", b'{"token": 1}', b"\xff"):
-        with pytest.raises(ValueError, match="no fence"):
+        with pytest.raises(ValueError, match="not a fence"):
             fence.from_json(junk)
 
 

@@ -71,8 +71,8 @@ class Runner:
         if dropped is not None:
             dropped.over()
             log.warning(
-                "No checkpoint of step %d: storage is slower than checkpoints come; "
-                "the one of step %d takes its turn.",
+                "Skipped the checkpoint of step %d: storage is slower than checkpoints come. "
+                "Writing step %d instead.",
                 dropped.step,
                 step,
             )
@@ -114,13 +114,13 @@ class Runner:
             task.write()
         except Exception as error:
             told = CheckpointError(
-                f"The checkpoint of step {task.step} could not be written: {_words(error)}"
+                f"Could not write the checkpoint of step {task.step}: {_words(error)}"
             )
             told.__cause__ = error
             # They hold the copy of the state, and whoever keeps the error would keep that too.
             traceback.clear_frames(error.__traceback__)
-            again = f" ({len(self.failures) + 1} in a row)" if self.failures else ""
-            log.error("%s%s; the training goes on, the last good one stays.", str(told), again)
+            again = f" ({len(self.failures) + 1} failures in a row)" if self.failures else ""
+            log.error("%s%s. Training continues; the last good checkpoint stays.", str(told), again)
             return told
         return None
 

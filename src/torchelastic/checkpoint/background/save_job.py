@@ -84,7 +84,12 @@ def _discard(draft: Draft, error: BaseException) -> None:
     try:
         draft.discard()
     except OSError as second:
-        log.error("%s could not be discarded (%r) after %r.", draft.directory, second, error)
+        log.error(
+            "Could not remove the incomplete checkpoint %s (%r) after %r.",
+            draft.directory,
+            second,
+            error,
+        )
 
 
 def _assist(job: Job, draft: Draft, tensors: Mapping[str, torch.Tensor]) -> int:
@@ -130,7 +135,7 @@ def _parts_of_others(job: Job, draft: Draft) -> Iterator[dcp_files.Part]:
                 yield dcp_files.part_from_bytes(content)
         if missing and time.monotonic() > deadline:
             raise CheckpointError(
-                f"no word of ranks {sorted(missing)[:5]} after {job.patience:.0f} s"
+                f"timed out after {job.patience:.0f} s waiting for ranks {sorted(missing)[:5]}"
             )
         if missing:
             time.sleep(look)

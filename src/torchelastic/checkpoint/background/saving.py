@@ -117,7 +117,7 @@ def load_latest(state: Saved, *, beyond: int = -1) -> int | None:
             state.load(stream)
     except Exception as error:
         raise _cannot_be_loaded(repr(checkpoint), error) from error
-    log.info("Loaded %r, of step %d.", checkpoint, step)
+    log.info("Loaded checkpoint %r of step %d.", checkpoint, step)
     return step
 
 
@@ -151,8 +151,8 @@ def warn_if_never_due() -> None:
     """In a script: a manager that nothing ever asks for a checkpoint is a mistake."""
     if (manager := get_checkpoint_manager()) is not None and not is_paced():
         log.warning(
-            "%r writes no checkpoints by itself, since it is not said how often: give a "
-            "CheckpointStore every=, or save yourself.",
+            "%r never writes a checkpoint by itself, because no interval is set: pass every= to a "
+            "CheckpointStore, or call save yourself.",
             manager,
         )
 
@@ -203,8 +203,8 @@ def store_for_shards() -> CheckpointStore | None:
     manager = get_checkpoint_manager()
     if manager is not None and not isinstance(manager, CheckpointStore):
         raise TypeError(
-            f"A {type(manager).__name__} cannot hold a state that is sharded over ranks: set a "
-            "torchelastic.checkpoint.CheckpointStore as the manager."
+            f"{type(manager).__name__} cannot store a state that is sharded over ranks: set a "
+            "torchelastic.checkpoint.CheckpointStore as the checkpoint manager."
         )
     return manager
 
@@ -243,14 +243,14 @@ def _load_from_store(
             state.load(io.BytesIO(loaded.tree[STATE_KEY].numpy().tobytes()))
     except Exception as error:
         raise _cannot_be_loaded(f"{store.url}/{loaded.name}", error) from error
-    log.info("Loaded the checkpoint %s/%s, of step %d.", store.url, loaded.name, loaded.step)
+    log.info("Loaded checkpoint %s/%s of step %d.", store.url, loaded.name, loaded.step)
     return loaded
 
 
 def _cannot_be_loaded(what: str, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"The latest checkpoint, {what}, cannot be loaded ({error!r}): "
-        "remove it to go on from the one before."
+        f"Could not load the latest checkpoint {what} ({error!r}): "
+        "remove it to continue from the one before."
     )
 
 
@@ -262,7 +262,7 @@ def _step_of(checkpoint: Checkpoint) -> int:
         with checkpoint.open_input_stream(PROGRESS_KEY) as stream:
             return int(json.loads(stream.read())["step"])
     except (FileNotFoundError, KeyError):
-        log.warning("%r does not say which step it is of: steps are counted from 0.", checkpoint)
+        log.warning("Checkpoint %r does not name its step; counting steps from 0.", checkpoint)
         return 0
 
 
@@ -284,7 +284,7 @@ def _write(manager: CheckpointManager, step: int, content: memoryview) -> None:
         raise
     seconds = time.monotonic() - began
     milestones.checkpoint_stored(step, seconds, len(content))
-    log.info("Wrote %r, of step %d, in %.2f s.", checkpoint, step, seconds)
+    log.info("Wrote checkpoint %r of step %d in %.2f s.", checkpoint, step, seconds)
 
 
 def _discard(checkpoint: Checkpoint, error: BaseException) -> None:
@@ -292,7 +292,12 @@ def _discard(checkpoint: Checkpoint, error: BaseException) -> None:
     try:
         checkpoint.discard()
     except Exception as second:
-        log.error("%r could not be discarded (%r) after %r.", checkpoint, second, error)
+        log.error(
+            "Could not remove the incomplete checkpoint %r (%r) after %r.",
+            checkpoint,
+            second,
+            error,
+        )
 
 
 #: Writes for managers of the user's own; a store has its own.

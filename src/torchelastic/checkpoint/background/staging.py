@@ -81,11 +81,11 @@ class Copying:
         """`run`, and raise what has gone wrong."""
         self.run()
         if self._error is not None:
-            raise CheckpointError(f"the state cannot be copied ({self._error!r})")
+            raise CheckpointError(f"could not copy the state ({self._error!r})")
         if self.is_disturbed:
             raise CheckpointError(
-                "parameters or optimizer state were written to before optimizer.step, while they "
-                "were copied; from now on the training waits until all is copied"
+                "parameters or optimizer state changed before optimizer.step while they were being "
+                "copied; from now on training waits for the copy"
             )
 
     def _next(self) -> Callable[[], object] | None:

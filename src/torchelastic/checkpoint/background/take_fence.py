@@ -49,4 +49,8 @@ class Turn:
         try:
             self._take()
         except Exception as error:  # of any storage; the first checkpoint tries again, and tells
-            log.warning("Nothing can be written to %s yet: %s", self._catalog.storage.place, error)
+            log.warning(
+                "Cannot write checkpoints to %s yet: %s. The first checkpoint tries again.",
+                self._catalog.storage.place,
+                error,
+            )

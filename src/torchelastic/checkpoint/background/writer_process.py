@@ -51,7 +51,7 @@ class WriterProcess:
         except (EOFError, OSError) as error:
             code = self._reap()
             raise CheckpointError(
-                f"the process that writes checkpoints has ended (exit code {code})"
+                f"the checkpoint writer process died (exit code {code})"
             ) from error
         if isinstance(answer, Written):
             return answer

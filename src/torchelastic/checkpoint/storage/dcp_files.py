@@ -75,7 +75,7 @@ def complete(draft: Draft, parts: Sequence[Part]) -> dict[str, File]:
 def part_from_bytes(data: bytes) -> Part:
     part = safe_pickle.loads(data)
     if not isinstance(part, Part):
-        raise CheckpointError("A rank's record of what it has written cannot be read.")
+        raise CheckpointError("The record of a rank's checkpoint files is unreadable.")
     return part
 
 
@@ -111,7 +111,7 @@ class _Files(FileSystemBase):
                 yield stream
             return
         if self._draft is None:
-            raise CheckpointError(f"{path} is not being written.")
+            raise CheckpointError(f"{path} is not open for writing.")
         name = os.fspath(path).rpartition("/")[2]
         summed = self._draft.writer(name)
         try:
@@ -226,5 +226,5 @@ class _Reader(FileSystemReader):
         with self.fs.create_stream(self.fs.concat_path(self.path, _METADATA), "rb") as stream:
             metadata = safe_pickle.load(cast(IO[bytes], stream))
         if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{self.path}/{_METADATA} holds no metadata.")
+            raise CheckpointError(f"{self.path}/{_METADATA} is not checkpoint metadata.")
         return metadata

@@ -29,7 +29,7 @@ class FsspecStorage:
         try:
             self._fs, self._root = fsspec.core.url_to_fs(url, **options)
         except (ImportError, ValueError) as error:
-            raise ConfigError(f"Checkpoints cannot be kept at {url}: {error}") from error
+            raise ConfigError(f"Cannot store checkpoints at {url}: {error}") from error
         self.is_private = url.startswith("memory://")
 
     def _at(self, path: str) -> str:
@@ -59,7 +59,7 @@ class FsspecStorage:
         """An object is in storage once it was put."""
 
     def rename(self, old: str, new: str) -> None:
-        raise NotImplementedError("A directory of an object store cannot be renamed.")
+        raise NotImplementedError("Object stores cannot rename a directory.")
 
     def remove(self, directory: str) -> None:
         """The marker first: half removed it must not be taken for a checkpoint."""

@@ -62,4 +62,6 @@ class _Unpickler(pickle.Unpickler):
         found = vars(torch).get(name) if module == "torch" else None
         if isinstance(found, torch.dtype | torch.layout):
             return found
-        raise CheckpointError(f"'{module}.{name}' is named where data are expected: not read.")
+        raise CheckpointError(
+            f"Refused to unpickle '{module}.{name}': only plain data is allowed here."
+        )

@@ -90,7 +90,7 @@ def open_storage(url: str | os.PathLike[str], options: Mapping[str, Any] | None 
     if scheme in ("file", "local") and path:
         return LocalStorage(unquote(path))
     if re.match(r"\w+:/[^/]", text):
-        raise ConfigError(f"Is {text} a URL? Then write {text.replace(':/', '://', 1)}.")
+        raise ConfigError(f"{text} looks like a URL: write {text.replace(':/', '://', 1)}.")
     if "://" not in text:
         return LocalStorage(Path(text).expanduser())
     from torchelastic.checkpoint.storage.fsspec_storage import FsspecStorage
@@ -180,7 +180,7 @@ class LocalStorage:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             except OSError as error:
-                log.debug("%s cannot be locked (%s): other writers are not kept out.", name, error)
+                log.debug("Could not lock %s (%s): other writers are not kept out.", name, error)
             yield
         finally:
             os.close(descriptor)
@@ -204,7 +204,7 @@ class LocalStorage:
         except BlockingIOError:
             pass  # somebody lives who writes to it
         except OSError as error:
-            log.debug("Whether somebody writes to %s cannot be told (%s).", directory, error)
+            log.debug("Could not check for writers to %s (%s).", directory, error)
         finally:
             os.close(descriptor)
 
@@ -267,7 +267,7 @@ def _lock_shared(path: Path) -> int | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
     except OSError as error:
-        log.debug("%s cannot be locked (%s): nobody will clear it.", path, error)
+        log.debug("Could not lock %s (%s): it will not be cleared.", path, error)
     if os.fstat(descriptor).st_nlink == 0:
         os.close(descriptor)
         return None

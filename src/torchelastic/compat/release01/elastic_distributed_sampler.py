@@ -36,7 +36,7 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
         if not 0 <= start_index <= self._dataset_size:
             raise ValueError(
                 f"start_index is {start_index}, but the dataset has {self._dataset_size} samples: "
-                "it counts those of this epoch only."
+                "it counts the samples of this epoch only."
             )
         self.start_index = start_index
         self._begun = False

@@ -32,7 +32,7 @@ def create_c10d_store(
     import torch.distributed as dist  # most users of this module want a port
 
     if server_port == -1 and world_size > 1:
-        raise ConfigError("server_port is needed where world_size is more than 1.")
+        raise ConfigError("server_port is required if world_size is more than 1.")
     return dist.TCPStore(  # type: ignore[attr-defined]
         host_name=server_addr,
         port=0 if server_port == -1 else server_port,

@@ -47,6 +47,6 @@ class EtcdStore:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise ConfigError(
-            "EtcdStore needs etcd's v2 API, which etcd 3.6 no longer has: take the store that "
+            "EtcdStore needs etcd's v2 API, which etcd 3.6 no longer has: use the store that "
             "next_rendezvous() returns, or torch.distributed.TCPStore."
         )

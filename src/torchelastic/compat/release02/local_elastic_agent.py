@@ -33,8 +33,8 @@ class SimpleElasticAgent(ElasticAgent):
 
     def __init__(self, spec: WorkerSpec, exit_barrier_timeout: float = 300) -> None:
         raise ConfigError(
-            f"{type(self).__name__} cannot start workers by itself: an agent process of "
-            "torchelastic does that. Use LocalElasticAgent, or elastic_launch."
+            f"{type(self).__name__} cannot start workers: only the agent process of torchelastic "
+            "does. Use LocalElasticAgent, or elastic_launch."
         )
 
 
@@ -87,7 +87,7 @@ def launch_config(spec: WorkerSpec, start_method: str, log_dir: str | None) -> L
     handler = spec.rdzv_handler
     if not isinstance(handler, AgentRendezvousHandler):
         raise ConfigError(
-            f"{type(handler).__name__} is no rendezvous handler of this package: make one with "
+            f"{type(handler).__name__} is not a rendezvous handler of torchelastic: make one with "
             "torchelastic.compat.release02.rendezvous_registry.get_rendezvous_handler(RendezvousParameters(...))."
         )
     params = handler.params

@@ -68,10 +68,10 @@ class RendezvousHandlerFactory:
     def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
         """Add a rendezvous; each name once."""
         if not backend:
-            raise ConfigError("A rendezvous needs a name to be registered by.")
+            raise ConfigError("A rendezvous backend needs a name.")
         if backend in self._creators:
             raise ConfigError(
-                f"The rendezvous '{backend}' is registered already: choose another name."
+                f"The rendezvous backend '{backend}' is already registered: use another name."
             )
         self._creators[backend] = creator
 
@@ -80,7 +80,7 @@ class RendezvousHandlerFactory:
         creator = self._creators.get(params.backend)
         if creator is None:
             check_backend(params.backend, params.config)  # its sentence names those there are
-            raise ConfigError(f"The rendezvous '{params.backend}' is not registered.")
+            raise ConfigError(f"The rendezvous backend '{params.backend}' is not registered.")
         return creator(params)
 
 

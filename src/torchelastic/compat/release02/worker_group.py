@@ -42,7 +42,7 @@ class WorkerSpec:
             raise ConfigError(f"local_world_size must be at least 1, not {self.local_world_size}.")
         if self.fn is not None:
             warnings.warn(
-                "WorkerSpec.fn is the old name of WorkerSpec.entrypoint.",
+                "WorkerSpec.fn is deprecated: use WorkerSpec.entrypoint.",
                 DeprecationWarning,
                 stacklevel=3,
             )

@@ -134,7 +134,9 @@ class LauncherNode:
         if self._thread is not None:
             return
         # A daemon: the interpreter waits for no other before it runs what `atexit` has.
-        self._thread = threading.Thread(target=self._run, name="torchelastic-guest", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="torchelastic-rendezvous", daemon=True
+        )
         with self._news:
             self._thread.start()
             self._news.wait_for(lambda: self._loop or self._error)
@@ -142,7 +144,7 @@ class LauncherNode:
 
     def _leave(self) -> None:
         """A launcher that a signal ends says nothing; its process does."""
-        self.end("left", f"{self._launcher} ends")
+        self.end("left", f"{self._launcher} exits")
 
     def _post(self, work: Callable[..., None], *arguments: Any) -> None:
         """Have something done in the event loop; nothing is once that has ended."""
@@ -184,7 +186,9 @@ class LauncherNode:
                 if self._state.world is not None and self._state.world.phase == "running":
                     since = self._clock.now()
                 if limit and self._clock.now() > since + limit + LEADER_FIRST:
-                    raise NotEnoughNodes(f"The nodes have agreed on no world for {limit:g} s.")
+                    raise NotEnoughNodes(
+                        f"Timed out: the nodes did not agree on a world within {limit:g} s."
+                    )
                 self._news.wait(1.0)
 
     def _enter(self, world: World) -> Entered | None:
@@ -204,7 +208,7 @@ class LauncherNode:
             if not self._wait_for_all(store):
                 return None
         except DistError as error:
-            logger.info("generation %d cannot be entered: %s", world.generation, error)
+            logger.info("Could not enter generation %d: %s", world.generation, error)
             return None
         return Entered(node_rank, world.count, store, host, port, world.generation)
 
@@ -228,8 +232,8 @@ class LauncherNode:
         except TorchElasticError as error:
             self._fail(error)
         except Exception as error:
-            logger.exception("The thread that speaks for this node has failed.")
-            self._fail(RendezvousLost(f"The thread that speaks for this node failed: {error!r}"))
+            logger.exception("The rendezvous thread of this node failed.")
+            self._fail(RendezvousLost(f"The rendezvous thread of this node failed: {error!r}"))
 
     async def _main(self) -> None:
         self._session = MemberSession(

@@ -110,7 +110,7 @@ def _ending(raised: BaseException | None) -> tuple[Ending, str]:
         return "done", ""
     words = f"{type(raised).__name__}: {_first_line(raised)}"
     if isinstance(raised, ChildFailedError):
-        return "failed", f"torchrun restarts its workers no more ({words})"
+        return "failed", f"torchrun gave up restarting its workers ({words})"
     return "left", words
 
 

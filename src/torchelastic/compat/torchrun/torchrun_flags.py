@@ -37,8 +37,8 @@ def launch_config(
     check_backend(backend, conf)
     if backend in ETCD_BACKENDS and nodes[1] > 1 and run_id in ("", _NO_ID):
         raise ConfigError(
-            "Nodes that meet at etcd need an id of their job: give every torchrun the same "
-            "--rdzv-id, which no other job there has."
+            "The etcd rendezvous needs a job id: give every torchrun of this job the same "
+            "--rdzv-id, and every other job another one."
         )
     texts = {str(key): str(value) for key, value in conf.items() if key != _BACKEND_KEY}
     return LaunchConfig(
@@ -65,7 +65,7 @@ def _flags_of_ours(conf: Mapping[str, Any]) -> dict[str, Any]:
     if "quorum" in conf:
         if conf["quorum"] not in _QUORUMS:
             raise ConfigError(
-                f"Rendezvous key quorum: '{conf['quorum']}' is none: write majority or none."
+                f"--rdzv-conf quorum is '{conf['quorum']}': it must be majority or none."
             )
         fields["quorum"] = conf["quorum"]
     if "witness" in conf:
@@ -87,6 +87,6 @@ def _where(endpoint: str, backend: str) -> tuple[str, str]:
     named = "c10d" if scheme == "tcp" else scheme
     if backend and backend != named:
         raise ConfigError(
-            f"--rdzv-endpoint {endpoint} and --rdzv-conf backend={backend} disagree: leave one out."
+            f"--rdzv-endpoint {endpoint} and --rdzv-conf backend={backend} disagree: remove one."
         )
     return named, rest
