@@ -1,8 +1,8 @@
-"""A job in numbers: what `/metrics` of an agent tells. Pure: records in, values out.
+"""The metrics of a job that an agent serves at `/metrics`. Pure: records in, values out.
 
-The picture is that of `events.view`, which everybody shows; only what must never go down or be
-forgotten is counted here. An agent tells of its own node, and of the job what it sees of it: why
-generations end is the leader's to say.
+The values come from `events.analysis.view`, like everywhere else; only counters and histograms are
+kept here. An agent reports its own node, and the job from its own point of view: only the leader
+knows why generations end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Histogram:
-    """How often a time was how long."""
+    """A histogram of durations."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(BOUNDS) + 1)
@@ -37,7 +37,7 @@ class Histogram:
         self.sum += seconds
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Upper bound -> how many were no longer, the last one of all."""
+        """Return (upper bound, number of durations up to it), ending with `+Inf`."""
         total, found = 0, []
         for bound, count in zip((*map(str, BOUNDS), "+Inf"), self.counts, strict=True):
             total += count
@@ -53,7 +53,7 @@ class Family:
     kind: Literal["gauge", "counter", "histogram", "info"]
     help: str
     values: Mapping[Labels, float] = field(default_factory=dict)
-    #: Of a histogram, in place of values.
+    #: Only for a histogram, instead of values.
     buckets: tuple[tuple[str, float], ...] = ()
     sum: float = 0.0
 
@@ -69,13 +69,13 @@ class JobMetrics:
         self._rendezvous = Histogram()
         self._recovery = Histogram()
         self._generation = -1
-        #: Since when there is no world.
+        #: The time since which there is no world.
         self._without: float | None = None
-        #: When the first failure was seen that training has not recovered from, and where.
+        #: Generation and time of the first failure that training has not recovered from.
         self._hurt: tuple[int, float] | None = None
 
     def feed(self, record: Record) -> None:
-        """Take one more record."""
+        """Add a record."""
         self._fold.feed(record)
         generation = record.generation if record.generation is not None else -1
         match record.event:
@@ -93,7 +93,7 @@ class JobMetrics:
             case events.NodeLost():
                 self._hurts(record)
             case events.WorkerFailed(failure=failure):
-                # A survivor of `train` tells of a lost peer, and lives on.
+                # A survivor of `train` that reports a lost peer is still alive.
                 self._failures += not failure.get("alive", False)
                 self._hurts(record)
             case events.WorkerKilled():
@@ -123,7 +123,7 @@ class JobMetrics:
     # --- values ----------------------------------------------------------------------------------
 
     def families(self, now: float | None = None) -> list[Family]:
-        """Everything, at `now` by the wall clock."""
+        """Return all metrics at `now`, a wall clock time."""
         view = self._fold.view(now)
         return [
             *_of_world(view),
@@ -192,7 +192,7 @@ def _of_training(view: JobView) -> Iterator[Family]:
     own = ((rank.rank, rank.own) for rank in view.ranks)
     help = "Recent time per step of a worker of this node, without waiting for other workers."
     yield _by_rank("own_seconds_per_step", help, own)
-    # Prometheus has a value for what is no number.
+    # NaN where a value is not a number.
     values = {name: nan if value is None else value for name, value in view.reported.items()}
     yield _by("name", "metric", "Last value that the script reported, by name.", values)
     if view.samples is not None:
@@ -207,7 +207,7 @@ def _of_training(view: JobView) -> Iterator[Family]:
 
 
 def _of_storage(view: JobView, now: float | None) -> Iterator[Family]:
-    """The last checkpoint: told by the agent whose worker has written it."""
+    """The last checkpoint: only the agent whose worker wrote it reports it."""
     stored = view.checkpoint
     if stored is None:
         return
@@ -250,7 +250,7 @@ def _by_rank(name: str, help: str, values: Iterable[tuple[int, float | None]]) -
 
 
 def _by(label: str, name: str, help: str, values: Mapping[str, float | None]) -> Family:
-    """A gauge for each that has a value."""
+    """Return a gauge for each label that has a value."""
     known: dict[Labels, float] = {
         ((label, key),): float(value) for key, value in values.items() if value is not None
     }

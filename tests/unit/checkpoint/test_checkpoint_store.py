@@ -249,7 +249,7 @@ def test_an_old_world_that_comes_late_does_not_keep_the_new_one_out(open_store, 
     new.entered(4, base=0)
     saved(new, 10, generation=4)
     old.entered(3, base=0)
-    poll_for(lambda: old._turn._taken, what="the fence")
+    poll_for(lambda: old._claim._taken, what="the fence")
     saved(new, 11, generation=4)
     assert steps(new)[0] == 11
     old.save(state(5), 5, generation=3)
@@ -262,7 +262,7 @@ def test_steps_beyond_the_base_of_a_later_world_are_void(open_store, url, caplog
     old, new = open_store(url), open_store(url)
     saved(old, 110, 120, generation=3)
     new.entered(4, base=115)
-    new._turn.ensure()
+    new._claim.ensure()
     assert new.load().step == 110
     assert "is void: a later world redid its steps" in caplog.text
     saved(new, 116, generation=4)

@@ -370,7 +370,7 @@ def test_a_checkpoint_that_is_fresher_than_memory_is_taken_and_not_void(shelf, m
     finish(state)
     assert shelf.versions(SHARED) == [(0, 3), (0, 2)]
     assert build().restore() == 10
-    store._turn.ensure()
+    store._claim.ensure()
     assert [one.step for one in store.catalog.records()] == [10]
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.support import poll_for
 from torchelastic import env, timer
 from torchelastic.timer import agent_timers, countdown
-from torchelastic.timer.timer_table import STACKS_AT, Table, read
+from torchelastic.timer.timer_table import STACKS_AT, TimerTable, read
 from torchelastic.worker import channel
 
 
@@ -23,7 +23,9 @@ def agent(monkeypatch):
         monkeypatch.setattr(channel, "_opened", (os.getpid(), theirs))
         monkeypatch.setattr(agent_timers, "_client", None)
         monkeypatch.setattr(countdown, "_configured", None)
-        monkeypatch.setattr(agent_timers, "Table", lambda: made.append(Table()) or made[-1])
+        monkeypatch.setattr(
+            agent_timers, "TimerTable", lambda: made.append(TimerTable()) or made[-1]
+        )
         yield ours
         theirs.close()
         for table in made:

@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from torchelastic.timer import timer_table
-from torchelastic.timer.timer_table import Table, Timer, read
+from torchelastic.timer.timer_table import Timer, TimerTable, read
 
 
 @pytest.fixture
 def made():
-    it = Table()
+    it = TimerTable()
     yield it
     it.close()
 
