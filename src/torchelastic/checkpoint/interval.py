@@ -92,7 +92,7 @@ def automatic(measured: Measured) -> float:
 
 @dataclass(frozen=True)
 class Pace:
-    """When the next one is due. Immutable: each method returns the next pace."""
+    """The schedule of the next checkpoint. Immutable: each method returns the next pace."""
 
     every: Every
     #: When the last one was begun, by a monotonic clock, and its step.

@@ -1,4 +1,4 @@
-"""A function call for another process, and what came of it. Both travel as files."""
+"""A function call in another process, and its result. Both are passed as files."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torchelastic.worker.bootstrap import write_call
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """What to call a function when talking to people."""
+    """The name of a function in messages."""
     name = getattr(function, "__qualname__", None)
     return name if isinstance(name, str) else repr(function)
 
 
 def function_entry(path: Path, function: Callable[..., Any], args: Sequence[Any]) -> Entry:
-    """Pickle a call to `path`, for a worker to make."""
+    """Pickle a call to `path`, for a worker to run."""
     if _is_nowhere(function):
         raise ConfigError(
             f"{function_name(function)} is defined in an interactive session, so workers cannot "
@@ -37,14 +37,14 @@ def function_entry(path: Path, function: Callable[..., Any], args: Sequence[Any]
 
 
 def _is_nowhere(function: Callable[..., Any]) -> bool:
-    """Whether a function is in a `__main__` that is no file: a notebook, `python -c`."""
+    """Return True for a function in a `__main__` without a file: a notebook, `python -c`."""
     main = sys.modules["__main__"]
     in_main = getattr(function, "__module__", None) == "__main__"
     return in_main and main.__spec__ is None and not hasattr(main, "__file__")
 
 
 def read_result(path: str) -> Any:
-    """What a function returned; None if it left by `sys.exit(0)` instead."""
+    """Return the result of the function; None if it called `sys.exit(0)` instead."""
     try:
         data = Path(path).read_bytes()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A process that kills itself at random, as 0.1 has it. For faults at exact places: `faults`."""
+"""Random self-kills of a process, as in 0.1. For faults at exact places, see `faults`."""
 
 from __future__ import annotations
 
