@@ -136,7 +136,7 @@ def test_one_process_writes_all(store, monkeypatch, caplog):
     assert torch.equal(one.load().tree["w"], state(5)["w"])
 
     child.kill()
-    fails(one, 6, r"has ended \(exit code -9\)")
+    fails(one, 6, r"died \(exit code -9\)")
     saved(one, 7)
     assert steps(one) == [7, 5, 2, 1]
     child = one._process._process
