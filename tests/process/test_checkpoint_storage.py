@@ -69,7 +69,9 @@ def saved(store, step):
 
 def fails(store, step, why):
     assert store.save(state(step), step)
-    with pytest.raises(CheckpointError, match=rf"step {step} could not be written.*{why}"):
+    with pytest.raises(
+        CheckpointError, match=rf"Could not write the checkpoint of step {step}.*{why}"
+    ):
         store.finish()
 
 
@@ -106,7 +108,7 @@ def test_storage_that_fails_costs_checkpoints_and_no_training(
         else:
             saved(one, step)
     assert steps(one) == [11, 9, 7]
-    assert caplog.text.count("the training goes on, the last good one stays") == 5
+    assert caplog.text.count("Training continues; the last good checkpoint stays") == 5
 
 
 @pytest.mark.slow
@@ -122,7 +124,9 @@ def test_one_process_writes_all(store, monkeypatch, caplog):
     poll_for(lambda: status(child.pid) == "T", what="storage that hangs", timeout=PATIENCE)
     for step in (3, 4):
         assert not one.save(state(step), step)
-        assert f"No checkpoint of step {step}: the one before is still being" in caplog.text
+        assert (
+            f"Skipped the checkpoint of step {step}: the one before is still being" in caplog.text
+        )
     assert one.load().step == 1
     child.send_signal(signal.SIGCONT)
     one.finish()
@@ -132,7 +136,7 @@ def test_one_process_writes_all(store, monkeypatch, caplog):
     assert torch.equal(one.load().tree["w"], state(5)["w"])
 
     child.kill()
-    fails(one, 6, r"has ended \(exit code -9\)")
+    fails(one, 6, r"died \(exit code -9\)")
     saved(one, 7)
     assert steps(one) == [7, 5, 2, 1]
     child = one._process._process

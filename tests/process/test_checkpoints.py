@@ -51,7 +51,7 @@ def test_a_job_in_three_starts(tmp_path, monkeypatch):
         assert [ended["exitcode"] for ended in node.events("worker-exited")] == [-9]
         away = stored.directory.rename(tmp_path / "away")
         stored.directory.touch()
-        told = r"The checkpoint of step (\d+) could not be written"
+        told = r"Could not write the checkpoint of step (\d+)"
         failed = poll_for(lambda: re.search(told, node.stderr), what=told, timeout=PATIENCE)
         stored.directory.unlink()
         away.rename(stored.directory)

@@ -162,7 +162,7 @@ def test_a_function_that_is_in_no_file_is_refused_at_once():
 
     done = subprocess.run([sys.executable, "-c", typed], stderr=subprocess.PIPE, text=True)
 
-    assert "train was typed into an interactive session" in done.stderr
+    assert "train is defined in an interactive session" in done.stderr
 
 
 CALLER = """

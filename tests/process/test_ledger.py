@@ -46,7 +46,7 @@ def test_flushed_lines_survive_sigkill_and_a_full_disk_costs_the_lines_of_that_w
     ran = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     assert ran.returncode == 0, ran.stderr
     assert steps(checker.read([killed])) == list(range(100))
-    assert ran.stderr.count("are lost, from step 100 on") == 1
+    assert ran.stderr.count("loses lines from step 100 on") == 1
     found = checker.read([ended])
     assert steps(found) == [*range(100), *range(110, 200)], "all others, the last at its end"
     assert (found.lost, found.unreadable) == (10, 1)

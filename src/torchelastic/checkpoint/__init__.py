@@ -1,17 +1,17 @@
-"""Worker process: checkpoints in storage, for when no copy of the state in memory is left.
+"""Worker process: checkpoints in storage, used when no copy of the state in memory is left.
 
     from torchelastic.checkpoint import CheckpointStore, set_checkpoint_manager
 
     set_checkpoint_manager(CheckpointStore("/shared/job-1", keep_last=3, every="auto"))
 
-`save`, `load_latest`, `finish` and their like are what the training loop calls.
+The training loop calls `save`, `load_latest`, `finish` and the other functions.
 
-    checkpoint_store  CheckpointStore: when, how, and the copy at a step boundary
-    write_plan        who writes what of a state, and under which names
-    catalog, marker, fence, retention   what makes a checkpoint valid, whose it is, until when
+    checkpoint_store  CheckpointStore: when to save, and the copy at a step boundary
+    write_plan        which rank writes which tensors, and under which names
+    catalog, marker, fence, retention   valid checkpoints, who may write, what to remove
     background/       the copy of the state, and the thread or process that writes it
     storage/          directories and URLs, and the files of torch.distributed.checkpoint
-    manager, checkpoint_util            0.1's names, and any manager of the user's own
+    manager, checkpoint_util            the API of 0.1, and custom managers
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""Which checkpoints there are in a storage, how one becomes one, and which are removed.
+"""The checkpoints of a storage: list, commit and remove them.
 
-    latest                       the name of the newest, replaced as a whole
-    fence.json                   who writes here now (`fence`)
+    latest                       the name of the newest checkpoint, replaced atomically
+    fence.json                   the world that may write here (`fence`)
     000007-step3500-5f0c/        a checkpoint: the files of torch.distributed.checkpoint, and
       .metadata  __0_0.distcp
       commit.json                ... the marker, written last: sizes and checksums of the others
     .new-000008-step4000-5f0c/   being written
     .old-000003-step1500-5f0c/   being removed
 
-Where a directory cannot be renamed (an object store) it has its name from the beginning, and only
-the marker tells. A name is never used twice: its number grows, and the end of it is the writer's.
+An object store cannot rename a directory: there it has its final name from the beginning, and only
+the marker makes it a checkpoint. A name is never used twice: its number grows, and it ends with the
+token of the writer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torchelastic.checkpoint import fence, marker, retention
-from torchelastic.checkpoint.fence import Fence, Verdict
+from torchelastic.checkpoint.fence import Fence, WriteVerdict
 from torchelastic.checkpoint.marker import File, History, Marker
 from torchelastic.checkpoint.storage.storage import Storage, Summed, crc_of
 from torchelastic.errors import CheckpointError
@@ -38,18 +39,18 @@ _NAME = re.compile(r"(\d{6,})(?:-step(\d+))?-([0-9a-f]+)")
 
 
 class Fenced(CheckpointError):
-    """A later world or another job writes here now: what this one has is void."""
+    """A later world or another job writes here now: this writer's checkpoint is void."""
 
 
 def _fenced(found: Fence, mine: Fence, place: str) -> Fenced:
     if fence.is_same_start(found, mine) and found.generation == mine.generation:
         return Fenced(
-            f"another process of this world saves to {place} too: call save on rank 0 only, or on "
-            "all ranks with together=True"
+            f"another process of this world also saves to {place}: call save on rank 0 only, or "
+            "on all ranks with together=True"
         )
     return Fenced(
-        f"generation {found.generation} of job '{found.run}' writes to {place} now, what "
-        f"generation {mine.generation} has is void"
+        f"generation {found.generation} of job '{found.run}' now writes to {place}; the "
+        f"checkpoint of generation {mine.generation} is void"
     )
 
 
@@ -58,7 +59,7 @@ def name_of(sequence: int, step: int | None, token: str) -> str:
 
 
 def sequence_of(name: str) -> int | None:
-    """The number in a checkpoint's name, finished or not; None where it is none."""
+    """The number in a checkpoint's name, finished or not; None for any other name."""
     found = _NAME.fullmatch(name.removeprefix(_NEW))
     return int(found[1]) if found else None
 
@@ -87,14 +88,14 @@ class Draft:
         self.name = name
         self.directory = f"{_NEW}{name}" if storage.renames else name
         self.files: dict[str, File] = {}
-        # Dropped without an end, it must not keep its directory from being cleared.
+        # A draft that is simply dropped must not keep its directory from being cleared.
         self._release = weakref.finalize(self, storage.hold(self.directory))
 
     def path(self, file: str) -> str:
         return f"{self.directory}/{file}"
 
     def writer(self, file: str) -> Summed:
-        """A stream into one of its files; `close_file` notes what was written."""
+        """Return a stream into one of its files; `close_file` records size and checksum."""
         return Summed(self.storage.writer(self.path(file)))
 
     def close_file(self, file: str, stream: Summed) -> None:
@@ -102,7 +103,7 @@ class Draft:
         self.files[file] = File(stream.size, stream.crc)
 
     def release(self) -> None:
-        """This process writes nothing more to it."""
+        """Stop writing to it in this process."""
         self._release()
 
     def discard(self) -> None:
@@ -124,7 +125,7 @@ class Catalog:
         self._markers: dict[str, Marker] = {}
         self._told: set[str] = set()
 
-    # --- what there is ---------------------------------------------------------------------------
+    # --- listing ---------------------------------------------------------------------------------
 
     def next_sequence(self) -> int:
         return self._last_sequence() + 1
@@ -134,14 +135,14 @@ class Catalog:
         return max((number for number in numbers if number is not None), default=-1)
 
     def records(self) -> Iterator[Record]:
-        """Every one that can be loaded as far as sizes tell, the newest first.
+        """Yield every checkpoint whose file sizes are right, the newest first.
 
-        What looks like one and is none is told once, in a sentence, and passed over.
+        Invalid ones are logged once and skipped.
         """
         worlds = self._fence().worlds
         for record in self._committed():
             if fence.is_void(record.sequence, record.step, worlds):
-                self._tell(record.name, "is void: its steps were done again by a later world")
+                self._tell(record.name, "is void: a later world redid its steps")
             elif (problem := self.problem(record)) is not None:
                 self._tell(record.name, f"is torn: {problem}")
             else:
@@ -159,20 +160,20 @@ class Catalog:
             content = self.storage.get(f"{name}/{marker.NAME}")
             found = marker.from_json(content) if content is not None else None
             if found is None:
-                # Without a marker an object store's may still be being written.
+                # In an object store, one without a marker may still be being written.
                 if content is not None or self.storage.renames:
-                    self._tell(name, f"has no {marker.NAME} that can be read")
+                    self._tell(name, f"has no readable {marker.NAME}")
                 return None
             self._markers[name] = found
         return self._markers[name]
 
     def history(self, mine: Fence) -> History:
-        """What this start of the job has seen before the world `mine`, as far as it is known."""
+        """Return the history of this start of the job before the world `mine`."""
         newest = next(self._committed(), None)
         if newest is None or newest.marker.start != mine.start:
             return History()
         ended = mine.generation - (newest.marker.generation or 0)
-        if ended < 0:  # a job that was started anew, and nobody has named the start
+        if ended < 0:  # another start of the job, whose name is unknown
             return History()
         seen = newest.marker.history
         return replace(seen, ended=seen.ended + ended)
@@ -181,21 +182,21 @@ class Catalog:
         return marker.torn(record.marker, self.storage.sizes(record.name))
 
     def corruption(self, record: Record) -> str | None:
-        """What its checksums say is wrong; reads every byte."""
+        """Compare all checksums and describe the first error; reads every byte."""
         for name, file in record.marker.files.items():
             try:
                 crc = crc_of(self.storage, f"{record.name}/{name}")
             except OSError as error:
-                return f"'{name}' cannot be read ({error})"
+                return f"could not read '{name}' ({error})"
             if crc != file.crc:
-                return f"the bytes of '{name}' are not those that were written"
+                return f"the checksum of '{name}' does not match"
         return None
 
     def sound(self, beyond: int = -1) -> Iterator[Record]:
-        """`records` of steps beyond this one, without those that are corrupt."""
+        """Yield `records` of steps after `beyond`, without corrupt ones."""
         for record in self.records():
             if (record.step or 0) <= beyond:
-                return  # those before it are of earlier steps, and every byte would be read
+                return  # the rest are of earlier steps: do not read every byte of them
             if (problem := self.corruption(record)) is None:
                 yield record
             else:
@@ -204,9 +205,9 @@ class Catalog:
     def _tell(self, name: str, what: str) -> None:
         if name not in self._told:
             self._told.add(name)
-            log.warning("The checkpoint %s/%s %s; it is skipped.", self.storage.place, name, what)
+            log.warning("Skipped checkpoint %s/%s: it %s.", self.storage.place, name, what)
 
-    # --- a new one -------------------------------------------------------------------------------
+    # --- writing ---------------------------------------------------------------------------------
 
     def _fence(self, run: str = "") -> Fence:
         try:
@@ -215,8 +216,8 @@ class Catalog:
             if FENCE not in self._told:
                 self._told.add(FENCE)
                 log.warning(
-                    "%s/%s is damaged (%s). Checkpoints whose steps were done again are told by "
-                    "their numbers instead, and the next writer replaces the file.",
+                    "%s/%s is damaged (%s). Void checkpoints are recognised by their numbers "
+                    "instead; the next writer replaces the file.",
                     self.storage.place,
                     FENCE,
                     error,
@@ -230,7 +231,7 @@ class Catalog:
         return fence.rebuilt([(record.sequence, record.step) for record in found], newest)
 
     def take(self, mine: Fence, base: int | None) -> None:
-        """Fence off whoever wrote here before; the world begins from step `base`."""
+        """Take the fence from earlier writers; the world begins from step `base`."""
         with self.storage.lock(_LOCK):
             found = self._fence(mine.run)
             if fence.is_late(found, mine):
@@ -240,7 +241,7 @@ class Catalog:
             self._point_to_newest()
 
     def _point_to_newest(self) -> None:
-        """What `latest` names may be void now."""
+        """Update `latest`: the checkpoint it names may be void now."""
         newest = next(self.records(), None)
         present = self._latest()
         if newest is None and present:
@@ -252,7 +253,7 @@ class Catalog:
         return Draft(self.storage, name)
 
     def commit(self, draft: Draft, content: Marker, mine: Fence | None = None) -> Record:
-        """Make it a checkpoint, unless `mine` has been replaced; then remove what is too many."""
+        """Make it a checkpoint, unless another writer has the fence; then remove old ones."""
         storage = self.storage
         with storage.lock(_LOCK):
             if mine is not None:
@@ -269,10 +270,10 @@ class Catalog:
     def _check_fence(self, mine: Fence, new: Record) -> None:
         found = self._fence(mine.run)
         verdict = fence.judge(found, mine)
-        if verdict is Verdict.VOID:
+        if verdict is WriteVerdict.VOID:
             raise _fenced(found, mine, self.storage.place)
-        if verdict is Verdict.RETAKE:
-            # Who takes a damaged one anew has done its own step, and what is beyond it, again.
+        if verdict is WriteVerdict.RETAKE:
+            # A writer that replaces a damaged fence has redone its own step and later ones.
             base = new.step - 1 if found.is_rebuilt and new.step is not None else None
             after = fence.taken(found, mine, sequence=new.sequence - 1, base=base)
             self.storage.put(FENCE, fence.to_json(after))
@@ -284,25 +285,25 @@ class Catalog:
     def _latest(self) -> str:
         return (self.storage.get(LATEST) or b"").decode(errors="replace").strip()
 
-    # --- what is too many ------------------------------------------------------------------------
+    # --- removing --------------------------------------------------------------------------------
 
     def tidy(self, mine: Fence | None = None) -> None:
-        """Remove old ones and what killed writers left.
+        """Remove old checkpoints and leftovers of killed writers.
 
-        What cannot be removed is told and left: the new checkpoint is good all the same.
+        A failure to remove is only logged: the new checkpoint is valid anyway.
         """
         try:
             self._clear_leftovers(mine)
             if self.keep_last is not None:
                 self._remove_too_many(self.keep_last)
         except OSError as error:
-            log.warning("What is not kept at %s stays: %s", self.storage.place, error)
+            log.warning("Could not remove old checkpoints at %s: %s", self.storage.place, error)
 
     def _remove_too_many(self, keep_last: int) -> None:
         valid = list(self.records())
         for record in retention.removable(valid, keep_last=keep_last, keep_every=self.keep_every):
             self.remove(record.name)
-        # What is torn or void is of no use any more once enough good ones came after it.
+        # Torn and void ones are useless once enough valid ones came after them.
         if len(valid) >= keep_last:
             good = {record.name for record in valid}
             for record in self._committed():
@@ -310,7 +311,7 @@ class Catalog:
                     self.remove(record.name)
 
     def remove(self, name: str) -> None:
-        """By way of another name, where there are renames: half removed it is no checkpoint."""
+        """Remove it. Rename it first if possible: a half removed one is no checkpoint."""
         if not self.storage.renames:
             self.storage.remove(name)
             return
@@ -327,10 +328,10 @@ class Catalog:
                 self.storage.remove(name)
 
     def _is_leftover(self, name: str, mine: Fence | None) -> bool:
-        """In a storage without renames: a name without a marker, and nobody to write it."""
+        """In a storage without renames: True if it has no marker and no live writer."""
         found = _NAME.fullmatch(name)
         if self.storage.renames or found is None or mine is None or found[3] == mine.token:
             return False
-        # While the fence is ours its writer can never commit it.
+        # While we hold the fence, its writer can never commit it.
         unmarked = self.storage.get(f"{name}/{marker.NAME}") is None
         return unmarked and self._fence().token == mine.token

@@ -1,4 +1,4 @@
-"""`CheckpointStore`: checkpoints of a training at a path or a URL.
+"""`CheckpointStore`: checkpoints at a path or a URL.
 
     store = CheckpointStore("s3://bucket/job-1", keep_last=3, every="auto")
     set_checkpoint_manager(store)                    # torchelastic.train does the rest
@@ -6,9 +6,9 @@
     if store.is_due(step, together=True):            # or, in a script of your own, on every rank
         store.save({"model": model.state_dict()}, step, together=True)
 
-`save` copies the state to memory of its own and returns; a thread, or for a large state a process,
-brings it to storage. While it does, the next ones are skipped, and the log says so. What is said to
-be `lasting` is copied later still, until `before_write`.
+`save` copies the state to separate memory and returns; a thread, or for a large state a process,
+writes it to storage. Checkpoints that are due meanwhile are skipped with a warning. Tensors in
+`lasting` may be copied later, until `before_write`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torchelastic import env
 from torchelastic.checkpoint import interval
 from torchelastic.checkpoint.background.runner import Runner, Task
-from torchelastic.checkpoint.background.take_fence import Turn
+from torchelastic.checkpoint.background.take_fence import FenceClaim
 from torchelastic.checkpoint.catalog import Catalog
 from torchelastic.checkpoint.fence import Fence
 from torchelastic.checkpoint.file_system_checkpoint import FileSystemCheckpoint
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: From this size on a process pays: it takes a second or two to start, once.
+#: From this size on a writer process is worth its start-up time of a second or two.
 LARGE = 64 << 20
 
 
@@ -56,21 +56,21 @@ class Loaded:
     """A checkpoint that was read."""
 
     name: str
-    #: Steps committed; 0 where whoever wrote it did not say.
+    #: Steps committed; 0 if unknown.
     step: int
-    #: What was given to `save`, and what was this rank's `own`.
+    #: The arguments `tree` and `own` of `save`.
     tree: Any
     own: Any
 
 
 class CheckpointStore(CheckpointManager):
-    """Checkpoints at `url`: a path, `file://`, or anything fsspec knows (`s3://`, `gs://`, ...).
+    """Checkpoints at `url`: a path, `file://`, or any URL of fsspec (`s3://`, `gs://`, ...).
 
-    `keep_last` removes all but so many, `keep_every` spares those of every so many steps. `every`
-    says when one `is_due`: a number of steps, a time (`"10m"`), or `"auto"`, as often as pays by
-    what one costs and how often workers fail. `writer` is `"thread"`, `"process"`, or `"auto"`: a
-    process for a large state. When ranks save together, rank 0 waits for `patience` seconds for
-    the others. `storage_options` go to fsspec.
+    `keep_last` is the number of checkpoints to keep; `keep_every` also keeps those of every n-th
+    step. `every` is the interval for `is_due`: a number of steps, a time (`"10m"`), or `"auto"`,
+    computed from the cost of a checkpoint and the failure rate. `writer` is `"thread"`,
+    `"process"`, or `"auto"`: a process for a large state. When ranks save together, rank 0 waits
+    `patience` seconds for the others. `storage_options` are passed to fsspec.
     """
 
     def __init__(
@@ -87,36 +87,36 @@ class CheckpointStore(CheckpointManager):
         _check_keep("keep_last", keep_last)
         _check_keep("keep_every", keep_every)
         if writer not in ("auto", "thread", "process"):
-            raise ConfigError(f"writer is {writer!r}: it is 'auto', 'thread' or 'process'.")
+            raise ConfigError(f"writer is {writer!r}: it must be 'auto', 'thread' or 'process'.")
         self.url, self._options = os.fspath(url), dict(storage_options or {})
-        #: Whether another process can be told of them.
+        #: The options can be passed to another process.
         self._is_portable = _is_plain(self._options)
         if writer == "process" and not self._is_portable:
             raise ConfigError(
-                "storage_options has objects, which a process of its own cannot be given: use "
+                "storage_options contains objects that cannot be passed to a writer process: use "
                 "plain values, or writer='thread'."
             )
-        self._keeping = {"keep_last": keep_last, "keep_every": keep_every}
-        self.catalog = Catalog(open_storage(url, self._options), **self._keeping)
+        self._retention = {"keep_last": keep_last, "keep_every": keep_every}
+        self.catalog = Catalog(open_storage(url, self._options), **self._retention)
         self.every = interval.parse(every)
         self._writer, self._patience = writer, patience
         self._runner = Runner()
         self._planner: Planner | None = None
         self._stagings: list[Staging] = []
-        #: What is being copied behind the training, unless that has turned out not to work here.
+        #: The copy in progress during training; `_at_once`: that does not work with this script.
         self._copying: Copying | None = None
         self._at_once = False
         self._process: WriterProcess | None = None
-        # The world this process writes for, and the number of its next checkpoint, if agreed on.
-        self._turn: Turn | None = None
+        # The claim of this world to write, and the number of its next checkpoint, if agreed on.
+        self._claim: FenceClaim | None = None
         self._sequence: int | None = None
-        # When the next one is due.
+        # For the next checkpoint.
         self._pace: Pace | None = None
         self._next_step = 0
-        #: Of the last one; put here by the thread that writes, taken up by the one that trains.
+        #: Of the last one; set by the writer thread, read by the training thread.
         self._measured: Measured | None = None
         self._blocked = 0.0
-        #: Seconds the last one took until it was in storage, and its step; None before the first.
+        #: Seconds that writing the last one took, and its step; None before the first.
         self.seconds: float | None = None
         self.saved_step: int | None = None
 
@@ -126,9 +126,9 @@ class CheckpointStore(CheckpointManager):
     # --- when ------------------------------------------------------------------------------------
 
     def is_due(self, step: int, *, together: bool = False) -> bool:
-        """Whether `every` asks for a checkpoint of this step; with `together` all ranks agree.
+        """Return True if a checkpoint of this step is due; with `together` all ranks agree.
 
-        Times are then counted in steps, anew with each checkpoint: clocks differ.
+        Clocks differ, so with `together` times are converted to steps at each checkpoint.
         """
         if self.every is None:
             return False
@@ -142,15 +142,15 @@ class CheckpointStore(CheckpointManager):
         return self._pace.is_due(time.monotonic())
 
     def entered(self, generation: int, base: int) -> None:
-        """A world begins, from `base` steps; called on the rank that is going to save.
+        """Note that a world begins from `base` steps; called on the rank that will save.
 
-        Whoever wrote here for an earlier world writes nothing more, and what it has stored of
-        later steps is void.
+        Writers of earlier worlds cannot write any more, and their checkpoints of later steps are
+        void.
         """
         if self.saved_step is not None and self.saved_step > base:
             self.saved_step = None  # void
-        self._turn, self._sequence = Turn(self.catalog, _new_fence(generation), base), None
-        self._turn.begin()
+        self._claim, self._sequence = FenceClaim(self.catalog, _new_fence(generation), base), None
+        self._claim.begin()
 
     # --- saving ----------------------------------------------------------------------------------
 
@@ -164,13 +164,13 @@ class CheckpointStore(CheckpointManager):
         together: bool = False,
         lasting: Collection[torch.Tensor] = (),
     ) -> bool:
-        """Begin a checkpoint of `tree`, which has committed `step` steps. False if it is skipped.
+        """Start a checkpoint of `tree`, which has committed `step` steps. False if it is skipped.
 
-        `tree` is made of dicts, lists, tuples, tensors and plain values, and may be changed once
-        this returns; but those of its tensors that are `lasting` only after `before_write`. With
+        `tree` consists of dicts, lists, tuples, tensors and plain values. It may change once this
+        returns, except tensors in `lasting`, which may change only after `before_write`. With
         `together` all ranks of the default process group call this, each with its shards (DTensors)
-        of a tree that is the same otherwise, and with what is its `own`; without, this process
-        writes all of it.
+        of a tree that is otherwise the same, and with its `own` part; without it, this process
+        writes the whole tree.
         """
         from torchelastic.checkpoint import rank_agreement
         from torchelastic.checkpoint.background.save_job import Job
@@ -183,17 +183,17 @@ class CheckpointStore(CheckpointManager):
         content = self._planner.content(tree, own, rank=rank, size=size)
         if not self._may_begin(step, content.bytes, together):
             return False
-        if (turn := self._take_turn(generation, together)) is None:
+        if (claim := self._claim_fence(generation, together)) is None:
             return False
         plan, slots, number = content.plan, content.slots, self._next_number()
-        job = Job(step, rank, size, plan, slots, turn.fence, number, self._patience)
-        # A large one never waits for its turn: its copy begins at once.
+        job = Job(step, rank, size, plan, slots, claim.fence, number, self._patience)
+        # A large one never waits for another: its copy begins at once.
         behind = content.bytes >= LARGE and bool(lasting) and not self._at_once
         staged = self._copy(content, step, by_address(lasting) if behind else None)
         if staged is None:
-            self._write_at_once(job, turn, content)
+            self._write_at_once(job, claim, content)
         else:
-            self._put(job, turn, *staged, self._way(content.bytes))
+            self._put(job, claim, *staged, self._way(content.bytes))
             self._copying = staged[1]
         if not behind:
             self._copy_rest()
@@ -201,7 +201,7 @@ class CheckpointStore(CheckpointManager):
         return True
 
     def before_write(self) -> None:
-        """Wait until all is copied, and help: what was saved is about to be written to."""
+        """Finish the copy: the saved tensors are about to change."""
         if self._copying is not None:
             began = time.monotonic()
             self._copy_rest()
@@ -215,12 +215,12 @@ class CheckpointStore(CheckpointManager):
                 self._copying = None
 
     def _stood(self, seconds: float) -> None:
-        """The training thread has waited for this checkpoint."""
+        """Count seconds that the training thread waited for this checkpoint."""
         self._blocked += seconds
         stalls.add("checkpoint", seconds)
 
     def wait(self) -> None:
-        """Wait until everything saved is in storage, or has failed to get there."""
+        """Wait until everything saved is in storage or has failed."""
         self._runner.wait()
 
     def finish(self) -> None:
@@ -228,7 +228,7 @@ class CheckpointStore(CheckpointManager):
         self._runner.finish()
 
     def close(self) -> None:
-        """Wait for what is being written, then give back the memory and the process."""
+        """Wait for the checkpoint being written, then free the memory and end the process."""
         self._runner.wait()
         if self._process is not None:
             self._process.close()
@@ -237,10 +237,10 @@ class CheckpointStore(CheckpointManager):
         self._process, self._stagings = None, []
 
     def _may_begin(self, step: int, size: int, together: bool) -> bool:
-        """Whether it can be written, or wait for its turn.
+        """Return True if it can be written now, or may wait for the one before.
 
-        Waiting takes memory for another copy, which a large state is not given; and what waits may
-        be dropped for a newer one, which ranks that save together would each do in their own time.
+        A large state may not wait, because that takes memory for another copy. Neither may ranks
+        that save together: each could drop the waiting one for a newer one at another time.
         """
         busy = self._runner.is_busy
         if together:
@@ -251,7 +251,7 @@ class CheckpointStore(CheckpointManager):
         skipped = busy and (together or size >= LARGE)
         if skipped:
             log.warning(
-                "No checkpoint of step %d: the one before is still being written to %s.",
+                "Skipped the checkpoint of step %d: the one before is still being written to %s.",
                 step,
                 self.url,
             )
@@ -260,7 +260,7 @@ class CheckpointStore(CheckpointManager):
     def _copy(
         self, content: Content, step: int, lasting: Mapping[int, torch.Tensor] | None
     ) -> tuple[Staging, Copying] | None:
-        """Into memory that is free; None, and a word in the log, where there is none to be had."""
+        """Copy into free memory; None, with a warning, if there is not enough memory."""
         staging = self._free_memory(step)
         try:
             slots, size = content.slots, content.room
@@ -284,7 +284,7 @@ class CheckpointStore(CheckpointManager):
         return free[0]
 
     def _step_after(self, step: int) -> int:
-        """Of which step the next is to be, as this rank sees it."""
+        """Return the step of the next checkpoint, from this rank's view."""
         pace = self._pace
         if pace is None or step <= pace.step:
             return step + 1
@@ -292,50 +292,50 @@ class CheckpointStore(CheckpointManager):
         return step + max(1, round(pace.seconds / max(pace_of_steps, 1e-6)))
 
     def _next_number(self) -> int | None:
-        """Of a checkpoint that others write with us, whatever becomes of our part."""
+        """Take the number of a checkpoint that ranks write together, even if our part fails."""
         number = self._sequence
         if number is not None:
             self._sequence = number + 1
         return number
 
-    def _take_turn(self, generation: int | None, together: bool) -> Turn | None:
-        """This world's; with others, the same for all, and the number of the checkpoint with it."""
+    def _claim_fence(self, generation: int | None, together: bool) -> FenceClaim | None:
+        """Return this world's claim; ranks that save together agree on it and on the number."""
         if generation is None:
             generation = int(env.get("TORCHELASTIC_RESTART_COUNT") or 0)
-        if self._turn is None or self._turn.fence.generation != generation:
-            self._turn, self._sequence = Turn(self.catalog, _new_fence(generation)), None
-        if together and self._sequence is None and not self._agree_on_names(self._turn):
+        if self._claim is None or self._claim.fence.generation != generation:
+            self._claim, self._sequence = FenceClaim(self.catalog, _new_fence(generation)), None
+        if together and self._sequence is None and not self._agree_on_names(self._claim):
             return None
-        return self._turn  # which may be another one now
+        return self._claim  # `_agree_on_names` may have replaced it
 
-    def _agree_on_names(self, turn: Turn) -> bool:
-        """Once in a world: rank 0's fence is everybody's, and so is its next number."""
+    def _agree_on_names(self, claim: FenceClaim) -> bool:
+        """Use rank 0's fence token and next number on all ranks. Once in a world."""
         from torchelastic.checkpoint import rank_agreement
 
         told: dict[str, Any] = {}
         if rank_agreement.world()[0] == 0:
             try:
-                told = {"token": turn.fence.token, "sequence": self.catalog.next_sequence()}
+                told = {"token": claim.fence.token, "sequence": self.catalog.next_sequence()}
             except Exception as error:  # of any storage; the others wait for an answer
                 told = {"error": repr(error)}
         told = rank_agreement.of_rank_0(told)
         if "error" in told:
-            log.error("No checkpoint: %s cannot be listed (%s).", self.url, told["error"])
+            log.error("Skipped a checkpoint: could not list %s (%s).", self.url, told["error"])
             return False
         self._sequence = int(told["sequence"])
-        if told["token"] != turn.fence.token:
-            self._turn = Turn(self.catalog, replace(turn.fence, token=str(told["token"])))
+        if told["token"] != claim.fence.token:
+            self._claim = FenceClaim(self.catalog, replace(claim.fence, token=str(told["token"])))
         return True
 
     def _way(self, size: int) -> Callable[[Job, int], Written]:
-        """How what is in a memory is written: by this process, or by another."""
+        """Return the function that writes a copied state: in this process, or in another."""
         process = self._writer == "process" or (self._writer == "auto" and size >= LARGE)
         process = process and self._is_portable
         if process and not self.catalog.storage.is_private:
             from torchelastic.checkpoint.background.writer_process import WriterProcess
 
             if self._process is None:
-                self._process = WriterProcess(self.url, self._options, self._keeping)
+                self._process = WriterProcess(self.url, self._options, self._retention)
             return self._process.run
         from torchelastic.checkpoint.background.save_job import run
         from torchelastic.checkpoint.background.staging import staged
@@ -345,36 +345,36 @@ class CheckpointStore(CheckpointManager):
     def _put(
         self,
         job: Job,
-        turn: Turn,
+        claim: FenceClaim,
         staging: Staging,
         copying: Copying,
         write: Callable[[Job, int], Written],
     ) -> None:
         def task() -> None:
             self._finish_copy(job, copying)
-            self._write(job, turn, lambda job: write(job, staging.descriptor))
+            self._write(job, claim, lambda job: write(job, staging.descriptor))
 
         self._runner.put(Task(job.step, task, staging.release))
 
-    def _write_at_once(self, job: Job, turn: Turn, content: Content) -> None:
-        """From where it lies, while the training waits: better than no checkpoint at all."""
+    def _write_at_once(self, job: Job, claim: FenceClaim, content: Content) -> None:
+        """Write without a copy, while training waits: better than no checkpoint."""
         from torchelastic.checkpoint.background.save_job import run
 
         def write(job: Job) -> Written:
             return run(job, self.catalog, content.tensors)
 
-        self._runner.put(Task(job.step, lambda: self._write(job, turn, write)))
+        self._runner.put(Task(job.step, lambda: self._write(job, claim, write)))
         self._runner.wait()
 
-    def _write(self, job: Job, turn: Turn, write: Callable[[Job], Written]) -> None:
-        """In the thread."""
+    def _write(self, job: Job, claim: FenceClaim, write: Callable[[Job], Written]) -> None:
+        """Runs in the writer thread."""
         if job.rank == 0:
-            turn.ensure()
-        shipper = replace(job, history=turn.history())
-        self._note(shipper, write(shipper))
+            claim.ensure()
+        job = replace(job, history=claim.history())
+        self._note(job, write(job))
 
     def _finish_copy(self, job: Job, copying: Copying) -> None:
-        """In the thread; raises if there is nothing that could be written."""
+        """Runs in the writer thread; raises if the copy is unusable."""
         from torchelastic.checkpoint.background.save_job import give_up
 
         try:
@@ -392,7 +392,7 @@ class CheckpointStore(CheckpointManager):
             self._pace = (self._pace or Pace.begin(self.every, step, now)).began(step, now)
 
     def _note(self, job: Job, written: Written) -> None:
-        """It is written: how long that took tells when the next is due. Rank 0 tells the user."""
+        """Record a written checkpoint: its cost decides when the next is due. Rank 0 logs it."""
         self.seconds = written.seconds
         seen = job.history
         self._measured = Measured(self._blocked, written.seconds, seen.seconds, seen.ended)
@@ -401,7 +401,7 @@ class CheckpointStore(CheckpointManager):
         self.saved_step = job.step
         milestones.checkpoint_stored(job.step, written.seconds, written.size)
         log.info(
-            "Wrote checkpoint %s, of step %d (%.1f MB), in %.2f s; it stopped training for %.3f s.",
+            "Wrote checkpoint %s of step %d (%.1f MB) in %.2f s; training waited %.3f s.",
             written.name,
             job.step,
             written.size / 1e6,
@@ -410,8 +410,8 @@ class CheckpointStore(CheckpointManager):
         )
         if self.every is not None and self.every.auto:
             log.info(
-                "The next checkpoint is due in %.0f s: one costs %.3f s, and failures are taken to "
-                "be %.0f s apart.",
+                "The next checkpoint is due in %.0f s: one costs %.3f s of training, and the mean "
+                "time between failures is %.0f s.",
                 interval.automatic(self._measured),
                 self._measured.cost,
                 interval.between_failures(seen.seconds, seen.ended),
@@ -420,12 +420,12 @@ class CheckpointStore(CheckpointManager):
     # --- loading ---------------------------------------------------------------------------------
 
     def load(self, like: Any = None, *, together: bool = False, beyond: int = -1) -> Loaded | None:
-        """Read the newest that is whole; None where there is none of a step `beyond` this one.
+        """Read the newest valid checkpoint; None if there is none of a step after `beyond`.
 
-        Torn, corrupt and void ones are told and passed over. Where `like`, a tree as given to
-        `save`, has DTensors, this rank's shards are read; everything else is read in full. (`like`
-        may be a function: it is given what is stored, by name, and returns the DTensors by name.)
-        With `together` all ranks read what rank 0 finds.
+        Torn, corrupt and void ones are logged and skipped. Where `like`, a tree as passed to
+        `save`, has DTensors, only this rank's shards are read; everything else is read in full.
+        (`like` may be a function: it gets the stored tensors' metadata by name and returns DTensors
+        by name.) With `together` all ranks read the checkpoint that rank 0 finds.
         """
         from torchelastic.checkpoint import rank_agreement
 
@@ -451,7 +451,7 @@ class CheckpointStore(CheckpointManager):
                 told = {"error": repr(error)}
         told = rank_agreement.of_rank_0(told)
         if "error" in told:
-            raise CheckpointError(f"The checkpoints at {self.url} cannot be read: {told['error']}.")
+            raise CheckpointError(f"Could not read the checkpoints at {self.url}: {told['error']}.")
         return None if told["found"] is None else (str(told["found"][0]), int(told["found"][1]))
 
     def _read(self, name: str, step: int, like: Any, rank: int) -> Loaded:
@@ -461,8 +461,8 @@ class CheckpointStore(CheckpointManager):
             tree, own = dcp_files.read(self.catalog.storage, name, like, rank=rank)
         except Exception as error:
             raise CheckpointError(
-                f"The checkpoint {self.url}/{name} is whole, but cannot be loaded "
-                f"({error!r}): remove it to go on from the one before."
+                f"Could not load checkpoint {self.url}/{name}, though its checksums match "
+                f"({error!r}): remove it to continue from the one before."
             ) from error
         return Loaded(name, step, tree, own)
 
@@ -484,7 +484,7 @@ class CheckpointStore(CheckpointManager):
 
 
 class FileSystemCheckpointManager(CheckpointStore):
-    """0.1's name of a store in a directory, which is made if it is not there."""
+    """0.1's name for a store in a directory, which is created if necessary."""
 
     def __init__(
         self,
@@ -513,4 +513,4 @@ def _is_plain(options: Mapping[str, Any]) -> bool:
 
 def _check_keep(name: str, value: int | None) -> None:
     if value is not None and value < 1:
-        raise ConfigError(f"{name} is {value}: keep at least 1, or None to keep all.")
+        raise ConfigError(f"{name} is {value}: it must be at least 1, or None to keep all.")

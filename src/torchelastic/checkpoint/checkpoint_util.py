@@ -1,4 +1,4 @@
-"""`CheckpointUtil`: checkpoints for a training loop of the user's own, with the names of 0.1."""
+"""`CheckpointUtil`: checkpoints for a custom training loop, with the names of 0.1."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ S = TypeVar("S", bound=_State)
 
 
 class CheckpointUtil:
-    """Loads at the beginning, saves when the coordinator or the state says so, on rank 0.
+    """Loads at the beginning, saves when the coordinator or the state wants to, on rank 0.
 
-    Unlike in 0.1 saving stops nobody: there is no barrier. Call `torchelastic.checkpoint.finish()`
-    at the end of the training, it waits for the last one.
+    Unlike in 0.1, saving has no barrier. Call `torchelastic.checkpoint.finish()` at the end of the
+    training: it waits for the last checkpoint.
     """
 
     def __init__(self, coordinator: _Coordinator) -> None:
@@ -44,7 +44,7 @@ class CheckpointUtil:
         return state
 
     def set_checkpoint_loaded(self) -> None:
-        """From now on this worker has a state: no checkpoint is loaded over it or its peers'."""
+        """Note that this worker has a state: no worker of the world loads a checkpoint any more."""
         self.checkpoint_loaded = True
 
     def save_checkpoint(self, state: S, rank: int) -> None:
@@ -56,7 +56,7 @@ class CheckpointUtil:
 
 
 def _anyone(flag: bool) -> bool:
-    """Whether it is set on any worker of the world."""
+    """Return True if it is set on any worker of the world."""
     if not (dist.is_available() and dist.is_initialized()):
         return flag
     flags = torch.tensor([int(flag)], device=torch_backends.here())

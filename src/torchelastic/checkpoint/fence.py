@@ -1,13 +1,13 @@
-"""Who may write into a directory of checkpoints, and which of them are void. Pure.
+"""The fence: which world may write checkpoints, and which checkpoints are void. Pure.
 
-Each world that writes checkpoints takes the fence, with a token of its own. Whoever finds another's
-token there has been replaced, and what it was writing is dropped. The world also says its base, the
-step it begins from: what was stored before of any later step is void, since those steps are done
-again, with other samples perhaps.
+Each world that writes checkpoints takes the fence with its own token. A writer that finds another
+token has been replaced, and drops its checkpoint. The world also records its base, the step it
+begins from: earlier checkpoints of later steps are void, because those steps are done again,
+possibly with other samples.
 
-A fence whose checksum is wrong is rebuilt from the checkpoints: where a later one is of an earlier
-step, a world has done those steps again. What a world has voided that stored nothing itself is good
-again then, and whoever is about to write takes the fence anew, unless a later world has written.
+A fence with a wrong checksum is rebuilt from the checkpoints: if a later one has an earlier step,
+a world has redone those steps. Checkpoints voided by a world that stored nothing become valid again
+then. The next writer takes the rebuilt fence, unless a later world has written.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class World:
-    """Where a world began: checkpoints up to `sequence` of steps beyond `base` are void."""
+class WorldStart:
+    """The start of a world: checkpoints up to `sequence` of steps beyond `base` are void."""
 
     sequence: int
     base: int
@@ -30,66 +30,66 @@ class World:
 
 @dataclass(frozen=True)
 class Fence:
-    """The one who writes now, and what came to nothing before."""
+    """The current writer, and the worlds that voided earlier checkpoints."""
 
     token: str = ""
-    #: The job, and which start of it, where that is known.
+    #: The job, and the start of it, if known.
     run: str = ""
     start: str = ""
     generation: int = -1
-    worlds: tuple[World, ...] = ()
+    worlds: tuple[WorldStart, ...] = ()
     #: Made by `rebuilt`; never stored.
     is_rebuilt: bool = False
 
 
-class Verdict(enum.Enum):
+class WriteVerdict(enum.Enum):
     MINE = "go on"
-    #: A world that is over has come late and taken it.
+    #: A world that is over took the fence late.
     RETAKE = "take it back"
     VOID = "give up"
 
 
-def judge(fence: Fence, mine: Fence) -> Verdict:
-    """Whether the writer `mine` may still commit."""
+def judge(fence: Fence, mine: Fence) -> WriteVerdict:
+    """Decide if the writer `mine` may still commit."""
     if fence.is_rebuilt:
-        return Verdict.VOID if is_late(fence, mine) else Verdict.RETAKE
+        return WriteVerdict.VOID if is_late(fence, mine) else WriteVerdict.RETAKE
     if fence.token == mine.token:
-        return Verdict.MINE
+        return WriteVerdict.MINE
     if is_same_start(fence, mine) and fence.generation < mine.generation:
-        return Verdict.RETAKE
-    return Verdict.VOID
+        return WriteVerdict.RETAKE
+    return WriteVerdict.VOID
 
 
 def is_late(fence: Fence, mine: Fence) -> bool:
-    """Whether a later world has taken it already, so that `mine` must not.
+    """Return True if a later world has the fence, so that `mine` must not take it.
 
-    Where starts are not known it may also be a job that was started anew: its turn has come.
+    If starts are unknown, `mine` may be a newer start of the job, which may take it.
     """
     return bool(mine.start) and is_same_start(fence, mine) and fence.generation > mine.generation
 
 
 def is_same_start(fence: Fence, mine: Fence) -> bool:
-    """Whether generations can be compared: a job that is started anew counts from 0 again."""
+    """Return True if generations are comparable: a new start of a job counts from 0 again."""
     return (fence.run, fence.start) == (mine.run, mine.start)
 
 
 def taken(fence: Fence, mine: Fence, *, sequence: int, base: int | None) -> Fence:
-    """The fence once `mine` has it; `sequence` is the last one there, `base` where it begins."""
+    """Return the fence after `mine` takes it; `sequence` is the last one there."""
     if base is None:
         return replace(mine, worlds=fence.worlds)
-    world = World(sequence, base)
-    # What an earlier world says is said again by one with a base that is not later.
+    world = WorldStart(sequence, base)
+    # An earlier world is redundant if this one has the same or an earlier base.
     kept = tuple(one for one in fence.worlds if one.base < base)
     return replace(mine, worlds=(*kept, world))
 
 
-def is_void(sequence: int, step: int | None, worlds: Sequence[World]) -> bool:
+def is_void(sequence: int, step: int | None, worlds: Sequence[WorldStart]) -> bool:
     return step is not None and any(sequence <= w.sequence and step > w.base for w in worlds)
 
 
 def rebuilt(stored: Sequence[tuple[int, int | None]], newest: Fence) -> Fence:
-    """A fence instead of a damaged one. `stored` are all checkpoints, sequence and step, in any
-    order; `newest` says who has written the last of them."""
+    """Return a replacement for a damaged fence. `stored` are all checkpoints, sequence and step, in
+    any order; `newest` is the writer of the last one."""
     found = newest
     last = -1
     for sequence, step in sorted(stored, key=lambda one: one[0]):
@@ -106,20 +106,20 @@ def to_json(fence: Fence) -> bytes:
 
 
 def from_json(data: bytes | None) -> Fence:
-    """The fence there is, if any; `ValueError` where it is damaged. Files of releases that wrote no
-    checksum have five entries at most."""
+    """Parse the fence, if any; `ValueError` if it is damaged. Files of releases without checksums
+    have at most five entries."""
     if data is None:
         return Fence()
     try:
         found = json.loads(data)
         crc = found.pop("crc", None)
         if found.keys() - asdict(Fence()).keys() or (crc is not None and crc != _crc(found)):
-            raise ValueError("its checksum is wrong")
-        worlds = tuple(World(int(w["sequence"]), int(w["base"])) for w in found["worlds"])
+            raise ValueError("the checksum does not match")
+        worlds = tuple(WorldStart(int(w["sequence"]), int(w["base"])) for w in found["worlds"])
         token, run, start = (str(found.get(name, "")) for name in ("token", "run", "start"))
         return Fence(token, run, start, int(found["generation"]), worlds)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no fence: {data!r:.80}") from error
+        raise ValueError(f"not a fence: {data!r:.80}") from error
 
 
 def _crc(content: Mapping[str, Any]) -> int:

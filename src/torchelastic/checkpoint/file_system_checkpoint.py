@@ -1,4 +1,4 @@
-"""0.1's checkpoint: streams under names, in a storage, all there or not there at all."""
+"""0.1's checkpoint: named streams in a storage, visible all at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchelastic.errors import CheckpointError, ConfigError
 
 
 class FileSystemCheckpoint(Checkpoint):
-    """One directory of files, one for each key. Made by its store."""
+    """One directory with a file for each key. Created by its store."""
 
     def __init__(self, catalog: Catalog, record: Record | None, draft: Draft | None = None) -> None:
         self._catalog, self._record, self._draft = catalog, record, draft
@@ -23,7 +23,7 @@ class FileSystemCheckpoint(Checkpoint):
 
     @classmethod
     def new(cls, catalog: Catalog) -> FileSystemCheckpoint:
-        catalog.tidy()  # what killed writers left
+        catalog.tidy()  # leftovers of killed writers
         name = name_of(catalog.next_sequence(), None, secrets.token_hex(3))
         return cls(catalog, None, catalog.begin(name))
 
@@ -32,25 +32,27 @@ class FileSystemCheckpoint(Checkpoint):
 
     @property
     def directory(self) -> str:
-        """Where its files are at present, in its storage."""
+        """The current directory of its files in the storage."""
         if self._record is not None:
             return self._record.name
         return self._draft.directory if self._draft is not None else ""
 
     @property
     def sequence_id(self) -> int:
-        """A later one has a larger one."""
+        """Grows from checkpoint to checkpoint."""
         name = self._draft.name if self._draft is not None else self.directory
         return sequence_of(name) or 0
 
     @property
     def step(self) -> int | None:
-        """How many steps it is of, where whoever wrote it has said."""
+        """The number of committed steps, if known."""
         return self._record.step if self._record is not None else None
 
     def open_output_stream(self, key: str) -> IO[bytes]:
         if self._draft is None:
-            raise CheckpointError(f"{self!r} cannot be written to: make a new checkpoint.")
+            raise CheckpointError(
+                f"{self!r} is committed and cannot change: create a new checkpoint."
+            )
         stream = io.BufferedWriter(_Stream(self._draft, _file(key)))
         self._streams.append(stream)
         return stream
@@ -60,7 +62,7 @@ class FileSystemCheckpoint(Checkpoint):
 
     def commit(self) -> None:
         if self._discarded:
-            raise CheckpointError(f"{self!r} was discarded: make a new checkpoint.")
+            raise CheckpointError(f"{self!r} was discarded: create a new checkpoint.")
         if self._draft is not None:
             self._close_streams()
             draft, content = self._draft, Marker(files=self._draft.files)
@@ -83,7 +85,7 @@ class FileSystemCheckpoint(Checkpoint):
 
 
 class _Stream(io.RawIOBase):
-    """Into a file of a draft, which is told what was written when the stream is closed."""
+    """Writes a file of a draft; closing it records size and checksum in the draft."""
 
     def __init__(self, draft: Draft, file: str) -> None:
         super().__init__()
@@ -104,5 +106,5 @@ class _Stream(io.RawIOBase):
 
 def _file(key: str) -> str:
     if not key or key.startswith(".") or "/" in key or key == marker.NAME:
-        raise ConfigError(f"'{key}' cannot name a file of a checkpoint: use a plain word.")
+        raise ConfigError(f"'{key}' is not a valid checkpoint key: use a plain file name.")
     return key

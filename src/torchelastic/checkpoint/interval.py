@@ -1,8 +1,8 @@
-"""When a checkpoint is due: every so many steps, every so many seconds, or as often as pays. Pure.
+"""The checkpoint interval: a number of steps, a time, or automatic. Pure.
 
-As often as pays is Daly's refinement of Young's rule: a checkpoint that costs C, where failures are
-M apart, is best written every sqrt(2 C M) or so. Rarer loses more work to a failure, oftener costs
-more than failures do.
+The automatic interval is Daly's refinement of Young's rule: if a checkpoint costs C and the mean
+time between failures is M, the best interval is about sqrt(2 C M). A longer one loses more work to
+a failure, a shorter one costs more than failures do.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from torchelastic.errors import ConfigError
 
 AUTO = "auto"
-#: Before any failure was seen they are taken to be so far apart, in seconds.
+#: Assumed mean time between failures before any failure was seen, in seconds.
 PRIOR = 4 * 3600.0
-#: What is written behind the training takes memory, cores and network from it: so much of the time
-#: that takes counts as lost. Else one that stops nobody would be followed by the next at once.
+#: Background writes take memory, cores and network from the training: this fraction of the write
+#: time counts as lost. Otherwise a checkpoint that never blocks would cost nothing.
 HIDDEN = 0.02
-#: Automatic intervals are never shorter than this, in seconds: a cost measured as 0 says little.
+#: The shortest automatic interval in seconds, because a measured cost of 0 is unreliable.
 SHORTEST = 10.0
 
 _SECONDS = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h)")
@@ -28,7 +28,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True)
 class Every:
-    """How often: exactly one of the three."""
+    """The interval between checkpoints: exactly one of the three."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -36,7 +36,7 @@ class Every:
 
 
 def parse(every: int | str | None) -> Every | None:
-    """`500` steps, `"90s"`, `"10m"`, `"2h"`, `"auto"`; None: only when somebody asks."""
+    """Parse `500` (steps), `"90s"`, `"10m"`, `"2h"`, `"auto"`; None: only on request."""
     if every is None:
         return None
     if every == AUTO:
@@ -46,7 +46,7 @@ def parse(every: int | str | None) -> Every | None:
     found = _SECONDS.fullmatch(every) if isinstance(every, str) else None
     if found is None or float(found[1]) <= 0:
         raise ConfigError(
-            f"every is {every!r}: say a number of steps, a time like '90s', '10m' or '2h', "
+            f"every is {every!r}: use a number of steps, a time like '90s', '10m' or '2h', "
             "or 'auto'."
         )
     return Every(seconds=float(found[1]) * _UNITS[found[2]])
@@ -62,19 +62,19 @@ def best_interval(cost: float, between_failures: float) -> float:
 
 
 def between_failures(elapsed: float, failures: int) -> float:
-    """The mean time between failures, as far as it is known: `PRIOR` counts as one of them."""
+    """Estimate the mean time between failures; `PRIOR` counts as one failure."""
     return (elapsed + PRIOR) / (failures + 1)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the automatic interval is chosen from."""
+    """The measurements that the automatic interval is computed from."""
 
-    #: Seconds the training was stopped for one checkpoint.
+    #: Seconds that training waited for one checkpoint.
     blocked: float
     #: Seconds until it was in storage.
     written: float
-    #: Seconds the job has been watched for, and the failures in them.
+    #: Seconds that the job has been observed, and the failures in that time.
     elapsed: float
     failures: int
 
@@ -92,15 +92,15 @@ def automatic(measured: Measured) -> float:
 
 @dataclass(frozen=True)
 class Pace:
-    """When the next one is due. A value: each method gives the pace after it."""
+    """The schedule of the next checkpoint. Immutable: each method returns the next pace."""
 
     every: Every
-    #: When the last one was begun, by any clock that only grows; and of which step it is.
+    #: When the last one was begun, by a monotonic clock, and its step.
     last: float
     step: int
-    #: The last step that was asked about, and the one before: not every step need be.
+    #: The last two steps that `at` was called with; it may skip steps.
     asked: tuple[int, int]
-    #: Seconds between two, where they are counted in seconds.
+    #: The interval, if it is a time.
     seconds: float = SHORTEST
 
     @classmethod
@@ -108,7 +108,7 @@ class Pace:
         return cls(every, now, step, (step, step), every.seconds or SHORTEST)
 
     def at(self, step: int) -> Pace:
-        """This step is asked about."""
+        """Move to this step."""
         last, _ = self.asked
         if step == last:
             return self
@@ -124,5 +124,5 @@ class Pace:
         return replace(self, last=now, step=step)
 
     def learned(self, measured: Measured) -> Pace:
-        """The interval follows what was measured, if it is automatic."""
+        """Update the interval from the measurements, if it is automatic."""
         return replace(self, seconds=automatic(measured)) if self.every.auto else self

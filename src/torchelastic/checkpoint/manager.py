@@ -1,4 +1,4 @@
-"""What a checkpoint and a manager of checkpoints are, and which manager this process uses."""
+"""The interfaces of checkpoints and their managers, and the manager of this process."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import IO, Protocol
 
-#: Where the state is kept in a checkpoint, and where the step it is of.
+#: The keys of the state and of its step in a checkpoint.
 STATE_KEY = "default"
 PROGRESS_KEY = "progress"
 
 
 class Saved(Protocol):
-    """What of a `State` a checkpoint needs."""
+    """The methods of a `State` that a checkpoint needs."""
 
     def save(self, stream: IO[bytes]) -> None: ...
 
@@ -20,50 +20,50 @@ class Saved(Protocol):
 
 
 class Checkpoint(ABC):
-    """Streams under names, all there or not there at all: `commit` makes them visible."""
+    """Named streams that become visible all at once, by `commit`."""
 
     @abstractmethod
     def open_output_stream(self, key: str) -> IO[bytes]:
-        """A stream to write to; what was written under the same key before is replaced."""
+        """Open a stream to write to; replaces an earlier stream with the same key."""
 
     @abstractmethod
     def open_input_stream(self, key: str) -> IO[bytes]:
-        """A stream to read from; FileNotFoundError or KeyError where there is no such key."""
+        """Open a stream to read from; FileNotFoundError or KeyError if the key is unknown."""
 
     @abstractmethod
     def commit(self) -> None:
-        """Make it visible, lastingly. Once is enough; more does nothing."""
+        """Make it visible and durable. Further calls do nothing."""
 
     @abstractmethod
     def discard(self) -> None:
-        """Remove it, and whatever was written of it."""
+        """Remove it and all its streams."""
 
 
 class CheckpointManager(ABC):
-    """Where checkpoints are kept. Each has an integer for an id, a later one a larger one."""
+    """Stores checkpoints. Each has an integer id that grows."""
 
     @abstractmethod
     def create_checkpoint(self) -> Checkpoint:
-        """A new, empty checkpoint that nobody sees before it is committed."""
+        """Create an empty checkpoint that is invisible until it is committed."""
 
     @abstractmethod
     def get_checkpoint(self, sequence_id: int) -> Checkpoint | None:
-        """The committed checkpoint with this id; None where there is none."""
+        """Return the committed checkpoint with this id; None if there is none."""
 
     @abstractmethod
     def get_latest_checkpoint(self) -> Checkpoint | None:
-        """The committed checkpoint with the largest id; None where there is none."""
+        """Return the committed checkpoint with the largest id; None if there is none."""
 
     @abstractmethod
     def list_checkpoints(self) -> Sequence[Checkpoint]:
-        """Every committed checkpoint, the latest first."""
+        """Return every committed checkpoint, the latest first."""
 
 
 _manager: CheckpointManager | None = None
 
 
 def set_checkpoint_manager(manager: CheckpointManager | None) -> None:
-    """The manager this process uses from now on; None, as at the start: no checkpoints."""
+    """Set the checkpoint manager of this process; None (the default): no checkpoints."""
     global _manager
     _manager = manager
 

@@ -1,4 +1,4 @@
-"""The commit marker: the last file of a checkpoint. Without it there is none. Pure."""
+"""The commit marker: the last file written, which makes a checkpoint valid. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FORMAT = "torchelastic checkpoint 1"
 
 @dataclass(frozen=True)
 class File:
-    """How long a file is, and the CRC-32 of its bytes."""
+    """The size of a file, and the CRC-32 of its bytes."""
 
     size: int
     crc: int
@@ -20,22 +20,22 @@ class File:
 
 @dataclass(frozen=True)
 class History:
-    """What a start of a job has seen when a checkpoint is written."""
+    """The history of a start of a job, when a checkpoint is written."""
 
-    #: Seconds that it has been watched for, and the worlds that came to an end in them.
+    #: Seconds that it has been observed, and the worlds that ended in that time.
     seconds: float = 0.0
     ended: int = 0
 
 
 @dataclass(frozen=True)
 class Marker:
-    """What a checkpoint says of itself."""
+    """The metadata of a checkpoint."""
 
-    #: Steps committed; None where whoever wrote it did not say.
+    #: Steps committed; None if unknown.
     step: int | None = None
     generation: int | None = None
     files: Mapping[str, File] = field(default_factory=dict)
-    #: Which start of the job wrote it, and what that has seen by then.
+    #: The start of the job that wrote it, and its history by then.
     start: str = ""
     history: History = History()
 
@@ -60,7 +60,7 @@ def to_json(marker: Marker) -> bytes:
 
 
 def from_json(data: bytes) -> Marker | None:
-    """None where it is no marker."""
+    """Parse a marker; None if it is not one."""
     try:
         found = json.loads(data)
         if found["format"] != FORMAT:
@@ -80,7 +80,7 @@ def _number(value: object) -> int | None:
 
 
 def torn(marker: Marker, sizes: Mapping[str, int]) -> str | None:
-    """What is wrong with the files there are, in words; None where nothing is."""
+    """Describe the first missing or truncated file; None if all sizes match."""
     for name, file in marker.files.items():
         if name not in sizes:
             return f"'{name}' is missing"

@@ -1,4 +1,4 @@
-"""What the ranks that save together have to agree on; small collectives of the default group."""
+"""Small collectives of the default group, for ranks that save together."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torchelastic.errors import ConfigError
 
 
 def world() -> tuple[int, int]:
-    """Rank and size; all ranks of the default group take part."""
+    """Return rank and size in the default group."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
-            "Checkpoints are saved together by the ranks of a process group, and there is none: "
-            "call torch.distributed.init_process_group first, or leave out together=True."
+            "together=True needs a process group: call torch.distributed.init_process_group "
+            "first, or leave out together=True."
         )
     return dist.get_rank(), dist.get_world_size()
 
 
 def largest(*numbers: int) -> list[int]:
-    """For each of them, the largest that any rank has."""
+    """Return, for each number, the largest value on any rank."""
     values = torch.tensor(numbers, dtype=torch.int64, device=torch_backends.here())
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return [int(value) for value in values.tolist()]
 
 
 def of_rank_0(value: Any) -> Any:
-    """What rank 0 has given, as JSON: what comes from another machine is not unpickled."""
+    """Return rank 0's value. Sent as JSON: data from another machine is never unpickled."""
     text = json.dumps(value).encode()
     (length,) = _broadcast(torch.tensor([len(text)])).tolist()
     content = torch.frombuffer(bytearray(text.ljust(length)[:length]), dtype=torch.uint8)

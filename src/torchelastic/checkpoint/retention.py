@@ -1,4 +1,4 @@
-"""Which checkpoints are removed when a new one is there. Pure."""
+"""Retention: which checkpoints to remove after a new one is written. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 
 class Dated(Protocol):
-    """A checkpoint, as far as it matters here."""
+    """A checkpoint with a step."""
 
     @property
     def step(self) -> int | None: ...
@@ -19,10 +19,10 @@ T = TypeVar("T", bound=Dated)
 def removable(
     newest_first: Sequence[T], *, keep_last: int | None, keep_every: int | None
 ) -> list[T]:
-    """What goes: all but the last `keep_last`, and but those of every `keep_every`-th step.
+    """Return all but the last `keep_last` and those of every `keep_every`-th step.
 
-    The caller hands in valid ones only: one that cannot be loaded must not count as kept. Without
-    `keep_last` nothing goes. The newest never does.
+    Pass valid checkpoints only: one that cannot be loaded must not count as kept. Without
+    `keep_last` nothing is removed. The newest is never removed.
     """
     if keep_last is None:
         return []

@@ -1,10 +1,10 @@
-"""Whether there is time for a checkpoint before this worker has to go. Pure."""
+"""Decide if there is time for a checkpoint before this worker leaves. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: A checkpoint takes so much longer than the last one at worst: everybody else may be leaving too.
+#: Allowance over the time of the last checkpoint: other workers may be saving too.
 MARGIN = 1.5
 
 
@@ -18,14 +18,14 @@ class Decision:
 def decide(
     *, grace: float | None, expected: float | None, step: int, saved: int | None
 ) -> Decision:
-    """`grace` seconds are left (None: nobody says), one is expected to take `expected` (None:
-    never measured), `step` steps are committed, and `saved` of them are in storage.
+    """Decide with `grace` seconds left (None: unknown), if a checkpoint takes `expected` seconds
+    (None: never measured), `step` steps are committed, and `saved` of them are in storage.
     """
     if saved is not None and saved >= step:
-        return Decision(False, f"step {step} is in storage already")
+        return Decision(False, f"the checkpoint of step {step} is already in storage")
     if grace is None or expected is None or expected * MARGIN <= grace:
-        return Decision(True, f"a checkpoint of step {step} is taken before this worker leaves")
+        return Decision(True, f"saving a checkpoint of step {step} first")
     return Decision(
         False,
-        f"no checkpoint of step {step}: one takes {expected:.1f} s, and {grace:.1f} s are left",
+        f"no checkpoint of step {step}: it takes {expected:.1f} s, and {grace:.1f} s are left",
     )

@@ -1,8 +1,8 @@
-"""Who writes what of a state, and under which names: a plan of torch.distributed.checkpoint.
+"""The write plan: which rank writes which tensors of a state, for torch.distributed.checkpoint.
 
-A tree is the same on all ranks but for its DTensors, of which each has its shards. What all have is
-written by one of them: who is settled by names and sizes alone, so that nobody has to ask. What
-differs from rank to rank is `own`, and each writes it under its rank.
+A tree is the same on all ranks except for its DTensors, of which each rank has its shards. A tensor
+that all ranks have is written by one of them, chosen by names and sizes alone, so that ranks need
+not communicate. Data that differs between ranks is `own`, and each rank writes it under its rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchelastic.checkpoint.background.staging import Slots, layout
 from torchelastic.errors import CheckpointError
 from torchelastic.tensors import checkpoint_tree
 
-#: Names that are ours among those of tensors: the skeletons, as bytes.
+#: Reserved tensor names: the skeletons of trees, as bytes.
 SKELETON = "torchelastic.skeleton"
 OWN = "torchelastic.own"
 #: The length of a skeleton is a multiple of this.
@@ -32,32 +32,32 @@ _GRAIN = 1024
 
 @dataclass(frozen=True)
 class Planned:
-    """What one rank writes, but for the elements of the tensors."""
+    """The part of one rank, without the elements of the tensors."""
 
     plan: SavePlan
     slots: Slots
-    #: Of the memory that has these slots, and of the tensors.
+    #: Size of the memory with these slots, and of the tensors alone.
     room: int
     bytes: int
 
 
 @dataclass(frozen=True)
 class Content(Planned):
-    """What one rank writes."""
+    """The part of one rank, with its tensors."""
 
-    #: By name, the tensors as they are in this process: a DTensor's shard.
+    #: By name, the local tensors: of a DTensor, its shard.
     tensors: Mapping[str, torch.Tensor]
 
 
 class Planner:
-    """Makes plans, and the same plan once: step after step only the elements change."""
+    """Makes plans, and reuses the last one: from step to step only the elements change."""
 
     def __init__(self) -> None:
         self._form: tuple[Any, ...] = ()
         self._planned = Planned(SavePlan([]), {}, 0, 0)
 
     def content(self, shared: Any, own: Any = None, *, rank: int = 0, size: int = 1) -> Content:
-        """The part of `shared` that falls to this rank, and all of its `own`."""
+        """Return this rank's part of `shared`, and all of its `own`."""
         skeleton, tensors = checkpoint_tree.flatten(shared, reserved=[SKELETON])
         tensors[SKELETON] = _as_tensor(skeleton)
         owned: dict[str, torch.Tensor] = {}
@@ -74,12 +74,12 @@ class Planner:
 
 
 def own_skeleton(rank: int) -> str:
-    """The name of the skeleton of what is a rank's own."""
+    """The name of the skeleton of a rank's `own` data."""
     return f"{OWN}.{rank}.skeleton"
 
 
 def _form(item: tuple[str, torch.Tensor]) -> tuple[Any, ...]:
-    """By which a tensor is known to be planned for already."""
+    """The properties of a tensor that its plan depends on."""
     name, tensor = item
     if isinstance(tensor, DTensor):
         return name, torch_private.spec_of(tensor), torch_private.local_of(tensor).stride()
@@ -98,17 +98,17 @@ def _plan(
 
 
 def _refuse_shards(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Other ranks have the rest of them, and would not be asked for it."""
+    """Refuse DTensors if one rank saves alone: other ranks have the rest."""
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1:
             raise CheckpointError(
-                f"'{name}' is sharded over ranks, of which one cannot write all: all of them call "
-                "CheckpointStore.save(..., together=True)."
+                f"'{name}' is sharded over ranks: call CheckpointStore.save(..., together=True) "
+                "on all of them."
             )
 
 
 def _as_tensor(skeleton: Any) -> torch.Tensor:
-    """With spaces at the end, so that it stays as long when numbers grow, and plans hold."""
+    """Encode a skeleton, padded so that its length, and the plan, rarely change."""
     text = json.dumps(skeleton).encode()
     room = -(-len(text) // _GRAIN) * _GRAIN
     return torch.frombuffer(bytearray(text.ljust(room)), dtype=torch.uint8)
@@ -131,7 +131,7 @@ def _share(tensors: Mapping[str, torch.Tensor], rank: int, size: int) -> dict[st
 
 
 def owners_of(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """By name, the rank that writes it: the largest first, each to whoever has least so far."""
+    """Return the writing rank by name: largest first, each to the least loaded rank."""
     load = [(0, rank) for rank in range(ranks)]
     owners = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -142,7 +142,7 @@ def owners_of(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
 
 
 def _writes(tensor: DTensor) -> bool:
-    """Whether this rank writes its shard: the first of those that hold the same, if not empty."""
+    """Return True if this rank writes its shard: the first of those that hold the same."""
     at = tensor.device_mesh.get_coordinate()
     if at is None:
         return False
@@ -151,12 +151,12 @@ def _writes(tensor: DTensor) -> bool:
 
 
 def by_address(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Tensors by where they lie in this process; a DTensor by where its shard does."""
+    """Return tensors by their address; a DTensor by that of its shard."""
     return {_memory(tensor).data_ptr(): tensor for tensor in tensors}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """As it lies in memory; there, views that conjugate or negate look like any other."""
+    """Return the local memory; resolves lazy conjugate and negative views."""
     memory = _memory(tensor).detach()
     return memory.resolve_conj().resolve_neg() if memory.is_conj() or memory.is_neg() else memory
 

@@ -1,6 +1,6 @@
 """The import paths of torchelastic 0.1 and 0.2, and of torch, that work here.
 
-Each is a file of at most 10 lines that only re-exports; where its code is, the file says.
+Each is a file of at most 10 lines that only re-exports names from their new module.
 """
 
 PATHS = (

@@ -1,19 +1,19 @@
 """Worker process: data loading in a world that changes: each sample once an epoch.
 
 order        the order of an epoch: a permutation that is computed, not stored
-shares       which samples of a step are whose, as pure functions
-progress     what was committed, and what was handed out since
+shares       the samples of a step that each rank takes, as pure functions
+progress     samples committed, and samples handed out since
 sampler      ElasticSampler
 loader       DataLoader
-stateful     the same loader on torchdata's
-streaming    ElasticStream: records in numbered shards, known only by reading
-batch_policy BatchPolicy: how many samples a step takes, and each rank's share of them
+stateful     the same loader on torchdata's StatefulDataLoader
+streaming    ElasticStream: records in numbered shards of unknown length
+batch_policy BatchPolicy: the batch size of a step, and each rank's share of it
 accumulation a step in micro-batches, with the right weights
 learning_rate SampleSchedule: learning rates that follow samples instead of steps
-ledger       Ledger: which samples each committed step has used, as JSON lines
-verdict      whether such lines prove that every sample was used exactly once
-checker      the same as a command, over files
-own_rank     which rank this process is, and of how many
+ledger       Ledger: the samples that each committed step used, as JSON lines
+verdict      checks that ledger lines use every sample exactly once
+checker      the same check as a command, over files
+own_rank     the rank of this process, and the world size
 
 The names below are loaded when they are first used: most of them need torch.
 """

@@ -1,10 +1,10 @@
 """A step in micro-batches: each with its part of the weight, gradients exchanged in the last.
 
-DDP's own `no_sync` puts back what it found when it is left. A step that fails in the middle may not
-be left: if its loop has a name, the error holds it for as long as anybody holds the error. The next
-step would then find the exchange switched off, and put that back after its last micro-batch: ranks
-would part without a word. So here nothing is put back: every micro-batch is told whether to
-exchange, and a loop whose successor has begun has no say any more.
+DDP's own `no_sync` restores the previous setting on exit. A step that fails in the middle may never
+exit: the error's traceback can keep its loop alive. The next step would then find the exchange
+switched off and restore that after its last micro-batch, so ranks would silently diverge. So here
+nothing is restored: every micro-batch sets whether to exchange, and an old loop changes nothing
+once the next one has begun.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchelastic.errors import ConfigError
 #: Samples `start` to `stop` of a batch.
 Cutter = Callable[[Any, int, int], Any]
 
-#: Which loop it is that a model takes part in.
+#: The latest loop of each model.
 _LOOPS: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
 
 
@@ -32,15 +32,15 @@ class Micro:
     """A micro-batch."""
 
     data: Any
-    #: How many samples it has; 0 where `data` only stands in.
+    #: The number of samples; 0 where `data` is only a placeholder.
     samples: int
-    #: What its mean loss is multiplied with.
+    #: The factor for its mean loss.
     scale: float
-    #: Whether this is the last one, whose backward exchanges gradients.
+    #: This is the last one; its backward exchanges gradients.
     last: bool
 
     def backward(self, loss: torch.Tensor) -> None:
-        """`loss` is a mean over this micro-batch, on every rank, also where data stands in.
+        """Run backward. `loss` is the mean over this micro-batch, also for a placeholder.
 
         With a GradScaler: `scaler.scale(loss * micro.scale).backward()`.
         """
@@ -66,7 +66,7 @@ def _loop(
         for number, (start, stop, scale) in enumerate(cuts, 1):
             last = number == len(cuts)
             _exchange(models, this, last)
-            # What stands in for nothing is a sample that is there.
+            # An empty micro-batch gets a placeholder sample.
             data = cut(batch, start, stop) if stop > start else cut(batch, 0, 1)
             yield Micro(data, stop - start, scale, last)
     finally:
@@ -75,7 +75,7 @@ def _loop(
 
 
 def _exchange(models: Sequence[nn.Module], this: object, on: bool) -> None:
-    """Have the next forward and backward exchange gradients, or not."""
+    """Switch the gradient exchange of the next forward and backward on or off."""
     for model in models:
         if _LOOPS[model] is this:
             _switch(model, on)
@@ -92,7 +92,7 @@ def _switch(model: Any, on: bool) -> None:
 
 
 def cut_tree(batch: Any, start: int, stop: int) -> Any:
-    """Every tensor and array of the tree, and every list of values, from `start` to `stop`."""
+    """Slice every tensor, array and list of values in the tree from `start` to `stop`."""
     if isinstance(batch, Mapping):
         return {key: cut_tree(value, start, stop) for key, value in batch.items()}
     if _is_branch(batch):
@@ -102,7 +102,7 @@ def cut_tree(batch: Any, start: int, stop: int) -> Any:
 
 
 def _is_branch(value: Any) -> bool:
-    """A list or tuple of trees, and not one of texts or numbers, one for each sample."""
+    """True for a list or tuple of trees; False for one value per sample."""
     return isinstance(value, list | tuple) and any(
         isinstance(part, Mapping | list | tuple) or hasattr(part, "shape") for part in value
     )
@@ -113,9 +113,9 @@ def _check_length(batch: Any, *, expected: int) -> None:
     if found != {expected}:
         told = " and ".join(map(str, sorted(found, key=str))) or "no"
         raise ConfigError(
-            f"This rank's share is {expected} samples, but the batch has {told}: pass total= for "
-            "the smaller batch at the end of an epoch, cut= for a batch that is not made of tensors"
-            " with the samples in their first dimension."
+            f"This rank's share is {expected} samples, but the batch has {told}. Pass total= for "
+            "the smaller batch at the end of an epoch, or cut= if the batch is not made of tensors "
+            "whose first dimension is the samples."
         )
 
 

@@ -1,4 +1,4 @@
-"""`BatchPolicy`: how many samples a step takes in a world of any size, and each rank's share.
+"""`BatchPolicy`: the batch size of a step in a world of any size, and each rank's share.
 
     policy = BatchPolicy.constant_global(256, micro=32)
 
@@ -7,9 +7,9 @@
     policy.micro_batches(3)        3           of at most 32 samples, equally many on every rank
     policy.weight(0, 3)            1.0078125   86 of 256 samples, times 3
 
-Ranks with unequal shares cannot simply have their gradients averaged: a sample of a small share
-would count for more. DDP adds the gradients of all ranks and divides by their number; so a rank's
-mean loss is multiplied with size * share / batch, and what comes out is the mean over all samples.
+If ranks have unequal shares, averaging their gradients would give more weight to the samples of a
+small share. DDP sums the gradients of all ranks and divides by their number. So each rank's mean
+loss is multiplied by size * share / batch; the result is the mean over all samples.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from torchelastic.errors import ConfigError
 if TYPE_CHECKING:
     from torchelastic.data.accumulation import Cutter, Micro
 
-#: Of how many times the batch is what the learning rate was chosen for, to what it is times.
+#: Maps the growth factor of the batch to the factor for the learning rate.
 LrRule = Callable[[float], float]
 
 _RULES: dict[str, LrRule] = {"linear": float, "sqrt": math.sqrt}
 
 
 class Cut(NamedTuple):
-    """A micro-batch: samples `start` to `stop` of a rank's share, and what its mean loss is times.
+    """A micro-batch: samples `start` to `stop` of a rank's share, and the factor for its mean loss.
 
-    An empty one has the scale 0. It is computed all the same, on a sample that stands in: its
-    collectives are what the other ranks wait for.
+    An empty one has the scale 0. It is still computed, on a placeholder sample, because the other
+    ranks wait for its collectives.
     """
 
     start: int
@@ -44,20 +44,21 @@ class Cut(NamedTuple):
 
 
 class BatchPolicy(ABC):
-    """How many samples a step takes, and who takes them. A value: it has no state.
+    """The batch size of a step, and each rank's share of it. Immutable.
 
-    Of your own: override `batch`, and `lr_factor` if the learning rate depends on the world.
+    To write your own policy, override `batch`, and `lr_factor` if the learning rate depends on the
+    world size.
     """
 
-    #: The most samples of a micro-batch; None: a share is never cut.
+    #: The most samples in a micro-batch; None: shares are not split.
     micro: int | None
 
     @staticmethod
     def constant_global(batch: int, *, micro: int | None = None) -> BatchPolicy:
         """The same number of samples in every step, whatever the size of the world.
 
-        `micro` is what fits into the memory of a rank: larger shares are taken in several
-        micro-batches, and their gradients added up.
+        `micro` is the number of samples that fits into the memory of a rank: larger shares are
+        split into micro-batches, and their gradients are summed.
         """
         return ConstantGlobal(batch, micro)
 
@@ -69,45 +70,45 @@ class BatchPolicy(ABC):
         base_size: int = 1,
         micro: int | None = None,
     ) -> BatchPolicy:
-        """So many samples for each rank; the learning rate follows the batch.
+        """A fixed number of samples for each rank; the learning rate follows the batch size.
 
-        It was chosen for a world of `base_size`. `lr_rule` says what becomes of it when the batch
-        is x times as large: x times ("linear"), the root of x ("sqrt"), or a function of x.
+        The learning rate was chosen for a world of `base_size`. `lr_rule` is its factor when the
+        batch is x times as large: x ("linear"), the square root of x ("sqrt"), or a function of x.
         """
         if isinstance(lr_rule, str) and lr_rule not in _RULES:
             known = ", ".join(_RULES)
-            raise ConfigError(f"lr_rule is '{lr_rule}': write one of {known}, or a function.")
+            raise ConfigError(f"lr_rule is '{lr_rule}': use one of {known}, or a function.")
         rule = _RULES[lr_rule] if isinstance(lr_rule, str) else lr_rule
         return ScaleWithWorld(per_rank, micro, rule, base_size)
 
     @abstractmethod
     def batch(self, size: int) -> int:
-        """Samples of all ranks in a step of a world of this size; an epoch may end with fewer."""
+        """Samples of all ranks in one step, by world size; an epoch may end with fewer."""
 
     def lr_factor(self, size: int) -> float:
-        """What the learning rate is multiplied with in a world of this size."""
+        """The factor for the learning rate in a world of this size."""
         _at_least_1("The size of a world", size)
         return 1.0
 
     def shares(self, size: int, batch: int | None = None) -> tuple[int, ...]:
-        """The samples of each rank, as even as can be, the larger ones first; some may be 0."""
+        """The samples of each rank, split as evenly as possible, larger shares first; may be 0."""
         _at_least_1("The size of a world", size)
         return _evenly(self._batch(size, batch), size)
 
     def micro_batches(self, size: int, batch: int | None = None) -> int:
-        """How many a rank's share is cut into: equally many on every rank, so collectives match."""
+        """The number of micro-batches per step: the same on every rank, so collectives match."""
         largest = self.shares(size, batch)[0]
         return max(1, -(-largest // self.micro)) if self.micro else 1
 
     def weight(self, rank: int, size: int, batch: int | None = None) -> float:
-        """What a rank's mean loss is multiplied with for the mean over ranks to be that of samples.
+        """The factor for a rank's mean loss, so that DDP's mean over ranks is that over samples.
 
         0.0 for a rank whose share is empty.
         """
         return size * self.shares(size, batch)[rank] / self._batch(size, batch)
 
     def cuts(self, rank: int, size: int, batch: int | None = None) -> tuple[Cut, ...]:
-        """A rank's micro-batches. The weight of each is its part of the rank's weight."""
+        """A rank's micro-batches, each with its part of the rank's weight."""
         share, total = self.shares(size, batch)[rank], self._batch(size, batch)
         stops = _added_up(_evenly(share, self.micro_batches(size, batch)))
         return tuple(
@@ -134,8 +135,9 @@ class BatchPolicy(ABC):
         Gradients are exchanged in the last backward only, whether a model is in DDP or is sharded
         by `fully_shard`. `batch` is a tensor, or lists, tuples and dicts of tensors, that have this
         rank's samples in their first dimension; `cut(batch, start, stop)` cuts anything else.
-        `total` is how many samples all ranks have in this step, if not `policy.batch(size)`: at
-        the end of an epoch. A rank without any of them passes one sample, which counts for nothing.
+        `total` is the number of samples of all ranks in this step, if it is not
+        `policy.batch(size)`: at the end of an epoch. A rank without samples passes one placeholder
+        sample, whose weight is 0.
         """
         from torchelastic.data.accumulation import in_micro_batches
         from torchelastic.data.own_rank import own_rank

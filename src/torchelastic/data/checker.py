@@ -1,8 +1,8 @@
-"""Proves from ledgers that every sample was used exactly once in each epoch.
+"""Check in the ledgers that each epoch used every sample exactly once.
 
     python -m torchelastic.data.checker DIR [DIR ...] [--samples N] [--epochs E]
 
-What counts, and what is proved by it, is in `verdict`.
+`verdict` explains which lines are valid and what they prove.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchelastic.errors import EXIT_FAILED, EXIT_OK
 
 @dataclass
 class Ledgers:
-    """What was read."""
+    """The lines of all ledgers, and how many were lost or unreadable."""
 
     lines: list[Line] = field(default_factory=list)
     lost: int = 0
@@ -29,7 +29,7 @@ class Ledgers:
 
 
 def read(directories: Sequence[Path]) -> Ledgers:
-    """All ledgers in and below some directories, each of which is a start of the job."""
+    """Read all ledgers in and below these directories; each directory is a start of the job."""
     found = Ledgers()
     for start, directory in enumerate(directories):
         for path in sorted(directory.rglob("g*-r*.jsonl")):
@@ -52,7 +52,7 @@ def _read_file(path: Path, start: int, found: Ledgers) -> None:
 
 
 def parse(text: bytes, start: int = 0) -> Line | int | None:
-    """A line; or how many lines its writer has lost so far; None for what is neither."""
+    """Parse a line, or the number of lines its writer has lost; None if it is neither."""
     try:
         data = json.loads(text)
         if "lost" in data:
@@ -88,7 +88,7 @@ def _number(value: Any) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read, check, report; 0 if every sample was used exactly once, else 1."""
+    """Read, check, report; return 0 if every sample was used exactly once, else 1."""
     given = _parser().parse_args(argv)
     ledgers = read(given.directories)
     verdict = check(
@@ -112,22 +112,22 @@ def _expected(samples: int | None, shards: Sequence[int] | None) -> Collection[S
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m torchelastic.data.checker",
-        description="Prove that every sample was used exactly once in each epoch.",
+        description="Check in the ledgers that each epoch used every sample exactly once.",
     )
     add = parser.add_argument
-    add("directories", metavar="DIR", type=_directory, nargs="+", help="ledgers, start by start")
+    add("directories", metavar="DIR", type=_directory, nargs="+", help="ledgers; one per start")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--samples", type=int, metavar="N", help="how many an epoch has")
-    which.add_argument("--shards", type=_counts, metavar="N,N,...", help="records of each shard")
-    add("--epochs", type=int, metavar="E", help="so many are complete (default: all but the last)")
-    add("--dropped", type=int, default=0, metavar="K", help="so many of each may be left out")
+    which.add_argument("--samples", type=int, metavar="N", help="samples per epoch")
+    which.add_argument("--shards", type=_counts, metavar="N,N,...", help="records in each shard")
+    add("--epochs", type=int, metavar="E", help="complete epochs (default: all but the last)")
+    add("--dropped", type=int, default=0, metavar="K", help="samples an epoch may skip")
     return parser
 
 
 def _directory(text: str) -> Path:
     path = Path(text)
     if not path.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no directory '{text}'")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a directory")
     return path
 
 

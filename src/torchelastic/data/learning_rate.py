@@ -20,15 +20,14 @@ from torchelastic.errors import ConfigError
 
 
 class SampleSchedule:
-    """Steps a scheduler of torch once for every `unit` samples that all ranks together have used.
+    """Steps a torch scheduler once for every `unit` samples that all ranks have used.
 
-    After n samples the scheduler has taken n // unit steps, whatever the batches were on the way:
-    after any resizes the learning rate is that of a run without them. Where every step takes `unit`
-    samples this is the scheduler itself.
+    After n samples the scheduler has taken n // unit steps, whatever the batch sizes were: resizes
+    do not change the learning rate. If every step takes `unit` samples, this equals the scheduler.
 
-    With a `policy` every `optimizer.step` uses the scheduler's rate times `policy.lr_factor(size)`,
-    for the size that the world has then. The scheduler never sees the product: most compute the
-    next rate from the last one, and would carry the factor of one world into the next.
+    With a `policy`, every `optimizer.step` uses the scheduler's rate times
+    `policy.lr_factor(size)`, for the current world size. The scheduler never sees the product: most
+    compute the next rate from the last one, and would carry the factor of one world into the next.
 
     It is a part for TorchState, in place of the scheduler: `TorchState(..., scheduler=schedule)`.
     """
@@ -39,27 +38,27 @@ class SampleSchedule:
         if isinstance(scheduler, ReduceLROnPlateau):
             raise ConfigError("ReduceLROnPlateau follows a metric, not samples: step it yourself.")
         if unit < 1:
-            raise ConfigError(f"unit is {unit}: it is a number of samples, 1 or more.")
+            raise ConfigError(f"unit is {unit}: it must be at least 1 sample.")
         self.scheduler = scheduler
         self.unit = unit
         self.policy = policy
-        #: How many samples all ranks together have used.
+        #: Samples that all ranks have used.
         self.samples = 0
         self._optimizer = scheduler.optimizer
-        #: What the scheduler has made of the rates, one for each group of parameters.
+        #: The rates that the scheduler computed, one per parameter group.
         self._rates = self._present()
         if policy is not None:
             self._optimizer.register_step_pre_hook(self._before_step)
 
     def step(self, samples: int | None = None) -> None:
-        """So many samples of all ranks are used; with a policy its batch, if it is not said.
+        """Count `samples` of all ranks as used; the default is the batch of the policy.
 
-        To be called after `optimizer.step`, like a scheduler's.
+        Call it after `optimizer.step`, as you would call a scheduler's `step`.
         """
         if samples is None:
             samples = self._batch()
         if samples < 0:
-            raise ConfigError(f"{samples} samples cannot be used: it must be 0 or more.")
+            raise ConfigError(f"samples is {samples}: it must be 0 or more.")
         due = (self.samples + samples) // self.unit - self.samples // self.unit
         self.samples += samples
         if due:
@@ -70,7 +69,7 @@ class SampleSchedule:
             self._put(self.get_last_lr())
 
     def get_last_lr(self) -> list[float]:
-        """The rate of each group of parameters, in a world of the present size."""
+        """The rate of each parameter group, for the current world size."""
         factor = 1.0 if self.policy is None else self.policy.lr_factor(own_rank().size)
         return [rate * factor for rate in self._rates]
 
@@ -83,11 +82,12 @@ class SampleSchedule:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; after the optimizer's, which has the rates of another world."""
+        """Continue from a state. Load the optimizer's first: it has the rates of another world."""
         if state["unit"] != self.unit:
             raise ConfigError(
-                f"unit is {self.unit}, but this state was kept with {state['unit']}: the scheduler "
-                "would be at another place. Give the same, or begin a new schedule."
+                f"unit is {self.unit}, but this state was saved with {state['unit']}, so the "
+                "scheduler would continue at the wrong step. Use the same unit, or start a new "
+                "schedule."
             )
         self.samples = state["samples"]
         self._rates = list(state["rates"])
@@ -97,12 +97,12 @@ class SampleSchedule:
     def _batch(self) -> int:
         if self.policy is None:
             raise ConfigError(
-                "How many samples were used? Say step(samples), of all ranks, or give a policy."
+                "step() needs the samples of all ranks: call step(samples), or set policy=."
             )
         return self.policy.batch(own_rank().size)
 
     def _before_step(self, *_: object) -> None:
-        # Every time: a step that is undone puts back the rate of the world it was begun in.
+        # Every time: undoing a step restores the rate of the world it was begun in.
         self._put(self.get_last_lr())
 
     def _present(self) -> list[float]:

@@ -1,19 +1,20 @@
-"""The ledger: which samples each committed step has used, one JSON line for each step and rank.
+"""The ledger: the samples that each committed step used, one JSON line per step and rank.
 
     {"generation":2,"step":41,"rank":0,"epoch":1,"ids":[17,4,99],"size":3,"span":[96,104]}
 
-`ids` are sample numbers, or pairs [shard, record] of a stream. `span` says which positions of the
-epoch's order all ranks of the step took together, from (inclusive) to (exclusive), and `size` how
-many ranks they were. With a span the others' lines speak for a rank that was killed when its
-gradients were in, but before it had committed the step: it never writes a line.
+`ids` are sample numbers, or pairs [shard, record] of a stream. `span` is the range of positions in
+the epoch's order that all ranks of the step took, from (inclusive) to (exclusive); `size` is the
+number of ranks. A rank that is killed after its gradients were exchanged, but before it committed,
+writes no line; the span in the lines of its peers accounts for its samples.
 
-There is one file for each rank and generation, `g2-r0.jsonl`, appended to by one thread of one
-process. A line is with the kernel a moment after `committed` returns, and then survives the death
-of the process, not that of the machine. `flush` waits for that; `close` does, and writes to the
-disk. A process that is killed loses what its thread had not come to, and may leave half a line.
+Each rank and generation has one file, `g2-r0.jsonl`, to which one thread of one process appends. A
+line reaches the kernel shortly after `committed` returns, and then survives the death of the
+process, but not of the machine. `flush` waits for that; `close` also syncs to disk. A killed
+process loses the lines that its thread had not written yet, and may leave half a line.
 
-The training never waits for the ledger, nor fails by it. Lines that cannot be written, on a full
-disk say, are lost; the log says so once, and the file says how many as soon as it can be written.
+Training never waits for the ledger and never fails because of it. Lines that cannot be written, for
+example on a full disk, are lost: the log warns once, and the file records the number of lost lines
+as soon as it can be written again.
 """
 
 from __future__ import annotations
@@ -33,36 +34,36 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Lines that may wait for a disk that hangs, before they are lost.
+#: Lines that may wait for a hung disk; further lines are lost.
 MOST_WAITING = 100_000
-#: How long the end of a process waits for a disk, in seconds.
+#: Seconds that a process waits for the disk when it exits.
 PATIENCE = 10.0
 
 _SUFFIX = ".jsonl"
 
 
 def file_name(generation: int, rank: int) -> str:
-    """Of the lines of a rank in a generation."""
+    """Return the name of the file for a rank in a generation."""
     return f"g{generation}-r{rank}{_SUFFIX}"
 
 
 class Ledger:
-    """Writes the lines of this process into a directory, in a thread of its own.
+    """Writes the lines of this process into a directory, in a background thread.
 
-    The directory is made when the first line is written. It may be another one on each node: the
-    checker is shown all of them. Give every start of a job a directory of its own, unless its
-    generations go on counting.
+    The first line creates the directory. Nodes may use different directories: pass all of them to
+    the checker. Use a new directory for every start of a job, unless its generation numbers
+    continue.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
         self._writer = _Writer(self.directory)
-        # At the end of the process, too, where nobody closes it.
+        # Also closes the ledger when the process exits.
         self._closed = weakref.finalize(self, self._writer.close)
 
     @property
     def lost(self) -> int:
-        """How many lines could not be written."""
+        """The number of lines that could not be written."""
         return self._writer.lost
 
     def committed(
@@ -76,10 +77,10 @@ class Ledger:
         size: int | None = None,
         span: tuple[int, int] | None = None,
     ) -> None:
-        """Step `step` is committed on this rank, which used these samples for it. Returns at once.
+        """Record that this rank committed `step` and used these samples. Returns at once.
 
-        Several calls for one step add up: of several epochs, if the step went beyond the end of
-        one. `ids` may be a tensor, and is copied.
+        Several calls for one step add up, for example if the step spans two epochs. `ids` may be a
+        tensor, and is copied.
         """
         copy = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         line = {"generation": generation, "step": step, "rank": rank, "epoch": epoch, "ids": copy}
@@ -90,18 +91,18 @@ class Ledger:
         self._writer.put(line)
 
     def record(self, generation: int, step: int, handed: Iterable[Handed]) -> None:
-        """The same, of what a sampler says was committed: `ledger.record(g, n, sampler.latest)`."""
+        """Record what a sampler has committed: `ledger.record(g, n, sampler.latest)`."""
         for one in handed:
             self.committed(
                 generation, step, one.rank, one.epoch, one.ids, size=one.size, span=one.span
             )
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all lines so far are with the kernel, or lost; False if that takes longer."""
+        """Wait until all lines so far are written or lost; False if that takes longer."""
         return self._writer.flush(timeout)
 
     def close(self) -> None:
-        """Write what is left, and have it on disk. Afterwards lines are lost."""
+        """Write the remaining lines and sync to disk. Later lines are lost."""
         self._closed()
 
     def __enter__(self) -> Ledger:
@@ -112,11 +113,11 @@ class Ledger:
 
 
 class _Writer:
-    """The thread. It does not know the ledger: that is to be collected when nobody else does."""
+    """The writer thread. Holds no reference to the ledger, so that it can be collected."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        #: Lines; events that somebody waits for; None at the end.
+        #: Lines; events that `flush` waits for; None at the end.
         self._queue: SimpleQueue[dict[str, Any] | threading.Event | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._open = True
@@ -125,7 +126,7 @@ class _Writer:
 
     def put(self, line: dict[str, Any]) -> None:
         if not self._open:
-            self._lose("it is closed", line)
+            self._lose("the ledger is closed", line)
         elif self._queue.qsize() >= MOST_WAITING:
             self._lose("the disk is too slow", line)
         elif self._thread is not None or self._start(line):
@@ -147,7 +148,7 @@ class _Writer:
         if thread is not threading.current_thread():  # the collector may run anywhere
             thread.join(PATIENCE)
             if thread.is_alive():
-                log.warning("The ledger in %s is incomplete: its disk hangs.", self._directory)
+                log.warning("The ledger in %s is incomplete: its disk is hung.", self._directory)
 
     def _start(self, line: dict[str, Any]) -> bool:
         thread = threading.Thread(target=self._run, name="torchelastic-ledger", daemon=True)
@@ -169,13 +170,13 @@ class _Writer:
             self._close_file(self._file)
 
     def _write(self, line: dict[str, Any]) -> None:
-        """Whatever goes wrong here, user code's ids included, must not end the thread."""
+        """Write a line. Errors, also those of the user's ids, must not end the thread."""
         try:
             self._file_of(line).append(line)
         except (OSError, TypeError, ValueError) as error:
             self._lose(error, line)
             if self._file is not None:
-                self._file.lost += 1  # it says so when it can be written again
+                self._file.lost += 1  # recorded when the file can be written again
 
     def _file_of(self, line: dict[str, Any]) -> _File:
         path = self._directory / file_name(line["generation"], line["rank"])
@@ -189,14 +190,16 @@ class _Writer:
         try:
             file.close()
         except OSError as error:
-            log.warning("The ledger %s may be incomplete on disk (%s).", file.path, error)
+            log.warning(
+                "The ledger %s may be incomplete: syncing it to disk failed (%s).", file.path, error
+            )
 
     def _lose(self, why: object, line: dict[str, Any]) -> None:
         self.lost += 1
         if self.lost == 1:
             log.warning(
-                "Lines of the ledger in %s are lost, from step %s on: %s. The training goes on, "
-                "but nothing will prove which samples it has used.",
+                "The ledger in %s loses lines from step %s on: %s. Training continues, but the "
+                "ledger no longer proves which samples were used.",
                 self._directory,
                 line["step"],
                 why,
@@ -208,10 +211,10 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        #: How many of its lines are lost, and how many the file says are.
+        #: Lost lines, and how many of them the file records.
         self.lost = self._said = 0
         self._fd: int | None = None
-        #: Whether the last line may be cut short.
+        #: The last line may be cut short.
         self._torn = False
 
     def append(self, line: dict[str, Any]) -> None:
@@ -237,7 +240,7 @@ class _File:
         # The rest of a line that a full disk cut short must not be glued to the next one.
         self._torn = written < len(data)
         if self._torn:
-            raise OSError(f"{written} of {len(data)} bytes were written")
+            raise OSError(f"only {written} of {len(data)} bytes were written")
 
     def _opened(self) -> int:
         if self._fd is None:
@@ -247,13 +250,13 @@ class _File:
             if os.fstat(self._fd).st_size:
                 self._torn = True
                 log.warning(
-                    "%s is there already. If the job was started anew and counts its generations "
-                    "from 0, its samples will seem to be used twice: give every start a directory.",
+                    "%s already exists. If this is a new start of the job, its samples will look "
+                    "as if they were used twice: use another ledger directory for every start.",
                     self.path,
                 )
         return self._fd
 
 
 def _encoded(line: dict[str, Any]) -> bytes:
-    # `default`: numbers of numpy are no numbers of JSON's.
+    # `default`: JSON does not know the numbers of numpy.
     return json.dumps(line, separators=(",", ":"), default=int).encode() + b"\n"

@@ -1,9 +1,9 @@
-"""`DataLoader`: torch's, over data that outlives worlds.
+"""`DataLoader`: torch's DataLoader for a world that changes.
 
-Its iterator gives one batch for each step: this rank's share of the samples that all ranks take. It
-tells the sampler what it has handed out; what its workers have loaded in advance counts for
-nothing. Before each batch it looks whether the world is another one, or the sampler was put back.
-Then it drops what was loaded in advance and goes on with the shares that are right now.
+Its iterator returns one batch per step: this rank's share of the samples that all ranks take. It
+tells the sampler which samples it handed out; samples that its workers only prefetched do not
+count. Before each batch it checks whether the world has changed or the sampler was rolled back. If
+so, it drops the prefetched batches and continues with the new shares.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Feed(Protocol):
-    """Between torch's loader, which it tells what to load, and our iterator.
+    """Tells torch's loader what to load, and our iterator what was loaded.
 
-    As torch's `batch_sampler` it is iterated once for each of torch's iterators.
+    torch iterates it as `batch_sampler`, once for each of torch's iterators.
     """
 
     @property
     def progress(self) -> Progress: ...
 
     def begin(self, world: OwnRank) -> None:
-        """What is iterated next is for this world, from the place where the progress is."""
+        """Load for this world from now on, starting at the current progress."""
 
     def __iter__(self) -> Iterator[list[Any]]: ...
 
     def unfold(self, loaded: Any) -> tuple[Any, Handed, Position]:
-        """A batch that was loaded, what it is, and the place behind it."""
+        """Return a loaded batch, its samples, and the position after it."""
 
 
 class SampledFeed:
-    """Numbers of samples, for a dataset that is asked for them."""
+    """Sample numbers, for a map-style dataset."""
 
     def __init__(self, sampler: ElasticSampler, policy: Policy, *, drop_last: bool) -> None:
         self.progress, self._policy, self._drop_last = sampler, policy, drop_last
         self._plan = self.plan(OwnRank(0, 1))
-        #: What workers are to load, or have loaded, in the order in which it comes back.
+        #: Batches requested or prefetched, in the order in which they come back.
         self._ahead: deque[Handed] = deque()
 
     def plan(self, world: OwnRank) -> Plan:
@@ -76,7 +76,7 @@ class SampledFeed:
             ids = order.at(share.start, share.stop)
             span = share.begin, share.end
             self._ahead.append(Handed(epoch, plan.rank, plan.size, span, tuple(ids)))
-            # A rank without a share has one sample stand in: the others wait for its collectives.
+            # A rank without a share gets a placeholder sample: the others wait for its collectives.
             yield ids or order.at(share.begin, share.begin + 1)
 
     def unfold(self, loaded: Any) -> tuple[Any, Handed, Position]:
@@ -88,12 +88,12 @@ class SampledFeed:
 
 
 class ElasticBatches(Iterator[T]):
-    """An iterator over the batches of an epoch, in whatever worlds they are taken."""
+    """An iterator over the batches of an epoch, across changes of the world."""
 
     def __init__(self, loader: ElasticLoader[T]) -> None:
         self._loader = loader
         self._feed, self._progress = loader.feed, loader.feed.progress
-        #: What torch's iterator was made for; it is dropped when any of it is no longer so.
+        #: torch's iterator was made for these; it is dropped when any of them changes.
         self._world: OwnRank | None = None
         self._turn = -1
         self._place = Position()
@@ -111,7 +111,7 @@ class ElasticBatches(Iterator[T]):
             self._begin()
         if self._ended:
             raise StopIteration
-        # Not there while it is asked: one that has raised an error has lost its place.
+        # Unset during `next`: an iterator that raised an error has lost its place.
         loaded, self._loaded = self._loaded, None
         assert loaded is not None
         try:
@@ -137,7 +137,7 @@ class ElasticBatches(Iterator[T]):
     def _begin(self) -> None:
         progress = self._progress
         same_epoch = self._place.epoch == progress.epoch
-        # Without a jump another epoch means that another iterator has come to the end of this one.
+        # Another epoch without a jump: another iterator has reached the end of this one.
         self._ended = self._turn == progress.turn and not same_epoch
         self._turn, self._place, self._world = progress.turn, progress.position, progress.world()
         self._loaded = None  # ends its workers before others are started
@@ -146,10 +146,10 @@ class ElasticBatches(Iterator[T]):
 
 
 class ElasticLoader(Generic[T]):
-    """What makes a loader elastic: put before torch's DataLoader, or one that derives from it."""
+    """Mixin that makes torch's DataLoader, or a subclass of it, elastic."""
 
     feed: Feed
-    #: What the latest batch is: whose samples, of how many; None before the first.
+    #: The samples of the latest batch; None before the first.
     handed: Handed | None = None
 
     def __init__(
@@ -169,9 +169,11 @@ class ElasticLoader(Generic[T]):
         **options: Any,
     ) -> None:
         if batch_sampler is not None:
-            raise ConfigError("What a batch is depends on the world: give batch_size or policy.")
+            raise ConfigError("batch_sampler is not supported: pass batch_size or policy instead.")
         if not options.get("in_order", True):
-            raise ConfigError("Batches are counted in their order: in_order=False cannot be.")
+            raise ConfigError(
+                "in_order=False is not supported: batches are counted in their order."
+            )
         shown = batch_size if policy is None else None
         policy = _policy(policy, batch_size)
         if isinstance(dataset, ElasticStream):
@@ -183,8 +185,8 @@ class ElasticLoader(Generic[T]):
             sampler = _sampler(dataset, sampler, shuffle)
             drop_last = drop_last or sampler.drop_last
             self.feed = SampledFeed(sampler, policy, drop_last=drop_last)
-        #: Else a number is drawn from the global generator whenever torch's iterator is made:
-        #: a step done again would see other random numbers than the first time.
+        #: Without it torch draws from the global generator for each new iterator: a step done
+        #: again would see other random numbers than the first time.
         self._own_generator = None if generator is not None else torch.Generator()
         super().__init__(  # type: ignore[call-arg]
             dataset,
@@ -195,39 +197,39 @@ class ElasticLoader(Generic[T]):
             generator=generator or self._own_generator,
             **options,
         )
-        # What frameworks look for. torch's own `__setattr__` keeps users from changing them.
+        # Frameworks look for these. torch's own `__setattr__` refuses to change them.
         object.__setattr__(self, "sampler", self.feed.progress)
         object.__setattr__(self, "batch_size", shown)
 
     @property
     def progress(self) -> Progress:
-        """How far the training is in the data: the sampler, or the stream."""
+        """The position in the data: the sampler, or the stream."""
         return self.feed.progress
 
     @property
     def weight(self) -> float:
-        """What this rank's mean loss of the latest batch is multiplied with, before `backward`.
+        """The factor for this rank's mean loss of the latest batch, before `backward`.
 
-        1.0 as long as all ranks have equally many samples. With it, DDP's mean over ranks is the
-        mean over samples; a rank whose batch only stands in for an empty one has 0.0.
+        1.0 while all ranks have the same number of samples, 0.0 for a placeholder batch. With it,
+        DDP's mean over ranks is the mean over samples.
         """
         return self._latest().weight
 
     @property
     def total(self) -> int:
-        """How many samples all ranks together have in the step of the latest batch."""
+        """The number of samples of all ranks in the step of the latest batch."""
         return self._latest().total
 
     def _latest(self) -> Handed:
         if self.handed is None:
-            raise RuntimeError("No batch was handed out yet.")
+            raise RuntimeError("The loader has not returned a batch yet.")
         return self.handed
 
     def __iter__(self) -> Iterator[T]:
         return ElasticBatches(self)
 
     def load_from_here(self, world: OwnRank) -> Iterator[Any]:
-        """An iterator of torch's, from where the progress is, for this world."""
+        """Return an iterator of torch's for this world, from the current progress on."""
         self.feed.begin(world)
         if self._own_generator is not None:
             self._own_generator.manual_seed(_seed_at(self.feed.progress, world.rank))
@@ -238,51 +240,55 @@ class DataLoader(ElasticLoader[T], TorchDataLoader[T]):  # type: ignore[misc]
     """torch's DataLoader for an elastic world, with the same arguments.
 
     `sampler` is an ElasticSampler (made from the dataset and `shuffle` if not given), or `dataset`
-    is an ElasticStream. A step takes `batch_size` samples on each rank, or what `policy` says.
+    is an ElasticStream. A step takes `batch_size` samples on each rank, or the batch of `policy`.
 
-    Keep the sampler, or the stream, in the state: what was handed out counts when a step is
-    committed, and comes again when it is undone. Iterators may be kept from world to world. One
-    ends with its epoch; `iter(loader)` then gives the next epoch.
+    Keep the sampler, or the stream, in the state: samples count as used when their step is
+    committed, and come again when it is undone. An iterator stays valid across worlds and ends with
+    its epoch; `iter(loader)` then returns the next epoch.
 
-    At the end of an epoch the shares of ranks may be unequal: multiply the loss with
-    `loader.weight`. A rank for which nothing is left is given another rank's sample, weight 0.0, so
-    that its collectives match.
+    At the end of an epoch the shares of ranks may be unequal: multiply the loss by `loader.weight`.
+    A rank without a share gets a sample of another rank with weight 0.0, so that its collectives
+    match.
     """
 
 
 def _policy(policy: BatchPolicy | None, batch_size: int | None) -> BatchPolicy:
     if policy is None:
         if batch_size is None:
-            raise ConfigError("A loader needs a batch_size or a policy: samples come in batches.")
+            raise ConfigError("A DataLoader needs batch_size or policy.")
         return BatchPolicy.scale_with_world(batch_size)
     if batch_size not in (None, 1):
-        raise ConfigError("Give batch_size or policy: the policy says how large a batch is.")
+        raise ConfigError(
+            "Pass either batch_size or policy, not both: the policy sets the batch size."
+        )
     return policy
 
 
 def _sampler(dataset: Any, sampler: ElasticSampler | None, shuffle: bool | None) -> ElasticSampler:
     if isinstance(dataset, IterableDataset):
         raise ConfigError(
-            "An IterableDataset decides itself what comes next, and cannot follow the world: make "
-            "it an ElasticStream over numbered shards."
+            "An IterableDataset cannot follow a world that changes its size: use an ElasticStream "
+            "over numbered shards instead."
         )
     if sampler is None:
         return ElasticSampler(dataset, shuffle=bool(shuffle))
     if not isinstance(sampler, ElasticSampler):
         raise ConfigError(
-            f"The sampler is a {type(sampler).__name__}: this loader needs an ElasticSampler."
+            f"sampler is a {type(sampler).__name__}: this loader needs an ElasticSampler."
         )
     if shuffle is not None:
-        raise ConfigError("Say shuffle to the sampler, not to the loader.")
+        raise ConfigError("Pass shuffle to the sampler, not to the loader.")
     return sampler
 
 
 def _refuse_sampler(sampler: object, shuffle: bool | None) -> None:
     if sampler is not None or shuffle is not None:
-        raise ConfigError("A stream has its own order: give the loader no sampler and no shuffle.")
+        raise ConfigError(
+            "An ElasticStream has its own order: do not pass sampler or shuffle to the loader."
+        )
 
 
 def _seed_at(progress: Progress, rank: int) -> int:
-    """For the random numbers of loading processes that begin here."""
+    """Return the random seed of loading processes that start at this position."""
     text = f"{progress.seed} {progress.epoch} {progress.consumed} {rank}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")

@@ -7,7 +7,7 @@ network again until they fall inside; there are few, since side x side is hardly
 
 It is made of exact arithmetic on 64-bit integers and is the same on every machine and with every
 release of torch, which `torch.randperm` does not promise: ranks that disagree on the order would
-skip samples and repeat others, and nobody would notice.
+silently skip samples and repeat others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 
 _ROUNDS = 8
-#: Smaller networks do not reach all permutations equally often, which counting them shows.
+#: Smaller networks measurably do not reach all permutations equally often.
 _LEAST_SIDE = 8
 _LONGEST = 1 << 60
 #: Positions computed at once: 128 KiB, and a millisecond or two.
@@ -30,12 +30,12 @@ _MASK = (1 << 32) - 1
 class Order:
     """The samples of one epoch in the order in which the whole world takes them.
 
-    `key` is what it depends on besides the length: the seed and the epoch.
+    Besides the length it depends on `key`: the seed and the epoch.
     """
 
     def __init__(self, length: int, *key: int, shuffle: bool = True) -> None:
         if not 0 <= length <= _LONGEST:
-            raise ValueError(f"There is no order of {length} samples: 0 to 2**60 are possible.")
+            raise ValueError(f"length is {length} samples: it must be between 0 and 2**60.")
         self.length = length
         self._shuffle = shuffle
         self._side = max(_LEAST_SIDE, math.isqrt(max(0, length - 1)) + 1)
@@ -47,7 +47,9 @@ class Order:
     def at(self, start: int, stop: int) -> list[int]:
         """The samples at these positions."""
         if not 0 <= start <= stop <= self.length:
-            raise IndexError(f"Positions {start} to {stop} of an order of {self.length} samples.")
+            raise IndexError(
+                f"Positions {start} to {stop} are outside an order of {self.length} samples."
+            )
         if not self._shuffle:
             return list(range(start, stop))
         found: list[int] = []
@@ -66,7 +68,7 @@ class Order:
 
     def _permuted(self, positions: torch.Tensor) -> torch.Tensor:
         network: Callable[[torch.Tensor], torch.Tensor] = self._network
-        if self.length < self._side**2 // 2:  # many go through it again and again: look them up
+        if self.length < self._side**2 // 2:  # many would need several passes: use a table
             network = network(torch.arange(self._side**2)).__getitem__
         samples = network(positions)
         outside = (samples >= self.length).nonzero().squeeze(1)
@@ -86,14 +88,14 @@ class Order:
 
 
 def _round_keys(key: tuple[int, ...]) -> list[int]:
-    """For each round 32 bits, unlike those of any other key."""
+    """Derive 32 bits for each round from the key."""
     text = " ".join(map(str, ("torchelastic", *key))).encode()
     digest = hashlib.blake2b(text, digest_size=4 * _ROUNDS).digest()
     return [int.from_bytes(digest[at : at + 4], "little") for at in range(0, len(digest), 4)]
 
 
 def _hash(numbers: torch.Tensor, key: int) -> torch.Tensor:
-    """32 bits for each number. No product reaches 2**63: how an overflow goes is nobody's word."""
+    """Hash each number to 32 bits. No product reaches 2**63, where overflow is undefined."""
     mixed = (numbers + key) & _MASK
     mixed = ((mixed ^ (mixed >> 16)) * 0x7FEB352D) & _MASK
     mixed = ((mixed ^ (mixed >> 15)) * 0x68E31DA5) & _MASK

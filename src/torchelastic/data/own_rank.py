@@ -1,4 +1,4 @@
-"""Which rank this process is, and of how many."""
+"""The rank of this process, and the world size."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ class OwnRank(NamedTuple):
 
 
 def own_rank(rank: int | None = None, size: int | None = None) -> OwnRank:
-    """What the caller says, else the default process group, else the environment, else alone.
+    """Return the given rank, else that of the default process group, else of the environment.
 
-    Asked anew whenever it matters: a process that lives from world to world changes its rank.
+    Call it whenever the rank matters: a process that outlives its world gets another rank.
     """
     if (rank is None) != (size is None):
-        raise ConfigError("rank and size belong together: give both, or none.")
+        raise ConfigError("Pass both rank and size, or neither.")
     found = _of_group() or _of_environment() if rank is None or size is None else (rank, size)
     if not 0 <= found[0] < found[1]:
-        raise ConfigError(f"There is no rank {found[0]} in a world of {found[1]}: 0 is the first.")
+        raise ConfigError(
+            f"rank {found[0]} is not in a world of size {found[1]}: ranks start at 0."
+        )
     return OwnRank(*found)
 
 
 def _of_group() -> tuple[int, int] | None:
-    # Whoever has not imported torch has no process group.
+    # Without torch imported there is no process group.
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None

@@ -1,12 +1,12 @@
-"""How far a training is in its data: what was committed, and what was handed out since.
+"""The position of a training in its data: samples committed, and samples handed out since.
 
-Both are the same on all ranks, because all take the same steps. What is *committed* was trained by
-all of them and does not come again. What was only *handed out* belongs to the step in flight:
-`committed` makes it count, `load_state_dict` forgets it, and then it comes again.
+Both are the same on all ranks, because all take the same steps. *Committed* samples were trained by
+all ranks and do not come again. Samples only *handed out* belong to the step in flight: `committed`
+makes them count, `load_state_dict` forgets them, and then they come again.
 
-The end of an epoch is reached when an iterator finds nothing left, which is not a step: until the
-next commit the state says that all of this epoch is consumed, and whoever goes on from there finds
-nothing left, too. So all ranks see the end of an epoch alike, those that have just come included.
+An epoch ends when an iterator finds nothing left, which is not a step: until the next commit the
+state says that all of this epoch is consumed, and a rank that continues from it finds nothing left
+either. So all ranks see the end of an epoch, also those that have just joined.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ MOST_IN_FLIGHT = 1024
 
 
 class Position(NamedTuple):
-    """A place in the data. `shard` and `offset` are a stream's, see there."""
+    """A position in the data. Only streams use `shard` and `offset`."""
 
     epoch: int = 0
-    #: Samples of this epoch that all ranks together have had.
+    #: Samples of this epoch that all ranks have taken.
     consumed: int = 0
     shard: int = 0
     offset: int = 0
@@ -34,14 +34,14 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Handed:
-    """What this rank was handed for a step, or for a part of one."""
+    """The samples that this rank was handed for a step, or for a part of one."""
 
     epoch: int
     rank: int
     size: int
-    #: From where (inclusive) to where (exclusive) all ranks went in the order of the epoch.
+    #: The positions of all ranks in the order of the epoch: from (inclusive), to (exclusive).
     span: tuple[int, int]
-    #: This rank's samples; none where one only stands in. Of a stream: pairs of shard and number.
+    #: This rank's samples; empty for a placeholder. Of a stream: pairs of shard and number.
     ids: tuple[Any, ...]
 
     @property
@@ -51,78 +51,78 @@ class Handed:
 
     @property
     def weight(self) -> float:
-        """What this rank's mean loss is multiplied with, so that all samples count alike.
+        """The factor for this rank's mean loss, so that all samples have equal weight.
 
-        DDP gives the mean over ranks: with unequal shares that is not the mean over samples.
+        DDP computes the mean over ranks: with unequal shares that is not the mean over samples.
         """
         return self.size * len(self.ids) / self.total
 
 
 class Progress:
-    """What a sampler and a stream have in common: parts of a state that is committed by steps."""
+    """The base of samplers and streams: a part of a state that is committed by steps."""
 
     def __init__(self, *, seed: int, shuffle: bool, rank: int | None, size: int | None) -> None:
         self.seed, self.shuffle = seed, shuffle
         self._rank, self._size = rank, size
         if rank is not None or size is not None:
-            self.world()  # refuses what cannot be
+            self.world()  # raises if it is invalid
         self._committed = self._handed = Position()
-        #: Of each `hand_out` since the last commit; where nobody commits, not of all.
+        #: Each `hand_out` since the last commit; the latest ones if nothing ever commits.
         self._in_flight: deque[Handed] = deque(maxlen=MOST_IN_FLIGHT)
-        #: What the last commit has committed.
+        #: The samples of the last commit.
         self.latest: tuple[Handed, ...] = ()
-        #: Counts what live iterators have to follow: jumps to another place.
+        #: Counts jumps to another position, which live iterators have to follow.
         self.turn = 0
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next samples are of."""
+        """The epoch of the next samples."""
         return self._handed.epoch
 
     @property
     def consumed(self) -> int:
-        """Samples of the epoch that all ranks together were handed; see `state_dict`, too."""
+        """Samples of the epoch that all ranks were handed; `state_dict` has the committed ones."""
         return self._handed.consumed
 
     @property
     def position(self) -> Position:
-        """Where the next samples are."""
+        """The position of the next samples."""
         return self._handed
 
     def world(self) -> OwnRank:
-        """This rank and the size of its world: as given, else as they are now."""
+        """This rank and its world size: as given, else the current ones."""
         return own_rank(self._rank, self._size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch, unless this is the one.
+        """Go to the beginning of an epoch, unless it is the current one.
 
-        There is no need to: an iterator that comes to its end has gone to the next.
+        Not required: an iterator that reaches its end moves on to the next epoch.
         """
         if epoch != self._handed.epoch:
             self._handed = Position(epoch)
             self.turn += 1
 
-    # --- told by loaders -------------------------------------------------------------------------
+    # --- called by loaders -----------------------------------------------------------------------
 
     def hand_out(self, handed: Handed, after: Position) -> None:
-        """The training was given this, and the next is at `after`."""
+        """Note that the training got these samples; the next are at `after`."""
         self._in_flight.append(handed)
         self._handed = after
 
     def end_epoch(self) -> None:
-        """There was nothing left. Not a jump: iterators that come to the end have ended."""
+        """Move to the next epoch. Not a jump: iterators of this epoch end."""
         self._handed = Position(self._handed.epoch + 1)
 
-    # --- told by the state -----------------------------------------------------------------------
+    # --- called by the state ---------------------------------------------------------------------
 
     def committed(self) -> None:
-        """The step is committed, and with it all that was handed out for it."""
+        """Commit all samples handed out for the step."""
         self._committed = self._handed
         self.latest = tuple(self._in_flight)
         self._in_flight.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """What is committed: the same on all ranks, and good for any other world."""
+        """The committed position: the same on all ranks, valid for a world of any size."""
         position = self._committed
         return self._form() | {
             "seed": self.seed,
@@ -131,13 +131,13 @@ class Progress:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to what was committed then. Live iterators go on from there."""
+        """Go to the position in `state`. Live iterators continue from there."""
         for name, ours in self._form().items():
             if state.get(name, ours) != ours:
                 raise ConfigError(
-                    f"The state is of data with {name} {state[name]}, but here it is {ours}: the "
-                    "order of samples would be another one. Go on with the same data, or begin an "
-                    "epoch of the new data with set_epoch instead of loading the state."
+                    f"The state was saved with {name}={state[name]}, but here {name}={ours}: the "
+                    "order of samples would differ. Use the same data, or do not load the state "
+                    "and start an epoch of the new data with set_epoch."
                 )
         self.seed = state["seed"]
         self._committed = self._handed = self._position_of(state)
@@ -145,7 +145,7 @@ class Progress:
         self.turn += 1
 
     def _form(self) -> dict[str, Any]:
-        """What the order depends on and no state can change."""
+        """Settings that the order depends on and a state cannot change."""
         return {"shuffle": self.shuffle}
 
     def _position_of(self, state: dict[str, Any]) -> Position:

@@ -1,4 +1,4 @@
-"""`ElasticSampler`: each sample once an epoch, whatever the worlds that take them."""
+"""`ElasticSampler`: each sample once an epoch, across changes of the world."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from torchelastic.worker_counters import milestones
 
 
 class ElasticSampler(Progress, Sampler[int]):
-    """The samples of one epoch after another, shared out among the ranks of the present world.
+    """The samples of one epoch after another, split among the ranks of the current world.
 
-    The order of an epoch depends on its number, the seed and the length of the dataset, and not on
-    any world. The state is (seed, epoch, samples consumed), the same on all ranks. It goes forward
-    when a step is committed: as the part `sampler` of a TorchState that happens by itself.
+    The order of an epoch depends on its number, the seed and the length of the dataset, not on the
+    world. The state is (seed, epoch, samples consumed), the same on all ranks. It advances when a
+    step is committed; as the part `sampler` of a TorchState that is automatic.
 
-    Give it to a `torchelastic.data.DataLoader`, which follows changes of the world and roll-backs.
+    Use it with `torchelastic.data.DataLoader`, which follows changes of the world and roll-backs.
 
-    With torch's own DataLoader it is what DistributedSampler is: iterated, it gives this rank's
-    samples for the rest of the epoch, equally many on every rank, the end filled up with samples
-    that come twice (`drop_last` drops the rest instead); `set_epoch` goes to the next epoch; after
-    a change of the world, or when a step was undone, the loader's iterator must be made anew. Since
-    nobody else knows how many samples a step took, say `sampler.took(batch_size * world_size)`
-    before each commit.
+    With torch's own DataLoader it works like DistributedSampler: it yields this rank's samples for
+    the rest of the epoch, the same number on every rank, padded with samples that come twice
+    (`drop_last` drops the rest instead); `set_epoch` moves to the next epoch. After a change of the
+    world, or after a step was undone, create a new iterator of the loader. Call
+    `sampler.took(batch_size * world_size)` before each commit, because the sampler cannot know how
+    many samples a step took.
 
-    `rank` and `size` are those of the default process group, else of the environment, unless given.
+    `rank` and `size` default to those of the default process group, else of the environment.
     """
 
     def __init__(
@@ -47,23 +47,23 @@ class ElasticSampler(Progress, Sampler[int]):
         self.length = data if isinstance(data, int) else len(data)
         self.drop_last = drop_last
         self._order: tuple[tuple[int, int], Order] | None = None
-        #: Whether samples were given, and it was not told since what was taken of them.
+        #: Samples were yielded since the last `took`.
         self._untold = False
-        #: The turn and the epoch of the last iterator.
+        #: The jump count and the epoch of the last iterator.
         self._iterated: tuple[int, int] | None = None
 
     @property
     def order(self) -> Order:
-        """The order of the present epoch."""
+        """The order of the current epoch."""
         key = self.seed, self.epoch
         if self._order is None or self._order[0] != key:
             self._order = key, Order(self.length, *key, shuffle=self.shuffle)
         return self._order[1]
 
     def took(self, samples: int) -> None:
-        """The training has taken so many, all ranks together. Our DataLoader counts itself."""
+        """Count `samples` of all ranks as taken. torchelastic's DataLoader does this itself."""
         if samples < 1:
-            raise ConfigError(f"A step cannot have taken {samples} samples.")
+            raise ConfigError(f"samples is {samples}: a step takes at least 1.")
         position = self.position
         self._handed = Position(position.epoch, min(self.length, position.consumed + samples))
         self._untold = False
@@ -71,8 +71,8 @@ class ElasticSampler(Progress, Sampler[int]):
     def committed(self) -> None:
         if self._untold:
             raise ConfigError(
-                "A step was committed, and nobody has said how many samples it took: use "
-                "torchelastic.data.DataLoader, or say sampler.took(samples of all ranks) first."
+                "A step was committed, but the sampler does not know how many samples it took: use "
+                "torchelastic.data.DataLoader, or call sampler.took(samples of all ranks) first."
             )
         super().committed()
         milestones.samples = self.epoch * self.length + self.consumed
@@ -81,8 +81,8 @@ class ElasticSampler(Progress, Sampler[int]):
         place = self.turn, self.epoch
         if self._iterated == place and self.length and not len(self):
             raise ConfigError(
-                f"Epoch {self.epoch} is over, and no sample of it is left: say "
-                "sampler.set_epoch(epoch) before each epoch, or use torchelastic.data.DataLoader."
+                f"Epoch {self.epoch} has no samples left: call sampler.set_epoch(epoch) before "
+                "each epoch, or use torchelastic.data.DataLoader."
             )
         self._iterated = place
         self._untold = True
@@ -94,14 +94,14 @@ class ElasticSampler(Progress, Sampler[int]):
         for position in positions:
             if self.turn != turn:
                 raise RuntimeError(
-                    "The sampler has gone to another place since this iterator was made: make "
-                    "another one, or use torchelastic.data.DataLoader, which follows."
+                    "The sampler moved to another position after this iterator was created: create "
+                    "a new iterator, or use torchelastic.data.DataLoader, which follows."
                 )
             self._untold = True
             yield order.at(position, position + 1)[0]
 
     def __len__(self) -> int:
-        """Samples that an iterator made now would give."""
+        """The number of samples that a new iterator would yield."""
         size = self.world().size
         return turns_left(self.consumed, self.length, size, drop_last=self.drop_last)
 

@@ -1,8 +1,8 @@
-"""Which samples of an epoch's order are taken in a step, and by whom.
+"""The samples of an epoch's order that a step takes, and each rank's share of them.
 
-A step takes the next samples of the order, as many as the policy says for the size of the world.
-They are cut into one share for each rank, in the order of the ranks. What is left at the end of an
-epoch is one more step with a smaller batch, or is dropped.
+A step takes the next samples of the order; the policy sets their number by the world size. They are
+split into one share for each rank, in the order of the ranks. The rest at the end of an epoch is
+one more step with a smaller batch, or is dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchelastic.errors import ConfigError
 
 
 class Policy(Protocol):
-    """What is asked of a BatchPolicy here."""
+    """The methods of BatchPolicy that are used here."""
 
     def batch(self, size: int) -> int: ...
 
@@ -35,7 +35,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The rest of an epoch, for one rank of a world that stays as it is."""
+    """The rest of an epoch, for one rank, while the world does not change."""
 
     position: int
     length: int
@@ -56,29 +56,31 @@ class Plan:
             yield share_of(self.rank, rest, begin)
 
     def __len__(self) -> int:
-        """How many steps are left."""
+        """The number of steps left."""
         steps, more = divmod(self.length - self.position, batch_of(self.policy, self.size))
         return steps + (more > 0 and not self.drop_last)
 
 
 def batch_of(policy: Policy, size: int) -> int:
-    """Samples of a step. A policy of the user's own that says none would take none for ever."""
+    """Return the batch size of a step. Refuses 0 from a custom policy: it would loop for ever."""
     batch = policy.batch(size)
     if batch < 1:
-        raise ConfigError(f"The policy says that a step of {size} ranks takes {batch} samples.")
+        raise ConfigError(f"policy.batch({size}) returned {batch}: it must be at least 1 sample.")
     return batch
 
 
 def shares_of(policy: Policy, size: int, batch: int) -> tuple[int, ...]:
-    """Samples of each rank. A policy of the user's own may not lose any, nor give them twice."""
+    """Return the samples of each rank. Refuses shares of a custom policy that do not add up."""
     shares = policy.shares(size, batch)
     if len(shares) != size or sum(shares) != batch or min(shares) < 0:
-        raise ConfigError(f"The policy shares {batch} samples out to {size} ranks as {shares}.")
+        raise ConfigError(
+            f"policy.shares({size}, {batch}) returned {shares}: need {size} shares that add up."
+        )
     return shares
 
 
 def share_of(rank: int, shares: tuple[int, ...], begin: int) -> Share:
-    """The share of a rank in a step whose samples begin there."""
+    """Return the share of a rank in a step whose samples start at `begin`."""
     bounds = tuple(accumulate(shares, initial=begin))
     return Share(bounds[rank], bounds[rank + 1], begin, bounds[-1])
 
@@ -86,11 +88,10 @@ def share_of(rank: int, shares: tuple[int, ...], begin: int) -> Share:
 def every_nth(
     position: int, length: int, rank: int, size: int, *, drop_last: bool
 ) -> Iterator[int]:
-    """Positions of one rank where steps are not known: one for each rank in turn.
+    """Yield the positions of one rank if steps are not known: the ranks take turns.
 
-    All ranks have equally many. After each has taken n of them, all together have taken the next
-    n * size of the order. The last turn may be incomplete: it is dropped, or filled up with the
-    positions that the turns began with.
+    All ranks get the same number. After each has taken n positions, all ranks have taken the next
+    n * size of the order. An incomplete last turn is dropped, or padded with the first positions.
     """
     left = length - position
     for turn in range(turns_left(position, length, size, drop_last=drop_last)):
@@ -98,6 +99,6 @@ def every_nth(
 
 
 def turns_left(position: int, length: int, size: int, *, drop_last: bool) -> int:
-    """How many positions `every_nth` gives."""
+    """The number of positions that `every_nth` yields."""
     left = length - position
     return left // size if drop_last else -(-left // size)

@@ -11,7 +11,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "torchelastic.data.StatefulDataLoader needs torchdata: pip install torchdata. "
-        "torchelastic.data.DataLoader does the same without."
+        "torchelastic.data.DataLoader does the same without it."
     ) from error
 
 T = TypeVar("T")
@@ -20,10 +20,10 @@ T = TypeVar("T")
 class StatefulDataLoader(ElasticLoader[T], torchdata.StatefulDataLoader[T]):  # type: ignore[misc]
     """A `torchdata.stateful_dataloader.StatefulDataLoader`, with the arguments of our DataLoader.
 
-    Its state is the sampler's or the stream's: what is committed, the same on all ranks, good for
-    any world. torchdata's own is that of one rank and of its loading processes, and no other number
-    of ranks could go on from it. So the state of the dataset itself is not in it: keep in the
-    TorchState, as parts, what the dataset needs besides a sample's number.
+    Its state is that of the sampler or stream: the committed position, the same on all ranks, valid
+    for any world size. torchdata's own state is that of one rank and its loading processes, and
+    does not fit another number of ranks. So it does not contain the state of the dataset: if the
+    dataset has any, keep it as a part of the TorchState.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -33,5 +33,5 @@ class StatefulDataLoader(ElasticLoader[T], torchdata.StatefulDataLoader[T]):  # 
         self.progress.load_state_dict(state_dict)
 
     def committed(self) -> None:
-        """The step is committed, as its sampler or stream is told otherwise."""
+        """Commit the step for the sampler or stream."""
         self.progress.committed()

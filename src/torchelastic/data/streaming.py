@@ -1,13 +1,13 @@
-"""`ElasticStream`: records in numbered shards, of which nobody knows how many there are.
+"""`ElasticStream`: records in numbered shards whose length is unknown.
 
-The order of an epoch: the shards in an order of their own, their records one after the other, and
-these shuffled within windows of so many records. It depends on the seed and the epoch alone.
+The order of an epoch: the shards are shuffled, their records follow one after the other, and are
+shuffled within windows of a fixed size. It depends on the seed and the epoch alone.
 
-The last record of a shard is known by who has read up to it. So every rank, and each of its loading
-processes, reads the whole epoch, and decodes only its own share of every step: then all know, and
-without asking each other, whose the next record is. The place in a stream is the number of records
-consumed, and where to begin to read: the shard, counted in the epoch's order, and the record in it
-with which the present window begins.
+The length of a shard is known only after reading it. So every rank, and each of its loading
+processes, reads the whole epoch and decodes only its own share of every step: then all agree on who
+takes the next record without communicating. The position in a stream is the number of records
+consumed and where to start reading: the shard, counted in the epoch's order, and the first record
+of the current window in it.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from torchelastic.data.progress import Handed, Position, Progress
 from torchelastic.data.shares import Policy, batch_of, share_of, shares_of
 from torchelastic.errors import ConfigError
 
-#: The records of a shard from one on: `read(shard, first)`.
+#: `read(shard, first)`: the records of a shard, starting with record `first`.
 Read = Callable[[int, int], Iterable[Any]]
 
 
 class ElasticStream(Progress):
     """Records in shards 0 to `shards` - 1, read by `read(shard, first)`; or a list of iterables.
 
-    `first` is the number of the record to begin with: where a shard cannot be entered in the
-    middle, skip so many. What it gives must be the same each time. Give the stream to a
+    `first` is the record to start with: if a shard cannot be opened in the middle, skip that many
+    records. `read` must return the same records each time. Pass the stream to a
     `torchelastic.data.DataLoader` as its dataset, and to the TorchState as a part.
 
-    `decode(record)` is called for the records of this rank only: do there what is expensive.
-    Records are shuffled within windows of `window`; so many are held in memory, and as many are
-    read again after a roll-back. Where the number of records is known, a dataset with an
-    ElasticSampler is better: it shuffles all, and reads nothing twice.
+    `decode(record)` is called for the records of this rank only: put expensive work there. Records
+    are shuffled within windows of `window` records; one window is held in memory, and is read again
+    after a roll-back. If the number of records is known, prefer a dataset with an ElasticSampler:
+    it shuffles all records and reads nothing twice.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ElasticStream(Progress):
         self.read, self.shards = _reader(read, shards)
         self.decode = decode
         if window < 1:
-            raise ConfigError(f"A window of {window} records is not possible: 1 is the least.")
+            raise ConfigError(f"window is {window}: it must be at least 1 record.")
         self.window = window if shuffle else 1
         self.drop_last = drop_last
 
@@ -75,7 +75,7 @@ class ElasticStream(Progress):
 
 
 class Record(NamedTuple):
-    """A record, its shard and its number there, and the place behind it."""
+    """A record, its shard, its number in the shard, and the position after it."""
 
     shard: int
     number: int
@@ -84,7 +84,7 @@ class Record(NamedTuple):
 
 
 def records_from(stream: ElasticStream, seed: int, place: Position) -> Iterator[Record]:
-    """What is left of the epoch from this place on, in its order."""
+    """Yield the rest of the epoch from this position on, in its order."""
     epoch, consumed, *begin = place
     records = _in_shards(stream, Order(stream.shards, seed, epoch, shuffle=stream.shuffle), *begin)
     for number in count(consumed // stream.window):
@@ -104,7 +104,7 @@ def records_from(stream: ElasticStream, seed: int, place: Position) -> Iterator[
 def _in_shards(
     stream: ElasticStream, order: Order, begin: int, offset: int
 ) -> Iterator[tuple[tuple[int, int], int, int, Any]]:
-    """Where it is in the epoch, its shard, its number, and the record, shard after shard."""
+    """Yield position in the epoch, shard, number and record, shard after shard."""
     for at in range(begin, stream.shards):
         shard = order.at(at, at + 1)[0]
         for number, content in enumerate(stream.read(shard, offset), offset):
@@ -113,7 +113,7 @@ def _in_shards(
 
 
 class StreamStep(NamedTuple):
-    """The order to load a step: so many steps behind a place, for a rank of a world."""
+    """A request to load step `number` after `place`, for a rank of a world."""
 
     seed: int
     place: Position
@@ -124,7 +124,7 @@ class StreamStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A step as it was loaded: this rank's records, and the place behind the step."""
+    """A loaded step: this rank's records, and the position after the step."""
 
     records: Any
     handed: Handed
@@ -134,13 +134,13 @@ class Loaded:
 class StreamSteps(Dataset[Any]):
     """A stream as torch's loading processes see it: a dataset whose samples are steps.
 
-    Each process has a copy of this, which remembers how far it has read. The steps that it is not
-    asked for are another process's: it reads over them.
+    Each process has its own copy, which remembers how far it has read. It skips steps that another
+    process loads.
     """
 
     def __init__(self, stream: ElasticStream, policy: Policy, *, drop_last: bool) -> None:
         self._stream, self._policy, self._drop_last = stream, policy, drop_last
-        #: The number of the step to be read next, counted from the place of `_begun`.
+        #: The number of the step to read next, counted from the position of `_begun`.
         self._next = 0
         self._begun: StreamStep | None = None
         self._records: Iterator[Record] = iter(())
@@ -151,7 +151,7 @@ class StreamSteps(Dataset[Any]):
         if begun != self._begun or step.number < self._next:
             self._next = 0
             self._records = records_from(self._stream, step.seed, step.place)
-        # Until it is read: a generator that has raised an error would seem to be at its end.
+        # Unset while reading: a generator that raised an error would look exhausted.
         self._begun = None
         batch = batch_of(self._policy, step.size)
         while self._next <= step.number:
@@ -171,16 +171,16 @@ class StreamSteps(Dataset[Any]):
         ids = tuple((record.shard, record.number) for record in own)
         handed = Handed(after.epoch, step.rank, step.size, (end - len(records), end), ids)
         decode = self._stream.decode or (lambda record: record)
-        # A rank without a share has a record stand in: the others wait for its collectives.
+        # A rank without a share gets a placeholder record: the others wait for its collectives.
         return Loaded([decode(record.content) for record in own or records[:1]], handed, after)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a loading process that is spawned: open files stay here."""
+        """State for a spawned loading process, without open files."""
         return vars(self) | {"_begun": None, "_records": iter(())}
 
 
 class CollateStep:
-    """What makes one batch of a step's records, in the process that has loaded them."""
+    """Collates the records of a step into a batch, in the loading process."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
@@ -191,7 +191,7 @@ class CollateStep:
 
 
 class StreamFeed:
-    """Orders to load one step after another; the end is found by who reads it."""
+    """Requests for one step after another; a loading process finds the end of the epoch."""
 
     def __init__(self, stream: ElasticStream) -> None:
         self.progress = stream
@@ -215,15 +215,15 @@ class StreamFeed:
 def _reader(read: Read | Sequence[Iterable[Any]], shards: int | None) -> tuple[Read, int]:
     if callable(read):
         if shards is None or shards < 0:
-            raise ConfigError("A stream that is read by a function needs the number of its shards.")
+            raise ConfigError("Pass shards, the number of shards, together with a read function.")
         return read, shards
     if shards not in (None, len(read)):
-        raise ConfigError(f"There are {len(read)} shards, not {shards}.")
+        raise ConfigError(f"shards is {shards}, but the list has {len(read)} shards.")
     return _Given(read), len(read)
 
 
 class _Given:
-    """Reads shards that were given as iterables."""
+    """Reads shards that are iterables."""
 
     def __init__(self, shards: Sequence[Iterable[Any]]) -> None:
         self._shards = shards

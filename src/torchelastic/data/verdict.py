@@ -1,17 +1,18 @@
-"""Whether a history of committed steps used every sample exactly once in each epoch. Pure.
+"""Check that committed steps used every sample exactly once in each epoch. Pure.
 
-Not every line counts. When a worker is lost the others may go back, and what was committed beyond
-the step they go on from is void: those samples come again. A generation's first line says where it
-went on. So a line counts, it is *settled*, if no later generation has a line of its step or of an
-earlier one. A job that is started anew may count its generations from 0 again: a later `start`
-voids in the same way, whatever its generations are called.
+Not every line is valid. When a worker is lost, the others may roll back: steps committed beyond the
+step they continue from are void, and their samples come again. The first line of a generation shows
+where it continued. So a line is valid (*settled*) if no later generation has a line of the same or
+an earlier step. A restarted job may count its generations from 0 again: a later `start` voids lines
+in the same way, whatever its generation numbers are.
 
-A rank that was killed with its gradients in, but before it had committed, has used samples of a
-settled step and left no line. Its peers' lines say how many positions of the order the step took
-(`span`). So many samples then are *unwitnessed*: known by number, not by name. If the spans of an
-epoch cover its order without gap or overlap, and as many samples are in no line as are unwitnessed,
-then these are the ones, since an order has each sample once. Such a rank has no later line in its
-generation: who has one was not killed, and has no excuse.
+A rank that was killed after its gradients were exchanged, but before it committed, has used samples
+of a settled step and wrote no line. The lines of its peers contain the number of positions that the
+step took (`span`). These samples are *unwitnessed*: their number is known, their ids are not. If
+the spans of an epoch cover its order without gap or overlap, and the number of samples in no line
+equals the number of unwitnessed samples, then these are the same samples, because an order contains
+each sample once. Such a rank has no later line in its generation: a rank that has one was not
+killed, and its missing line is an error.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from typing import Any, NamedTuple
 #: A sample: its number, or its shard and its number there.
 Sample = int | tuple[int, int]
 Span = tuple[int, int]
-#: Start and generation: worlds compare by when they were.
-World = tuple[int, int]
+#: Start and generation; a later world compares greater.
+WorldId = tuple[int, int]
 
-#: So many samples of a kind are named in a report.
+#: The most samples of a kind that a report names.
 _MOST_NAMED = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What one rank has used for one committed step."""
+    """The samples that one rank used for one committed step."""
 
     generation: int
     step: int
@@ -42,11 +43,11 @@ class Line:
     ids: tuple[Sample, ...]
     size: int | None = None
     span: Span | None = None
-    #: Which start of the job it is of.
+    #: The start of the job that wrote it, counted from 0.
     start: int = 0
 
     @property
-    def world(self) -> World:
+    def world(self) -> WorldId:
         return self.start, self.generation
 
     def __str__(self) -> str:
@@ -55,16 +56,16 @@ class Line:
 
 
 class History(NamedTuple):
-    """Lines that count, and lines that a later world has voided."""
+    """Valid lines, and lines that a later world has voided."""
 
     settled: list[Line]
     void: list[Line]
 
 
 def settle(lines: Iterable[Line]) -> History:
-    """Which lines count."""
+    """Split lines into valid and void ones."""
     lines = list(lines)
-    first: dict[World, int] = {}
+    first: dict[WorldId, int] = {}
     for line in lines:
         first[line.world] = min(line.step, first.get(line.world, line.step))
     ends = _ends(first)
@@ -75,9 +76,9 @@ def settle(lines: Iterable[Line]) -> History:
     return history
 
 
-def _ends(first: Mapping[World, int]) -> dict[World, int | None]:
-    """For each world the earliest step that any later one has a line of."""
-    ends: dict[World, int | None] = {}
+def _ends(first: Mapping[WorldId, int]) -> dict[WorldId, int | None]:
+    """Return, for each world, the earliest step of any later world."""
+    ends: dict[WorldId, int | None] = {}
     end: int | None = None
     for world in sorted(first, reverse=True):
         ends[world] = end
@@ -87,20 +88,20 @@ def _ends(first: Mapping[World, int]) -> dict[World, int | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochVerdict:
-    """What became of the samples of one epoch."""
+    """The result for the samples of one epoch."""
 
     epoch: int
-    #: How many were used, by whom we know.
+    #: Samples in valid lines.
     used: int
-    #: How many more were, by ranks that left no line.
+    #: Samples used by ranks that wrote no line.
     unwitnessed: int
-    #: Whether the epoch has to be complete, and how many samples that is.
+    #: The number of samples the epoch must have; None if it need not be complete.
     of: int | None
-    #: Each with the void lines that had it: it was taken back, and never came again.
+    #: Each with the void lines that had it: its step was undone, and it never came again.
     missing: Mapping[Sample, Sequence[Line]]
-    #: Each with the settled lines that have it.
+    #: Each with the valid lines that have it.
     repeated: Mapping[Sample, Sequence[Line]]
-    #: Other things that cannot be.
+    #: Other errors.
     contradictions: Sequence[str]
 
     @property
@@ -110,18 +111,18 @@ class EpochVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether every sample was used exactly once, and where not."""
+    """The result for all epochs."""
 
     epochs: Sequence[EpochVerdict]
     settled: int
     void: int
     steps: int
     worlds: int
-    #: Ranks of settled steps that left no line.
+    #: Ranks of settled steps that wrote no line.
     absent: Sequence[str]
-    #: What cannot be, of worlds and their ranks.
+    #: Errors of worlds and their ranks.
     contradictions: Sequence[str]
-    #: Lines that the writers could not write, and lines that cannot be read.
+    #: Lines that could not be written, and lines that are unreadable.
     lost: int = 0
     unreadable: int = 0
 
@@ -143,11 +144,11 @@ def check(
     lost: int = 0,
     unreadable: int = 0,
 ) -> Verdict:
-    """The verdict on some lines, in any order.
+    """Check these lines, in any order.
 
-    `expected` are the samples of an epoch; without it, all numbers up to the largest seen. `epochs`
-    have to be complete, the first so many; without it, all but the last seen. `dropped` of each may
-    be missing: `drop_last` leaves out up to a batch but one.
+    `expected` are the samples of an epoch (default: all numbers up to the largest seen). The first
+    `epochs` epochs must be complete (default: all but the last seen). `dropped` samples of each
+    epoch may be missing: `drop_last` leaves out up to a batch but one.
     """
     lines = list(lines)
     history = settle(lines)
@@ -202,8 +203,8 @@ def _check_epoch(
         missing = unseen if len(unseen) > unwitnessed + dropped else ()
         if len(unseen) < unwitnessed:
             contradictions.append(
-                f"{unwitnessed} samples were used by ranks that left no line, but only "
-                f"{len(unseen)} are in no line: some were used twice"
+                f"ranks that wrote no line used {unwitnessed} samples, but only {len(unseen)} "
+                "samples are in no line: some were used twice"
             )
     return EpochVerdict(
         epoch=epoch,
@@ -217,7 +218,7 @@ def _check_epoch(
 
 
 def _having(samples: Collection[Sample], lines: Iterable[Line]) -> dict[Sample, list[Line]]:
-    """The lines that have each of these samples."""
+    """Return the lines that contain each of these samples."""
     found: dict[Sample, list[Line]] = {sample: [] for sample in samples}
     for line in lines if found else ():
         for sample in line.ids:
@@ -228,12 +229,12 @@ def _having(samples: Collection[Sample], lines: Iterable[Line]) -> dict[Sample, 
 
 def _strangers(uses: Iterable[Sample], known: Collection[Sample]) -> list[str]:
     strange = [sample for sample in uses if sample not in known]
-    return [f"no such samples: {_named(strange)}"] if strange else []
+    return [f"unknown samples: {_named(strange)}"] if strange else []
 
 
 def _check_spans(lines: Sequence[Line]) -> tuple[int, list[str]]:
-    """How many samples are unwitnessed, and what is wrong with the spans of an epoch."""
-    steps: dict[tuple[Span, World, int], list[Line]] = defaultdict(list)
+    """Return the number of unwitnessed samples, and errors in the spans of an epoch."""
+    steps: dict[tuple[Span, WorldId, int], list[Line]] = defaultdict(list)
     for line in lines:
         if line.span is not None:
             steps[line.span, line.world, line.step].append(line)
@@ -250,16 +251,16 @@ def _check_spans(lines: Sequence[Line]) -> tuple[int, list[str]]:
 def _about_span(span: Span, line: Line, count: int, end: int) -> Iterator[str]:
     start, stop = span
     if start > end:
-        yield f"no step took positions {end} to {start} of the order, before {line}"
+        yield f"no step used positions {end} to {start} of the order, before {line}"
     elif start < end:
-        yield f"positions {start} to {min(end, stop)} of the order were taken before {line}"
+        yield f"{line} used positions {start} to {min(end, stop)} of the order a second time"
     if count > stop - start:
-        yield f"{line} took {stop - start} positions, but its ranks used {count} samples"
+        yield f"{line} covers {stop - start} positions, but its ranks used {count} samples"
 
 
-def _absent(lines: Iterable[Line]) -> list[tuple[World, int, int]]:
-    """World, step and rank of those who left no line of a settled step that others have one of."""
-    there: dict[tuple[World, int, int], set[int]] = defaultdict(set)
+def _absent(lines: Iterable[Line]) -> list[tuple[WorldId, int, int]]:
+    """Return world, step and rank of each missing line of a settled step."""
+    there: dict[tuple[WorldId, int, int], set[int]] = defaultdict(set)
     for line in lines:
         if line.size is not None:
             there[line.world, line.step, line.size].add(line.rank)
@@ -272,29 +273,29 @@ def _absent(lines: Iterable[Line]) -> list[tuple[World, int, int]]:
 
 
 def _without_excuse(settled: Iterable[Line], lines: Iterable[Line], lost: int) -> Iterator[str]:
-    """Who left no line of a step, but was alive in a later one, and whose lines are not lost."""
-    latest: dict[tuple[World, int], int] = {}
+    """Report ranks that wrote no line of a step, but were alive in a later one."""
+    latest: dict[tuple[WorldId, int], int] = {}
     for line in lines:
         key = line.world, line.rank
         latest[key] = max(line.step, latest.get(key, line.step))
     for world, step, rank in () if lost else _absent(settled):
         if latest.get((world, rank), step) > step:
-            yield f"no line of {_place(world, step, rank)}, which has one of a later step"
+            yield f"{_place(world, step, rank)} wrote no line, but wrote one for a later step"
 
 
 def _unequal_sizes(lines: Iterable[Line]) -> Iterator[str]:
-    """A world has one size: what was handed out in another one was not trained in this."""
-    sizes: dict[World, set[int]] = defaultdict(set)
+    """Report worlds whose lines have different sizes: a world has one size."""
+    sizes: dict[WorldId, set[int]] = defaultdict(set)
     for line in lines:
         if line.size is not None:
             sizes[line.world].add(line.size)
     for world, found in sorted(sizes.items()):
         if len(found) > 1:
-            told = " and ".join(map(str, sorted(found)))
-            yield f"generation {world[1]} has lines of worlds of {told} ranks"
+            sizes_found = " and ".join(map(str, sorted(found)))
+            yield f"generation {world[1]} has lines with world sizes {sizes_found}"
 
 
-def _place(world: World, step: int, rank: int) -> str:
+def _place(world: WorldId, step: int, rank: int) -> str:
     return f"rank {rank} in step {step} of generation {world[1]}"
 
 
@@ -306,7 +307,7 @@ def _by_epoch(lines: Iterable[Line]) -> dict[int, list[Line]]:
 
 
 def _seen_up_to(history: History) -> Collection[Sample]:
-    """All numbers up to the largest seen, of samples or of records of each shard."""
+    """Return all numbers up to the largest seen: of samples, or of records in each shard."""
     seen = {sample for lines in history for line in lines for sample in line.ids}
     most: dict[int | None, int] = {}
     for sample in seen:
@@ -326,34 +327,38 @@ def _seen_up_to(history: History) -> Collection[Sample]:
 
 def _report(verdict: Verdict) -> Iterator[str]:
     yield (
-        f"Lines that count: {verdict.settled}, of {_several(verdict.steps, 'step')} in "
-        f"{_several(verdict.worlds, 'generation')}; void, of steps taken back: {verdict.void}."
+        f"Valid lines: {verdict.settled}, from {_several(verdict.steps, 'step')} in "
+        f"{_several(verdict.worlds, 'generation')}. Void lines, from undone steps: {verdict.void}."
     )
     for epoch in verdict.epochs:
         yield from _of_epoch(epoch)
     for sentence in verdict.contradictions:
         yield f"WRONG: {sentence}."
     if verdict.absent:
-        yield f"No line of {_named(verdict.absent)}."
+        yield f"No line from {_named(verdict.absent)}."
     if verdict.lost:
         yield f"{verdict.lost} lines could not be written."
     if verdict.unreadable:
-        yield f"{verdict.unreadable} lines cannot be read, such as those cut short by a kill."
+        yield f"{verdict.unreadable} lines are unreadable: a kill may have cut them short."
     if not verdict.epochs:
-        yield "There is no line of a ledger."
-    yield "Every sample exactly once." if verdict.ok else "NOT every sample exactly once."
+        yield "Found no ledger lines."
+    yield (
+        "Every sample was used exactly once."
+        if verdict.ok
+        else "NOT every sample was used exactly once."
+    )
 
 
 def _of_epoch(epoch: EpochVerdict) -> Iterator[str]:
-    more = f" and {epoch.unwitnessed} of ranks that left no line" if epoch.unwitnessed else ""
+    more = f" and {epoch.unwitnessed} by ranks that wrote no line" if epoch.unwitnessed else ""
     if epoch.of is None:
         used = _several(epoch.used, "sample")
-        yield f"epoch {epoch.epoch}: {used}{more}; it need not be complete."
+        yield f"epoch {epoch.epoch}: {used}{more}; not complete, so none count as missing."
     else:
         yield f"epoch {epoch.epoch}: {epoch.used} of {epoch.of} samples{more}."
     if epoch.missing:
         yield f"  MISSING {len(epoch.missing) - epoch.unwitnessed}:"
-        yield from _places(epoch.missing, "taken back in", "in no line")
+        yield from _places(epoch.missing, "undone in", "in no line")
     if epoch.repeated:
         yield f"  REPEATED {len(epoch.repeated)}:"
         yield from _places(epoch.repeated, "used in", "")

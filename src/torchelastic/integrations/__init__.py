@@ -3,8 +3,8 @@
 lightning      Keep, a callback for Lightning's Trainer
 transformers   Keep, a callback for the Trainer of Hugging Face
 accelerate     Keep, for loops written with Accelerate
-frameworks     finds a framework, or says that it is missing
-position       where in an epoch a training is, and how to come back there
+frameworks     imports a framework, or raises if it is missing
+position       the position in an epoch, and how to return to it
 
-Each module needs its framework, and is imported by its full name.
+Each module needs its framework; import it by its full name.
 """

@@ -8,10 +8,10 @@
                 ...
             keep.commit()
 
-What is kept is what `accelerator.save_state` writes: all that was prepared or registered for
-checkpointing; and where in the epoch the loop is. After a restart `epochs` begins with the epoch
-that was under way, and `batches` with its first batch that is not done. If all are done, it gives
-none, and what the loop does at the end of an epoch is done again.
+Keep saves what `accelerator.save_state` writes, everything prepared or registered for
+checkpointing, and the position of the loop in the epoch. After a restart `epochs` begins with the
+interrupted epoch, and `batches` with its first batch that is not done. If all batches are done,
+`batches` yields none, and the loop runs its end-of-epoch code again.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from torchelastic.training.state.torch_state import TorchState
 
 _accelerate = frameworks.find("accelerate")
 
-#: Kinds of training with the whole model on every rank, by their names.
+#: Distributed types with the whole model on every rank.
 _REPLICATED = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 
 class Keep:
-    """Restores when it is made, on all ranks and after `prepare`. One for a script.
+    """Restores when it is created, on all ranks and after `prepare`. One per script.
 
-    `more` parts are kept with the rest, as those of a TorchState are.
+    `more` are additional parts to keep, as for a TorchState.
     """
 
     def __init__(self, accelerator: Any, **more: Any) -> None:
         kind = accelerator.distributed_type.value
         if kind not in _REPLICATED:
             raise TypeError(
-                f"Keep has no way yet to keep what {kind} has spread over the ranks: leave it out, "
-                "or train with plain data parallelism."
+                f"Keep does not support {kind} yet, because it shards the model over the ranks: "
+                "use plain data parallelism, or remove Keep."
             )
         if not accelerator._models:
-            raise RuntimeError("Keep finds nothing to keep: make it after accelerator.prepare.")
+            raise RuntimeError("Nothing to keep: create Keep after accelerator.prepare.")
         self._accelerator = accelerator
         self._progress = _Progress(accelerator)
         self._state = TorchState(
@@ -59,32 +59,32 @@ class Keep:
             **{f"registered_{n}": one for n, one in enumerate(accelerator._custom_objects)},
             **more,
         )
-        #: The random states that were restored, until the data has come to its place.
+        #: The restored random states, until the data is at its position.
         self._random: rng.Random | None = None
         if self._state.restore():
             self._random = rng.capture()
 
     @property
     def step(self) -> int:
-        """How many steps are committed."""
+        """The number of committed steps."""
         return self._state.step
 
     @property
     def state(self) -> TorchState:
-        """What is kept, for checkpoints and for the values among `more`."""
+        """The kept state, for checkpoints and for the values in `more`."""
         return self._state
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The numbers of the epochs that are not over, of so many."""
+        """Yield the numbers of the epochs that are not finished, out of `count`."""
         for epoch in range(self._progress.epoch, count):
             if self._random is None:
                 self._progress.epoch, self._progress.done = epoch, 0
             yield epoch
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        """The batches of this epoch that are not done, from a prepared loader."""
+        """Yield the batches of this epoch that are not done, from a prepared loader."""
         if getattr(loader, "use_stateful_dataloader", False):
-            raise TypeError("Keep skips batches itself: leave out use_stateful_dataloader.")
+            raise TypeError("Keep skips batches itself: remove use_stateful_dataloader.")
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(self._progress.epoch)
         yield from self._resumed(loader) if self._random is not None else self._whole(loader)
@@ -96,7 +96,7 @@ class Keep:
             yield batch
 
     def _resumed(self, loader: Any) -> Iterator[Any]:
-        """Shuffle with the random state the epoch was begun with, go on with the committed one."""
+        """Shuffle with the epoch's first random state, continue with the committed one."""
         random, self._random = self._random, None
         assert random is not None
         if not self._progress.done:
@@ -112,18 +112,18 @@ class Keep:
             yield batch
 
     def commit(self) -> None:
-        """After each batch: commits the step, if this batch was the last of one."""
+        """Commit the step, if this batch was its last one. Call it after each batch."""
         if self._accelerator.sync_gradients:
             self._state.commit()
 
 
 class _Progress:
-    """A part of the state: the epoch, what is done of it, and how it was begun."""
+    """A part of the state: the epoch, the batches done, and the random state at its start."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
         self.epoch = self.done = 0
-        #: Of torch, and of the generator that Accelerate keeps the same on all ranks.
+        #: Random states of torch, and of the generator that Accelerate synchronises.
         self._random = torch.get_rng_state()
         self._shuffle: torch.Tensor | None = None
 

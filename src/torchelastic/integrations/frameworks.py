@@ -1,4 +1,4 @@
-"""Training frameworks are no dependency of ours: they are looked for when they are needed."""
+"""Import training frameworks, which are optional dependencies, when they are needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def find(*names: str) -> Any:
-    """The first of some modules, one that the script has imported already if there is one.
+    """Import the first available module; prefers one that the script has already imported.
 
     Untyped on purpose: type checkers run where the frameworks are not installed.
     """
@@ -17,7 +17,7 @@ def find(*names: str) -> Any:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name not in _prefixes(name):
-                raise  # it is there, and lacks something itself
+                raise  # it is installed, but one of its own imports is missing
     package = names[0].partition(".")[0]
     raise ModuleNotFoundError(
         f"This integration needs {package}, which is not installed: pip install {package}.",

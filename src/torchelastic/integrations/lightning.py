@@ -2,11 +2,11 @@
 
     trainer = Trainer(..., callbacks=[torchelastic.integrations.lightning.Keep()])
 
-A batch after which the optimizer has stepped is committed at its end; the last one of an epoch at
-the end of the epoch, so that a validation that is cut off is run again. What is kept is what
-Lightning has in its checkpoints: model, optimizers, schedulers, scaler, the progress of its loops
-and the state of callbacks; and random states. After a restart Lightning counts on by itself, but
-reads the data of an epoch from the beginning: here the batches that are done are skipped.
+Keep commits a step at the end of its last batch; the last step of an epoch at the end of the epoch,
+so that an interrupted validation runs again. It saves what Lightning has in its checkpoints (model,
+optimizers, schedulers, scaler, the progress of its loops and the state of callbacks) and random
+states. After a restart Lightning continues to count by itself, but reads the data of an epoch from
+the beginning: Keep skips the batches that are done.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Callback: Any = _pytorch.Callback
 #: Strategies with the whole model on every rank.
 _REPLICATED = (_pytorch.strategies.DDPStrategy, _pytorch.strategies.SingleDeviceStrategy)
 
-#: Where Lightning keeps the count of batches of an epoch.
+#: Lightning's key for the batch count of an epoch.
 _BATCHES = "epoch_loop.batch_progress"
 
 
@@ -40,20 +40,22 @@ class Keep(_Callback):  # type: ignore[misc]
     def __init__(self) -> None:
         self._state: TorchState | None = None
         self._progress: _Progress | None = None
-        #: The random states that were restored, until the data has come to its place.
+        #: The restored random states, until the data is at its position.
         self._random: rng.Random | None = None
         self._done = 0
-        #: The random state at the beginning of this epoch is known already.
+        #: The random state at the start of this epoch is already known.
         self._begun = True
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Everything is in its place by now, and Lightning's own checkpoint is not loaded yet."""
+        """Restore: everything is set up now, and Lightning's own checkpoint is not loaded yet."""
         if self._state is not None:
-            raise RuntimeError("A Keep keeps one fit: it cannot tell the states of two apart.")
+            raise RuntimeError(
+                "A Keep works for one fit only: create another Keep for another fit."
+            )
         if not isinstance(trainer.strategy, _REPLICATED):
             raise TypeError(
-                f"Keep has no way yet to keep what {type(trainer.strategy).__name__} has spread "
-                "over the ranks: leave it out, or use the strategy 'ddp'."
+                f"Keep does not support {type(trainer.strategy).__name__} yet, because it shards "
+                "the model over the ranks: use the strategy 'ddp', or remove Keep."
             )
         self._progress = _Progress(trainer)
         self._state = TorchState(
@@ -64,7 +66,7 @@ class Keep(_Callback):  # type: ignore[misc]
         )
         if self._state.restore():
             self._random = rng.capture()
-            # The checkpoint that `fit` was given is older: it must not be put over this.
+            # The checkpoint passed to `fit` is older: it must not replace this.
             trainer._checkpoint_connector._loaded_checkpoint = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -88,18 +90,18 @@ class Keep(_Callback):  # type: ignore[misc]
         self._commit(trainer.global_step)
 
     def _commit(self, step: int) -> None:
-        """Unless nothing was stepped: gradients were accumulated, and would be lost."""
+        """Commit, unless no optimizer stepped: accumulated gradients would be lost."""
         if step > self._done and self._state is not None:
             self._done = step
             self._state.commit(step)
 
 
 class _Progress:
-    """A part of the state: where Lightning is, and what others than model and optimizer know."""
+    """A part of the state: Lightning's position, and the state of callbacks and plugins."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        #: Torch's random state when the data of this epoch were shuffled.
+        #: Torch's random state when the data of this epoch was shuffled.
         self._epoch_random = torch.get_rng_state()
         self._not_kept: set[str] = set()
 
@@ -140,23 +142,23 @@ class _Progress:
             yield from self._if_plain("datamodule", trainer.datamodule)
 
     def _if_plain(self, name: str, other: Any) -> Iterator[tuple[str, Any]]:
-        """A state that cannot be kept is no reason to refuse the training."""
+        """Yield it if its state can be kept; otherwise warn, but continue training."""
         try:
             tensor_tree.check(name, other)
         except TypeError as error:
             if name not in self._not_kept:
                 self._not_kept.add(name)
-                log.warning("The state of %s is not kept: %s", type(other).__name__, error)
+                log.warning("Keep does not save the state of %s: %s", type(other).__name__, error)
         else:
             yield name, other
 
     # --- data ------------------------------------------------------------------------------------
 
     def put_data_in_place(self, random: rng.Random) -> bool:
-        """Begin with the first batch that is not done; whether that is in the middle of an epoch.
+        """Go to the first batch that is not done; return True if it is in the middle of an epoch.
 
-        The epoch is begun with the random state that it was begun with before, in case its order
-        comes from there; the training goes on with the one it was committed with.
+        The epoch is shuffled again with its original random state; training then continues with
+        the committed one.
         """
         loop = self._trainer.fit_loop
         middle = bool(loop.restarted_mid_epoch)
@@ -164,7 +166,7 @@ class _Progress:
         for one in loop._combined_loader.flattened:
             _set_epoch(one, loop.epoch_progress.current.processed)
         if middle:
-            # Lightning says so when an epoch goes on, and does not know that it is not true here.
+            # Lightning's warning does not apply here: Keep skips the batches that are done.
             warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
             torch.set_rng_state(self._epoch_random)
         else:
@@ -174,14 +176,14 @@ class _Progress:
         return middle
 
     def _begin_data(self, done: int, then: Callable[[], object]) -> None:
-        """Iterate anew, from beyond what is done; `then` is called when it is behind."""
+        """Restart the iteration after the batches done; calls `then` after skipping them."""
         loop = self._trainer.fit_loop
         loader, fetcher = loop._combined_loader, loop._data_fetcher
         loader.reset()
         skips = done > 0 and all(map(_is_indexed, loader.flattened))
         if skips:
             for one in loader.flattened:
-                # DataLoader refuses the assignment, for the sake of those who do not know better.
+                # DataLoader refuses the plain assignment.
                 vars(one)["batch_sampler"] = Skip(one.batch_sampler, done, then)
         iter(fetcher)
         if done and not skips:
@@ -194,7 +196,7 @@ class _Progress:
 def resized(
     loops: Mapping[str, Any], before: int, now: int, accumulated: int = 1
 ) -> Mapping[str, Any]:
-    """The progress of loops in a world of another size, which has other batches in an epoch."""
+    """Convert the progress of loops to another world size, which has other batches."""
     progress = loops[_BATCHES]
     if before == now or progress["is_last_batch"]:
         return loops
@@ -202,7 +204,7 @@ def resized(
         progress["current"]["processed"], before=before, now=now, multiple=accumulated
     )
     counts = dict.fromkeys(progress["current"], done)
-    # As if the batch had ended altogether, which Lightning would count when it goes on.
+    # As if the batch had ended completely, which Lightning counts when it continues.
     total = dict.fromkeys(progress["total"], progress["total"]["processed"])
     own = loops["epoch_loop.state_dict"]
     stepped = own.get("_batches_that_stepped", 0) + 1
@@ -222,7 +224,7 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 
 def _is_indexed(loader: object) -> bool:
-    """Whether batches can be skipped without being read."""
+    """Return True if batches can be skipped without being read."""
     return (
         isinstance(loader, torch.utils.data.DataLoader)
         and not isinstance(loader.dataset, torch.utils.data.IterableDataset)

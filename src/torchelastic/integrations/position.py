@@ -1,4 +1,4 @@
-"""Where in an epoch a training is, and how to come back there."""
+"""The position of a training in an epoch, and how to return to it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 
 def batches_done(done: int, *, before: int, now: int, multiple: int = 1) -> int:
-    """How many batches of an epoch are done, in a world of another size than did them.
+    """Convert the number of batches done in an epoch to another world size.
 
-    Frameworks deal samples out like cards, so that batch after batch the ranks together take the
-    next ones of a common order. What is done is rounded down: samples that are not a whole batch of
-    every rank of the new world are trained again, rather than not at all. `multiple` is how many
-    batches make a step.
+    Frameworks deal out samples round-robin, so that batch after batch all ranks take the next ones
+    of a common order. The result is rounded down: samples that do not fill a batch on every rank of
+    the new world are trained again, rather than not at all. `multiple` is the number of batches per
+    step.
     """
     if before == now:
         return done
@@ -22,18 +22,17 @@ def batches_done(done: int, *, before: int, now: int, multiple: int = 1) -> int:
 
 
 class Skip:
-    """A batch sampler whose next pass begins in the middle; those after it are whole.
+    """A batch sampler whose next pass starts in the middle; later passes are complete.
 
-    `skipped` is called once the skipped batches are drawn, and before the first one that counts.
-    The pass is lazy, as that of torch's samplers is: an order that is drawn at random is drawn at
-    the same moment as in a pass that skips nothing.
+    `skipped` is called after the skipped batches are drawn, before the next one. The pass is lazy,
+    like that of torch's samplers: a random order is drawn at the same moment as in a complete pass.
     """
 
     def __init__(self, batches: Any, count: int, skipped: Callable[[], object]) -> None:
         self._batches, self._count, self._skipped = batches, count, skipped
 
     def __iter__(self) -> Iterator[Any]:
-        # Not before it is begun: loaders with worker processes ask for a pass twice.
+        # Only when the pass starts: loaders with worker processes ask for an iterator twice.
         count, self._count = self._count, 0
         batches = iter(self._batches)
         if count:

@@ -3,11 +3,11 @@
     torchelastic.integrations.transformers.Keep(trainer)
     trainer.train()
 
-A step is committed when the next one begins, behind its logging, saving and evaluation: if a worker
-is killed in these, the step is done again and so are they. After a restart the Trainer goes on by
-its own ways of resuming. It is handed a checkpoint with nothing in it but its TrainerState and this
-rank's random states, since model and optimizer have come from memory; so it counts on, skips the
-batches that are done, and sets the random states when that is behind it.
+Keep commits a step when the next one begins, after logging, saving and evaluation: if a worker is
+killed during these, the step is done again and so are they. After a restart the Trainer resumes by
+itself, from a checkpoint that Keep writes. It contains only the TrainerState and this rank's random
+states, since model and optimizer come from memory; so the Trainer continues to count, skips the
+batches that are done, and then restores the random states.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Keep(_TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: Any) -> None:
         if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
             raise TypeError(
-                "Keep has no way yet to keep what DeepSpeed or FSDP have spread over the ranks: "
-                "leave it out, or train with plain data parallelism."
+                "Keep does not support DeepSpeed or FSDP yet, because they shard the model over "
+                "the ranks: use plain data parallelism, or remove Keep."
             )
         if trainer.args.auto_find_batch_size:
             raise ValueError(
-                "Keep cannot follow a Trainer that starts anew with smaller batches: give the "
-                "batch size, and leave out auto_find_batch_size."
+                "Keep does not support auto_find_batch_size, which restarts training with smaller "
+                "batches: set the batch size instead."
             )
         self._trainer = trainer
         self._state: TorchState | None = None
@@ -49,15 +49,15 @@ class Keep(_TrainerCallback):  # type: ignore[misc]
         #: The checkpoint for the Trainer, until it has been read.
         self._stub: tempfile.TemporaryDirectory[str] | None = None
         self._done = 0
-        # There is no hook before the Trainer decides where it begins.
+        # The Trainer has no hook before it decides where to start.
         self._train, trainer._inner_training_loop = trainer._inner_training_loop, self._resume
         trainer.add_callback(self)
 
     def _resume(self, *values: Any, **named: Any) -> Any:
-        """In place of the Trainer's own loop: restore, then run it."""
+        """Restore, then run the Trainer's own loop, which this replaces."""
         if self._state is not None:
             raise RuntimeError(
-                "A Keep keeps one call of train(): it cannot tell the states of two apart."
+                "A Keep works for one call of train() only: create another Keep for another call."
             )
         self._trainer.create_optimizer()
         self._state = TorchState(
@@ -98,7 +98,7 @@ class Keep(_TrainerCallback):  # type: ignore[misc]
 
 
 class _Progress:
-    """A part of the state: where the Trainer is, and what it makes only after we have restored."""
+    """A part of the state: the Trainer's position, and objects it creates after the restore."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -117,7 +117,7 @@ class _Progress:
         }
 
     def _callbacks(self) -> Iterator[tuple[str, Any]]:
-        """What callbacks remember. What cannot be kept is no reason to refuse the training."""
+        """Yield the states of callbacks; warn about those that cannot be kept."""
         for name, one in self._others():
             state = one.state()
             try:
@@ -125,12 +125,12 @@ class _Progress:
             except TypeError as error:
                 if name not in self._not_kept:
                     self._not_kept.add(name)
-                    log.warning("The state of %s is not kept: %s.", name, error)
+                    log.warning("Keep does not save the state of %s: %s.", name, error)
             else:
                 yield name, state
 
     def _trainer_state(self) -> str:
-        """As the Trainer writes it, without the log: that grows, and is written at every step."""
+        """Return the TrainerState as JSON, without the log, which would grow with every step."""
         state = self._trainer.state
         names = [field.name for field in dataclasses.fields(state)]
         return json.dumps({name: getattr(state, name) for name in names} | {"log_history": []})
@@ -144,20 +144,20 @@ class _Progress:
         self._loaded = state
 
     def restored(self) -> None:
-        """Remember what making a scheduler writes into the optimizer."""
+        """Save the hyperparameters that creating a scheduler overwrites."""
         self._hyperparameters = [
             {name: value for name, value in group.items() if name != "params"}
             for group in self._trainer.optimizer.param_groups
         ]
 
     def write(self, directory: Path) -> None:
-        """A checkpoint for the Trainer to begin with."""
+        """Write a checkpoint for the Trainer to resume from."""
         assert self._loaded is not None
         (directory / "trainer_state.json").write_text(self._loaded["trainer"])
         self._trainer._save_rng_state(str(directory))
 
     def put_in_place(self) -> None:
-        """Load what was not there to be loaded before."""
+        """Load the state of objects that did not exist at the restore."""
         if self._loaded is None:
             return
         trainer, loaded = self._trainer, self._loaded

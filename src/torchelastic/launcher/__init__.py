@@ -1,4 +1,4 @@
-"""Launching process: jobs and processes started from Python: `elastic_launch`."""
+"""Launching process: start jobs and processes from Python: `elastic_launch`."""
 
 from torchelastic.config import LaunchConfig
 from torchelastic.launcher.launch_job import elastic_launch, launch_agent

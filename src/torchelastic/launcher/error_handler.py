@@ -1,7 +1,7 @@
-"""`@record`: write down the exception that ends a function, where whoever started us looks for it.
+"""`@record`: write the exception that ends a function to the error file for the launcher.
 
-Python workers are reported with their traceback without it. It is for what stands between: a
-main function that starts processes itself, and a script that a `--no-python` program runs.
+Python workers do not need it: their traceback is always reported. It is for a main function that
+starts processes itself, and for a script that a `--no-python` program runs.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ R = TypeVar("R")
 
 
 class ErrorHandler:
-    """Writes to the file that `TORCHELASTIC_ERROR_FILE` names; without one, nothing.
+    """Writes to the file in `TORCHELASTIC_ERROR_FILE`, if set.
 
-    May be subclassed and handed to `record`.
+    Subclasses can be passed to `record`.
     """
 
     def initialize(self) -> None:
-        """Called before the function: have the stacks printed if native code crashes."""
+        """Print stacks if native code crashes. Called before the function."""
         try:
             faulthandler.enable(all_threads=True)
         except (io.UnsupportedOperation, RuntimeError, ValueError) as error:
-            # stderr is no file of the system's: a notebook, a closed stream
-            logger.debug("No stacks will be printed on a crash: %s", error)
+            # stderr has no file descriptor: a notebook, a closed stream
+            logger.debug("Cannot print stacks on a crash: %s", error)
 
     def record_exception(self, error: BaseException) -> None:
-        """Write the exception down."""
+        """Write the exception to the error file."""
         text = "".join(traceback.format_exception(error))
         path = env.get("TORCHELASTIC_ERROR_FILE")
         if path:
             self._attempt(lambda: error_file.write(path, f"{type(error).__name__}: {error}", text))
 
     def copy_error_file(self, child_error_file: str) -> None:
-        """Make a child's error file ours, as it is."""
+        """Copy a child's error file to ours."""
         path = env.get("TORCHELASTIC_ERROR_FILE")
         if path and not os.path.exists(path):
             self._attempt(lambda: shutil.copyfile(child_error_file, path))
@@ -57,11 +57,11 @@ class ErrorHandler:
         try:
             write()
         except OSError as error:  # must not hide the exception that is being recorded
-            logger.warning("The error file could not be written: %s", error)
+            logger.warning("Could not write the error file: %s", error)
 
 
 def get_error_handler() -> ErrorHandler:
-    """The handler `record` takes when it is given none."""
+    """Return the default handler of `record`."""
     return ErrorHandler()
 
 
@@ -76,10 +76,10 @@ def record(
 
 
 def record(fn: Any = None, error_handler: ErrorHandler | None = None) -> Any:
-    """Decorator for a program's main function: its exception goes to the error file as well.
+    """Decorate a program's main function: write its exception to the error file as well.
 
-    Of a `ChildFailedError` it is the child's error that is recorded, as if it were ours. Exit with
-    code 0 from inside the function is taken for a return of None.
+    For a `ChildFailedError` the child's error is recorded instead. `sys.exit(0)` inside the
+    function counts as returning None.
     """
     handler = error_handler or get_error_handler()
     if fn is None:

@@ -1,4 +1,4 @@
-"""A function call for another process, and what came of it. Both travel as files."""
+"""A function call in another process, and its result. Both are passed as files."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from torchelastic.worker.bootstrap import write_call
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """What to call a function when talking to people."""
+    """The name of a function in messages."""
     name = getattr(function, "__qualname__", None)
     return name if isinstance(name, str) else repr(function)
 
 
 def function_entry(path: Path, function: Callable[..., Any], args: Sequence[Any]) -> Entry:
-    """Pickle a call to `path`, for a worker to make."""
+    """Pickle a call to `path`, for a worker to run."""
     if _is_nowhere(function):
         raise ConfigError(
-            f"{function_name(function)} was typed into an interactive session, where another "
-            "process cannot find it: put it into a file and import it from there."
+            f"{function_name(function)} is defined in an interactive session, so workers cannot "
+            "import it: move it into a file and import it from there."
         )
     try:
         write_call(str(path), function, args)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"{function_name(function)} cannot be handed to another process ({error}): take a "
+            f"Could not pickle {function_name(function)} or its arguments ({error}): use a "
             "function at the top level of a module, and arguments that can be pickled."
         ) from error
     return Entry("function", str(path))
 
 
 def _is_nowhere(function: Callable[..., Any]) -> bool:
-    """Whether a function is in a `__main__` that is no file: a notebook, `python -c`."""
+    """Return True for a function in a `__main__` without a file: a notebook, `python -c`."""
     main = sys.modules["__main__"]
     in_main = getattr(function, "__module__", None) == "__main__"
     return in_main and main.__spec__ is None and not hasattr(main, "__file__")
 
 
 def read_result(path: str) -> Any:
-    """What a function returned; None if it left by `sys.exit(0)` instead."""
+    """Return the result of the function; None if it called `sys.exit(0)` instead."""
     try:
         data = Path(path).read_bytes()
     except FileNotFoundError:

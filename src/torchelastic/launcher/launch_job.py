@@ -1,7 +1,7 @@
-"""`elastic_launch`: a job from Python, as torch's launcher has it.
+"""`elastic_launch`: run a job from Python, with the API of torch's launcher.
 
-The agent runs in a process of its own, exactly as under `torchelastic run`: it adopts and reaps
-every orphan of the job, which the caller's process must not have to put up with.
+The agent runs in a separate process, exactly as under `torchelastic run`: it adopts and reaps every
+orphan of the job, which must not happen in the caller's process.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from torchelastic.rendezvous.backend_parameters import (
 )
 from torchelastic.rendezvous.world import World, WorldNode
 
-#: Unlike `-m`, leaves nothing of the working directory on the agent's path, where a `json.py` of
-#: the user's would take the place of Python's; and finds this package wherever the caller had it.
+#: Unlike `-m`, does not put the working directory on the agent's path, where the user's `json.py`
+#: would replace Python's; and finds this package where the caller found it.
 _AGENT = """\
 import sys
 sys.path.pop(0)
@@ -58,9 +58,9 @@ sys.exit(main())
 class elastic_launch:
     """Run a function or a program on every worker of an elastic job.
 
-    `elastic_launch(config, function)(*args)` returns what the function returned, by global rank,
+    `elastic_launch(config, function)(*args)` returns the results of the function by global rank,
     for the workers of this node. `function`, `args` and the result must be picklable, as with
-    multiprocessing's spawn; functions of `__main__` are found the same way.
+    multiprocessing's spawn; functions in `__main__` work the same way.
     """
 
     def __init__(self, config: LaunchConfig, entrypoint: Callable[..., Any] | str) -> None:
@@ -87,18 +87,18 @@ def launch_agent(
 
 @dataclass(frozen=True)
 class Ended:
-    """How the job ended on this node."""
+    """The end of the job on this node."""
 
     exitcode: int
     reason: str
-    #: The last world this node has seen, and its place in there.
+    #: The last world this node has seen, and its entry there.
     world: World | None
     place: WorldNode | None
     results: dict[int, Any]
 
     @property
     def failures(self) -> dict[int, ProcessFailure]:
-        """What failed, by global rank, the first failure of the job first."""
+        """Failures by global rank, the first failure of the job first."""
         if self.exitcode != EXIT_FAILED or self.world is None:
             return {}
         found = [item for item in (self.world.cause, *self.world.consequences) if item is not None]
@@ -123,7 +123,7 @@ class Ended:
 def run_agent(
     config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: Sequence[Any]
 ) -> Ended:
-    """Run this node's part of a job; says how it ended, whatever the end."""
+    """Run this node's part of a job and return how it ended, without raising for failures."""
     config = completed(config)
     with tempfile.TemporaryDirectory(prefix="torchelastic_launch_") as name:
         directory = Path(name)
@@ -141,11 +141,11 @@ def run_agent(
 
 
 def completed(config: LaunchConfig) -> LaunchConfig:
-    """The config with what the command line would have filled in."""
+    """Return the config with the defaults that the command line would fill in."""
     if not isinstance(config, LaunchConfig):
         raise ConfigError(
             f"{type(config).__module__}.{type(config).__name__} is not torchelastic.LaunchConfig: "
-            "make that instead; its fields have the same names."
+            "use torchelastic.LaunchConfig, which has the same fields."
         )
     check_backend(config.rdzv_backend, config.rdzv_configs)
     changes: dict[str, Any] = {}
@@ -155,7 +155,7 @@ def completed(config: LaunchConfig) -> LaunchConfig:
     if not config.run_id:
         changes["run_id"] = default_run_id(config.max_nodes, config.rdzv_endpoint)
     if ignored := keys_without_meaning(config.rdzv_configs, config.rdzv_backend):
-        note = f"These rdzv_configs have no meaning here and are ignored: {', '.join(ignored)}."
+        note = f"Ignored unknown rdzv_configs: {', '.join(ignored)}."
         changes["notes"] = (*config.notes, note)
     return dataclasses.replace(config, **changes)
 
@@ -164,14 +164,14 @@ _DEFAULTS = {item.name: item.default for item in dataclasses.fields(LaunchConfig
 
 
 def make_entry(entrypoint: Callable[..., Any] | str, args: Sequence[Any], directory: Path) -> Entry:
-    """What the workers run; a function is pickled into `directory`."""
+    """Return the entry that the workers run; pickles a function into `directory`."""
     if isinstance(entrypoint, str):
         return _program(entrypoint, [str(arg) for arg in args])
     return function_entry(directory / "call.pickle", entrypoint, args)
 
 
 def _program(program: str, args: list[str]) -> Entry:
-    """A program; where it is this very Python, the script or module, which starts warm."""
+    """Return the entry of a program; for this Python, that of the script or module."""
     if program == sys.executable:
         words = args[1:] if args[:1] == ["-u"] else args
         if len(words) > 1 and words[0] == "-m":
@@ -182,17 +182,17 @@ def _program(program: str, args: list[str]) -> Entry:
 
 
 def entrypoint_name(entrypoint: Callable[..., Any] | str, args: Sequence[Any]) -> str:
-    """What to call the job's workers: the function, the script or the program."""
+    """The name of the job's workers: the function, the script or the program."""
     if not isinstance(entrypoint, str):
         return function_name(entrypoint)
     return _program(entrypoint, [str(arg) for arg in args]).name
 
 
 def _run_process(request: Path, outcome: Path, signals: Sequence[str]) -> int:
-    """Run the agent to its end; its exit code, with 128 + n for signal n."""
+    """Run the agent and return its exit code; 128 + n for signal n."""
     package_root = str(Path(__file__).parents[2])
     command = [sys.executable, "-c", _AGENT, package_root, str(request), str(outcome)]
-    # In a session of its own: Ctrl-C reaches it through us, once, whoever sends it.
+    # In a new session: Ctrl-C reaches it only through us, once.
     agent = subprocess.Popen(command, start_new_session=True)
     try:
         with _handed_on(agent, signals) as received:
@@ -209,9 +209,9 @@ def _run_process(request: Path, outcome: Path, signals: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _handed_on(agent: subprocess.Popen[bytes], signals: Sequence[str]) -> Iterator[list[int]]:
-    """Meanwhile, hand signals on to the agent; yields those that came.
+    """Forward signals to the agent; yields the list of received signals.
 
-    Only where nobody else has a handler. Python allows it in the main thread alone.
+    Only signals without another handler, and only in the main thread, where Python allows it.
     """
     received: list[int] = []
 
@@ -240,7 +240,7 @@ def _handed_on(agent: subprocess.Popen[bytes], signals: Sequence[str]) -> Iterat
 def _ended(exitcode: int, said: dict[str, Any]) -> Ended:
     world = World.from_json(said["world"]) if said.get("world") else None
     results: dict[str, str] = said.get("results", {})
-    without_words = f"the agent ended with exit code {exitcode} and has not said why"
+    without_words = f"the agent exited with code {exitcode} without giving a reason"
     return Ended(
         exitcode=exitcode,
         reason=said.get("reason") or without_words,

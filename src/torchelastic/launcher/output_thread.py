@@ -1,4 +1,4 @@
-"""The output of processes that have no agent: log files, and a thread that shows what is tee'd."""
+"""The output of processes without an agent: log files, and a thread that shows tee'd output."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LAST_OUTPUT = 2.0
 
 
 class Output:
-    """What the processes of one group write to.
+    """The output streams of one group of processes.
 
-    The agent's code, which wants an event loop. The caller's thread may have none, or one that is
-    busy, so a stream that is to be shown gets a thread with a loop of its own.
+    Uses the agent's code, which needs an event loop. The caller's thread may have none, or a busy
+    one, so streams to be shown get a thread with its own loop.
     """
 
     def __init__(self, config: LaunchConfig, directory: Path) -> None:
@@ -37,7 +37,7 @@ class Output:
             self._thread.start()
 
     def open(self) -> dict[int, WorkerStreams]:
-        """Make the files and pipes; what each process is to be given, by local rank."""
+        """Create the files and pipes; return the streams for each process by local rank."""
         if self._loop is not None:
             self._run(self._open(), self._loop)
         else:

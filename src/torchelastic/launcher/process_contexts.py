@@ -1,7 +1,7 @@
-"""Processes side by side, without an agent: all of them succeed, or all of them are stopped.
+"""A group of processes without an agent: if one fails, the others are stopped.
 
-They run in sessions of their own and die with the thread that started them. Their ends are seen
-by pidfd; nothing is polled.
+Each runs in its own session and dies with the thread that started it. pidfds report their end
+without polling.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torchelastic.worker.bootstrap import result_path
 
 logger = logging.getLogger(__name__)
 
-#: How often to say that a process does not die, in seconds.
+#: Seconds between two warnings about a process that does not die.
 PATIENCE = 10.0
 
 Args = Mapping[int, Sequence[Any]]
@@ -44,7 +44,7 @@ Streams = Std | Mapping[int, Std]
 
 @dataclass
 class RunProcsResult:
-    """How a group of processes ended, by local rank.
+    """The result of a group of processes, by local rank.
 
     Either every process has a return value (None if it was a program), or `failures` has those
     that failed before the others were stopped.
@@ -69,12 +69,12 @@ class _Process:
         self.exitcode: int | None = None
 
     def signal(self, signum: int) -> None:
-        """To the whole group. Its number is taken until we have collected the leader."""
+        """Signal the whole group. Its id stays reserved until we have collected the leader."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signum)
 
     def collect(self) -> None:
-        """It has ended: end what it has left behind in its group, and take note."""
+        """Kill the rest of its group and record its exit code, after it has ended."""
         self.signal(signal.SIGKILL)
         self.exitcode = linux.exitcode(self.pidfd)
         os.close(self.pidfd)
@@ -121,7 +121,7 @@ class PContext(abc.ABC):
         return str(self._log_dir / str(rank) / name) if to_file else ""
 
     def start(self) -> None:
-        """Start all processes, or none; `start_processes` has done it."""
+        """Start all processes, or none. `start_processes` calls this."""
         self._output = Output(self._streams, self._log_dir)
         try:
             streams = self._output.open()
@@ -135,8 +135,8 @@ class PContext(abc.ABC):
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         """Wait until all processes have succeeded, or one has failed and the others are stopped.
 
-        None if that takes longer than `timeout` seconds (0: just look; negative: for ever).
-        `period` is 0.2's: an end is seen at once.
+        None if that takes longer than `timeout` seconds (0: do not wait; negative: for ever).
+        `period` is ignored: an end is seen at once.
         """
         deadline = time.monotonic() + timeout if timeout >= 0 else None
         self._collect(0)
@@ -154,7 +154,7 @@ class PContext(abc.ABC):
         return {rank: process.pid for rank, process in self._processes.items()}
 
     def close(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
-        """Stop the processes and what they have started in their groups; by force after `timeout`.
+        """Stop the processes and their process groups; kill them after `timeout` seconds.
 
         Returns when they are gone.
         """
@@ -168,21 +168,21 @@ class PContext(abc.ABC):
             self._collect(time.monotonic() + PATIENCE)
             if left := self._running():
                 pids = [process.pid for process in left.values()]
-                logger.warning("Killed, but still there: pids %s.", pids)
+                logger.warning("Processes are still alive after SIGKILL: pids %s.", pids)
         self._clean_up()
 
     @abc.abstractmethod
     def _entry(self, rank: int) -> Entry:
-        """What a process runs."""
+        """Return the entry that a process runs."""
 
     @abc.abstractmethod
     def _return_value(self, rank: int) -> Any:
-        """What a process that succeeded has returned."""
+        """Return the result of a successful process."""
 
     def _env(self, rank: int) -> dict[str, str]:
         whole = {**env.snapshot(), **self.envs[rank]}
         whole["TORCHELASTIC_ERROR_FILE"] = self.error_files[rank]
-        # If we are a worker, the channel to the agent is ours alone; so is the job's secret.
+        # If we are a worker, only we may use the channel to the agent and the job's secret.
         for name in (channel.VARIABLE, handed_secret.VARIABLE, "TORCHELASTIC_SECRET"):
             whole.pop(name, None)
         return whole
@@ -236,7 +236,7 @@ class PContext(abc.ABC):
 
 
 class MultiprocessContext(PContext):
-    """A function, called in a new Python for each process, as multiprocessing's spawn does it."""
+    """A function, called in a new Python for each process, like multiprocessing's spawn."""
 
     def start(self) -> None:
         self._calls = tempfile.TemporaryDirectory(prefix="torchelastic_calls_")
@@ -266,7 +266,7 @@ class SubprocessContext(PContext):
             path = self._env(rank).get("PATH")
             if shutil.which(self.entrypoint, os.F_OK, path) is None:
                 raise ProgramMissing(
-                    f"There is no program {self.entrypoint}: install it, or write its path."
+                    f"Program not found: {self.entrypoint}. Install it, or give its full path."
                 )
         super().start()
 
@@ -292,15 +292,17 @@ def start_processes(
     `envs` are added to this process's environment. In the empty directory `log_dir` every process
     gets `<local rank>/`, with `stdout.log` and `stderr.log` for streams that are redirected or
     tee'd (shown as well, each line after `[<name><local rank>]:`) and `error.json` if it fails.
-    `start_method` is 0.2's: a function always gets a new Python, as with spawn.
+    `start_method` is ignored: a function always gets a new Python, as with spawn.
     """
     if not args or set(args) != set(range(len(args))) or set(envs) != set(args):
         raise ProcessesError(
-            "args and envs must both have an entry for every local rank, from 0 on without a gap; "
+            "args and envs must both have an entry for every local rank, starting at 0; "
             f"args has {_listed(args)}, envs has {_listed(envs)}."
         )
     if os.listdir(log_dir):
-        raise ProcessesError(f"log_dir {log_dir} is not empty: give every group one of its own.")
+        raise ProcessesError(
+            f"log_dir {log_dir} is not empty: use an empty directory for every group."
+        )
     kind = SubprocessContext if isinstance(entrypoint, str) else MultiprocessContext
     context: PContext = kind(name, entrypoint, args, envs, log_dir, redirects, tee)
     context.start()

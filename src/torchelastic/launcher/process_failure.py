@@ -1,4 +1,4 @@
-"""A failed process and a failed group of them, as torch's callers know them."""
+"""Failures of a process and of a group of processes, with the API of torch."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ NOT_AVAILABLE = "<N/A>"
 
 @dataclass
 class ProcessFailure:
-    """One process that failed, with what it wrote to its error file."""
+    """One process that failed, with the content of its error file."""
 
     local_rank: int
     pid: int
-    #: As `subprocess` has it: the exit code, or minus the signal's number.
+    #: The exit code, or minus the signal number, as in `subprocess`.
     exitcode: int
     #: `<N/A>` when the process left none.
     error_file: str
-    #: What the error file says: `{"message": …}`.
+    #: The content of the error file: `{"message": …}`.
     error_file_data: dict[str, Any] = field(init=False)
     #: A sentence, or with a traceback `{"message": …, "extraInfo": {"py_callstack": …, …}}`.
     message: str | dict[str, Any] = field(init=False)
     #: Seconds since 1970 on the machine of the process.
     timestamp: int = field(init=False)
-    #: What the agent knows of it; None for a process without an agent.
+    #: The agent's record of it; None for a process without an agent.
     known: Failure | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class ProcessFailure:
 
     @classmethod
     def from_failure(cls, failure: Failure) -> ProcessFailure:
-        """The same fact. Its error file may lie on another machine: what is known is taken."""
+        """Convert the agent's record. The error file may be on another machine: it is not read."""
         made = cls(failure.local_rank, failure.pid, failure.exitcode, "")
         made._adopt(ErrorRecord(failure.message, failure.traceback, int(failure.wall_time)))
         made.error_file = failure.error_file or NOT_AVAILABLE
@@ -62,7 +62,7 @@ class ProcessFailure:
         return made
 
     def to_failure(self, rank: int) -> Failure:
-        """The same fact as the agent's record of it."""
+        """Convert to the agent's record."""
         if self.known is not None:
             return self.known
         told = error_file.parse({"message": self.message}) or ErrorRecord(str(self.message))
@@ -84,7 +84,7 @@ class ProcessFailure:
         return signal_name(-self.exitcode) if self.exitcode < 0 else NOT_AVAILABLE
 
     def timestamp_isoformat(self) -> str:
-        """When it failed, for people: `2026-01-31_12:00:00`."""
+        """The time of the failure, for people: `2026-01-31_12:00:00`."""
         return datetime.fromtimestamp(self.timestamp).isoformat(sep="_")
 
 
@@ -99,7 +99,7 @@ class ChildFailedError(TorchElasticError):
         first: int | None = None,
         reason: str = "",
     ) -> None:
-        """`first` is the rank that brought down the others, for who knows it."""
+        """`first` is the rank whose failure caused the others, if known."""
         if not failures:
             raise ValueError("A ChildFailedError needs at least one failure.")
         self.name = name
@@ -109,9 +109,9 @@ class ChildFailedError(TorchElasticError):
         super().__init__(self.format_msg())
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
-        """The rank and the failure that brought down the others.
+        """Return the rank and the failure that caused the others.
 
-        If nobody knows it: the earliest time stamp, a guess where the machines' clocks differ.
+        If it is unknown, the one with the earliest timestamp: a guess if clocks differ.
         """
         rank = self._first
         if rank is None:
@@ -132,5 +132,5 @@ class ChildFailedError(TorchElasticError):
 def _remake(
     name: str, failures: dict[int, ProcessFailure], first: int | None, reason: str
 ) -> ChildFailedError:
-    """What unpickling calls: an exception's own way cannot pass keywords."""
+    """Create the error when unpickling: exceptions cannot pass keywords themselves."""
     return ChildFailedError(name, failures, first=first, reason=reason)

@@ -1,8 +1,8 @@
-"""A job in numbers: what `/metrics` of an agent tells. Pure: records in, values out.
+"""The metrics of a job that an agent serves at `/metrics`. Pure: records in, values out.
 
-The picture is that of `events.view`, which everybody shows; only what must never go down or be
-forgotten is counted here. An agent tells of its own node, and of the job what it sees of it: why
-generations end is the leader's to say.
+The values come from `events.analysis.view`, like everywhere else; only counters and histograms are
+kept here. An agent reports its own node, and the job from its own point of view: only the leader
+knows why generations end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Histogram:
-    """How often a time was how long."""
+    """A histogram of durations."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(BOUNDS) + 1)
@@ -37,7 +37,7 @@ class Histogram:
         self.sum += seconds
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Upper bound -> how many were no longer, the last one of all."""
+        """Return (upper bound, number of durations up to it), ending with `+Inf`."""
         total, found = 0, []
         for bound, count in zip((*map(str, BOUNDS), "+Inf"), self.counts, strict=True):
             total += count
@@ -53,7 +53,7 @@ class Family:
     kind: Literal["gauge", "counter", "histogram", "info"]
     help: str
     values: Mapping[Labels, float] = field(default_factory=dict)
-    #: Of a histogram, in place of values.
+    #: Only for a histogram, instead of values.
     buckets: tuple[tuple[str, float], ...] = ()
     sum: float = 0.0
 
@@ -69,13 +69,13 @@ class JobMetrics:
         self._rendezvous = Histogram()
         self._recovery = Histogram()
         self._generation = -1
-        #: Since when there is no world.
+        #: The time since which there is no world.
         self._without: float | None = None
-        #: When the first failure was seen that training has not recovered from, and where.
+        #: Generation and time of the first failure that training has not recovered from.
         self._hurt: tuple[int, float] | None = None
 
     def feed(self, record: Record) -> None:
-        """Take one more record."""
+        """Add a record."""
         self._fold.feed(record)
         generation = record.generation if record.generation is not None else -1
         match record.event:
@@ -93,7 +93,7 @@ class JobMetrics:
             case events.NodeLost():
                 self._hurts(record)
             case events.WorkerFailed(failure=failure):
-                # A survivor of `train` tells of a lost peer, and lives on.
+                # A survivor of `train` that reports a lost peer is still alive.
                 self._failures += not failure.get("alive", False)
                 self._hurts(record)
             case events.WorkerKilled():
@@ -123,7 +123,7 @@ class JobMetrics:
     # --- values ----------------------------------------------------------------------------------
 
     def families(self, now: float | None = None) -> list[Family]:
-        """Everything, at `now` by the wall clock."""
+        """Return all metrics at `now`, a wall clock time."""
         view = self._fold.view(now)
         return [
             *_of_world(view),
@@ -143,30 +143,41 @@ class JobMetrics:
         yield _one(
             "worker_failures",
             "counter",
-            "Workers of this node that a failure has ended.",
+            "Workers of this node that failed.",
             self._failures,
         )
         yield _one(
-            "workers_killed", "counter", "Workers of this node killed for hanging.", self._killed
+            "workers_killed",
+            "counter",
+            "Workers of this node killed because they were hung.",
+            self._killed,
         )
-        yield _times("rendezvous_seconds", "From the end of a world to the next.", self._rendezvous)
         yield _times(
-            "recovery_seconds", "From a failure seen to workers that run again.", self._recovery
+            "rendezvous_seconds",
+            "Time from the end of a world to the next world.",
+            self._rendezvous,
+        )
+        yield _times(
+            "recovery_seconds",
+            "Time from a detected failure until workers run again.",
+            self._recovery,
         )
 
 
 def _of_world(view: JobView) -> Iterator[Family]:
-    yield Family("job", "info", "The job of this agent.", {(("run_id", view.job),): 1.0})
+    yield Family("job", "info", "The job that this agent runs.", {(("run_id", view.job),): 1.0})
     phases = {phase: float(view.phase == phase) for phase in get_args(JobPhase)}
-    yield _by("phase", "phase", "What the job is doing: 1 for one of these.", phases)
+    yield _by(
+        "phase", "phase", "Phase of the job: 1 for the current phase, 0 for the others.", phases
+    )
     world = view.worlds[-1] if view.worlds else None
     gauges: dict[str, tuple[str, float | None]] = {
-        "generation": ("The world's number.", view.generation),
+        "generation": ("Generation: the number of the world.", view.generation),
         "world_size": ("Workers in the world.", view.size),
         "world_nodes": ("Nodes in the world.", world.count if world is not None else 0),
         "min_nodes": ("Fewest nodes the job runs with.", view.min_nodes),
         "max_nodes": ("Most nodes the job runs with.", view.max_nodes),
-        "restarts_used": ("Restarts taken from the budget.", view.restarts_used),
+        "restarts_used": ("Restarts used from the restart budget.", view.restarts_used),
     }
     for name, (words, value) in gauges.items():
         if value is not None:
@@ -175,36 +186,40 @@ def _of_world(view: JobView) -> Iterator[Family]:
 
 def _of_training(view: JobView) -> Iterator[Family]:
     steps = ((rank.rank, rank.step) for rank in view.ranks)
-    yield _by_rank("step", "The last step that a worker of this node has entered.", steps)
+    yield _by_rank("step", "Last step that a worker of this node has started.", steps)
     rates = ((rank.rank, rank.rate) for rank in view.ranks)
-    yield _by_rank("steps_per_second", "Steps of a worker of this node, lately.", rates)
+    yield _by_rank("steps_per_second", "Recent step rate of a worker of this node.", rates)
     own = ((rank.rank, rank.own) for rank in view.ranks)
-    help = "What a step takes a worker of this node, without waiting for others, lately."
+    help = "Recent time per step of a worker of this node, without waiting for other workers."
     yield _by_rank("own_seconds_per_step", help, own)
-    # Prometheus has a value for what is no number.
+    # NaN where a value is not a number.
     values = {name: nan if value is None else value for name, value in view.reported.items()}
-    yield _by("name", "metric", "What the script has reported last, by name.", values)
+    yield _by("name", "metric", "Last value that the script reported, by name.", values)
     if view.samples is not None:
-        help = "Samples that all workers of the job together have trained with."
+        help = "Samples that all workers of the job have trained on."
         yield _one("samples", "gauge", help, view.samples)
     costs = ((slow.rank, slow.cost) for slow in view.stragglers)
-    yield _by_rank("straggler_cost_seconds", "What a worker slower than others has cost.", costs)
-    help = "What the job has lost by waiting for slow workers. Counted by the leader."
+    yield _by_rank(
+        "straggler_cost_seconds", "Time the job lost by waiting for this slow worker.", costs
+    )
+    help = "Time the job lost by waiting for slow workers. Counted by the leader."
     yield _one("straggler_lost_seconds", "counter", help, view.straggler_seconds)
 
 
 def _of_storage(view: JobView, now: float | None) -> Iterator[Family]:
-    """The last checkpoint: told by the agent whose worker has written it."""
+    """The last checkpoint: only the agent whose worker wrote it reports it."""
     stored = view.checkpoint
     if stored is None:
         return
-    yield _one("checkpoint_step", "gauge", "Steps of the last checkpoint.", stored.step)
-    yield _one("checkpoint_bytes", "gauge", "Bytes of the last checkpoint.", stored.size)
-    help = "What it took to write, beside the training."
+    yield _one("checkpoint_step", "gauge", "Step of the last checkpoint.", stored.step)
+    yield _one("checkpoint_bytes", "gauge", "Size of the last checkpoint.", stored.size)
+    help = "Time it took to write the last checkpoint, in the background."
     yield _one("checkpoint_write_seconds", "gauge", help, stored.seconds)
     if now is not None:
         age = max(0.0, now - stored.wall)
-        yield _one("checkpoint_age_seconds", "gauge", "Since it is in storage.", age)
+        yield _one(
+            "checkpoint_age_seconds", "gauge", "Time since the last checkpoint was stored.", age
+        )
     if view.step is not None:
         behind = max(0, view.step - stored.step)
         yield _one("checkpoint_age_steps", "gauge", "Steps since the last checkpoint.", behind)
@@ -215,16 +230,14 @@ def _of_time(view: JobView) -> Iterator[Family]:
     if recovery is not None:
         names = ("detect", "wait", "agree", "rebuild", "transfer", "redo")
         parts = {name: getattr(recovery, name) for name in names}
-        yield _by(
-            "part", "last_recovery_seconds", "Parts of what the last failure has cost.", parts
-        )
+        yield _by("part", "last_recovery_seconds", "Cost of the last failure, by part.", parts)
     if view.goodput is not None:
         if view.goodput.ratio is not None:
-            words = "Productive by total time, as this agent sees it."
+            words = "Productive time divided by total time, as seen by this agent."
             yield _one("goodput_ratio", "gauge", words, view.goodput.ratio)
         spent = {str(part): micros / 1e6 for part, micros in view.goodput.micros.items()}
         yield _by(
-            "part", "time_seconds", "Where the job's time went, as this agent sees it.", spent
+            "part", "time_seconds", "How the job spent its time, as seen by this agent.", spent
         )
 
 
@@ -237,7 +250,7 @@ def _by_rank(name: str, help: str, values: Iterable[tuple[int, float | None]]) -
 
 
 def _by(label: str, name: str, help: str, values: Mapping[str, float | None]) -> Family:
-    """A gauge for each that has a value."""
+    """Return a gauge for each label that has a value."""
     known: dict[Labels, float] = {
         ((label, key),): float(value) for key, value in values.items() if value is not None
     }

@@ -1,8 +1,8 @@
-"""What a worker reports, in memory that its agent reads: the last value of each of a few metrics.
+"""The metric table: the last value of a few metrics of a worker, in memory that its agent reads.
 
-A value costs no system call and no lock. Layout: a row for each name. It has how many values there
-have been, the last one, and that number again; then the name, which is written before the first
-value. A row with two different numbers is being written: whoever reads it takes the next one.
+A value costs no system call and no lock. Layout: a row for each name. It has the count of values so
+far, the last value, and the count again; then the name, which is written before the first value. A
+row whose counts differ is being written: readers skip it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 log = logging.getLogger(__name__)
 
-#: The type of the message by which a worker hands its board to its agent.
+#: The type of the message that passes the table to the agent.
 MESSAGE = "metrics"
-#: Names that a board has room for.
+#: The most names in a table.
 MOST = 8
 ROW_BYTES = 128
 SIZE = ROW_BYTES * MOST
-#: Seconds between two looks at what is no Python number: a GPU may have to be waited for.
+#: Seconds between two conversions of a tensor: each may have to wait for a GPU.
 LOOK = 0.5
 
 _VALUE = struct.Struct("@qdq")
@@ -33,7 +33,7 @@ _NAME_BYTES = ROW_BYTES - _NAME_AT
 
 
 class Row(NamedTuple):
-    """The last value of a metric, and which one it is, counted from 1."""
+    """The last value of a metric, and its number, counted from 1."""
 
     name: str
     number: int
@@ -47,14 +47,14 @@ class MetricTable:
         self.descriptor = os.memfd_create("torchelastic-metrics", os.MFD_CLOEXEC)
         os.ftruncate(self.descriptor, SIZE)
         self._memory = mmap.mmap(self.descriptor, SIZE)
-        #: By name: where its row begins, and how many values there have been.
+        #: By name: the offset of its row, and the count of values.
         self._rows: dict[str, tuple[int, int]] = {}
-        #: By name: when what is no Python number may be looked at again.
+        #: By name: when a value that is not a Python number may be converted again.
         self._due: dict[str, float] = {}
         self._full = False
 
     def put(self, name: str, value: Any) -> None:
-        """The value of a metric now. What is no number is for handlers only."""
+        """Set the value of a metric. Values that are not numbers are ignored."""
         number = float(value) if isinstance(value, float) else self._looked_at(name, value)
         row = self._rows.get(name) or self._new_row(name)
         if number is None or row is None:
@@ -77,7 +77,7 @@ class MetricTable:
             if not self._full:
                 self._full = True
                 log.warning(
-                    "A job shows %d metrics: %r and what comes after it go to handlers only.",
+                    "A job shows at most %d metrics: %r and later ones go to metric handlers only.",
                     MOST,
                     name,
                 )
@@ -95,18 +95,18 @@ class MetricTable:
 
 
 def _number(value: Any) -> float | None:
-    """As a float; None for what cannot be one, which must not end the training that reports it."""
+    """Convert to a float; None if that fails, because reporting must not end the training."""
     detach = getattr(value, "detach", None)  # a tensor that has a gradient warns otherwise
     try:
         return float(value if detach is None else detach())
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        # torch's words for a tensor of several numbers, a complex one, or one without any content.
-        log.debug("a metric is for handlers only: %s", error)
+        # torch raises these for a tensor of several numbers, a complex one, or a meta tensor.
+        log.debug("a metric value is not a number, so only handlers get it: %s", error)
         return None
 
 
 def read(descriptor: int) -> list[Row]:
-    """The rows that are whole. Whatever else the memory holds is the worker's own mistake."""
+    """Read the rows that are complete; ignores any other content."""
     data = os.pread(descriptor, SIZE, 0)
     rows = (_parse(data[begin:]) for begin in range(0, len(data) - ROW_BYTES + 1, ROW_BYTES))
     return [row for row in rows if row is not None]

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class OpenTelemetryMetricHandler(MetricHandler):
-    """Sets a gauge for every value: the group is its meter, the name its name.
+    """Sets a gauge for every value; the group is the name of the meter.
 
-    Where the values go is the provider's matter, by default the one the program has set up with
-    `opentelemetry.metrics.set_meter_provider`. `attributes` go with every value: the rank, say.
-    Exporters work in threads of their own, so a value costs microseconds.
+    `provider` defaults to the one set with `opentelemetry.metrics.set_meter_provider`. `attributes`
+    are added to every value, for example the rank. Exporters run in background threads, so a value
+    costs microseconds.
     """
 
     def __init__(

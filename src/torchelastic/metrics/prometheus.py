@@ -1,4 +1,4 @@
-"""A job's numbers in the formats of Prometheus (extra `prometheus`)."""
+"""Metrics of a job in the formats of Prometheus (extra `prometheus`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PREFIX = "torchelastic_"
 
 
 def missing() -> str:
-    """Why there are no metrics without the library, and how to install it; empty if it is there."""
+    """Return an error if prometheus-client is not installed; empty if it is."""
     try:
         import prometheus_client  # noqa: F401
     except ImportError:
@@ -26,8 +26,8 @@ def missing() -> str:
 
 
 def chosen(accept: str) -> str:
-    """Of the two formats, the one that a scraper says it accepts, as `render` takes it."""
-    # Not what the scraper says: the library believes every word of it.
+    """Choose one of the two formats by a scraper's Accept header, as `render` takes it."""
+    # Not the header itself: the library trusts all of it.
     newer = "application/openmetrics-text"
     return f"{newer}; version=1.0.0" if newer in accept else ""
 

@@ -1,7 +1,7 @@
-"""What a script reports is seen by the job: the last values go to the worker's agent.
+"""Report metrics of a script to the worker's agent, which shows the last values with the job.
 
-Nothing is made before the first one: then a board, and the one message that hands it to the agent.
-A process that is no worker of an agent has nobody to tell; so has a child of a worker.
+The first value creates the metric table and passes it to the agent in one message. In a process
+that is not a worker, or in a child of a worker, values are not reported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torchelastic.errors import ChannelLost
 from torchelastic.metrics.metric_table import MESSAGE, MetricTable
 from torchelastic.worker import channel
 
-#: Seconds to wait for an agent that is busy. It is asked once.
+#: Seconds to wait for a busy agent, once.
 PATIENCE = 1.0
 
 _table: MetricTable | None = None
@@ -23,7 +23,7 @@ _connecting = threading.Lock()
 
 
 def report(name: str, value: Any) -> None:
-    """The last value of a metric, for everybody who shows the job."""
+    """Report the last value of a metric to the agent."""
     if not _connected:
         _connect()
     if _table is not None:
@@ -34,18 +34,18 @@ def _connect() -> None:
     global _table, _connected
     with _connecting:
         if not _connected:
-            _table = _hand_over_a_board()
+            _table = _create_table()
             _connected = True
 
 
-def _hand_over_a_board() -> MetricTable | None:
+def _create_table() -> MetricTable | None:
     link = channel.link()
     if link is None:
         return None
     table = MetricTable()
     try:
         link.tell({"type": MESSAGE}, [table.descriptor], patience=PATIENCE)
-    except ChannelLost:  # training matters more than telling
+    except ChannelLost:  # training matters more than metrics
         table.close()
         return None
     finally:
@@ -54,7 +54,7 @@ def _hand_over_a_board() -> MetricTable | None:
 
 
 def _forked() -> None:
-    """A child must not write its parent's values; and a lock that was held would stay held here."""
+    """Reset in a child: it must not write its parent's values, and a held lock would stay held."""
     global _table, _connected, _connecting
     _table, _connected, _connecting = None, False, threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Values under a name, in a group; each group has a handler that takes them somewhere."""
+"""Metric streams: named values in groups, each group with its handler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MetricData(NamedTuple):
 
 
 class MetricHandler(ABC):
-    """Takes values somewhere. Called where they arise: a slow handler slows training down."""
+    """Receives metric values. Called by `put_metric`: a slow handler slows down training."""
 
     @abstractmethod
     def emit(self, metric_data: MetricData) -> None: ...
@@ -38,26 +38,26 @@ class ConsoleMetricHandler(MetricHandler):
 
 
 class NullMetricHandler(MetricHandler):
-    """Takes values nowhere."""
+    """Ignores values."""
 
     def emit(self, metric_data: MetricData) -> None:
         return None
 
 
 class MetricStream:
-    """Where the values of one group go to."""
+    """The values of one group, and their handler."""
 
     def __init__(self, group_name: str, handler: MetricHandler) -> None:
         self.group_name = group_name
         self.handler = handler
 
     def add_value(self, metric_name: str, metric_value: float) -> None:
-        """Hand a value to the handler, and show it with the job."""
+        """Pass a value to the handler, and report it to the job."""
         report(metric_name, metric_value)
         self.send(metric_name, metric_value)
 
     def send(self, metric_name: str, metric_value: float) -> None:
-        """Hand a value to the handler alone."""
+        """Pass a value to the handler only."""
         self.handler.emit(MetricData(time.time(), self.group_name, metric_name, metric_value))
 
 
@@ -66,7 +66,7 @@ _handlers: dict[str, MetricHandler] = {}
 
 
 def configure(handler: MetricHandler, group: str | None = None) -> None:
-    """The handler of one group, or of all that have none of their own."""
+    """Set the handler of one group, or the default handler."""
     global _default
     if group is None:
         _default = handler
@@ -79,7 +79,7 @@ def getStream(group: str) -> MetricStream:  # 0.1's name
 
 
 def put_metric(metric_name: str, metric_value: float, metric_group: str = DEFAULT_GROUP) -> None:
-    """A value for the group's handler; in a worker, the last one of each name is the job's, too."""
+    """Pass a value to the group's handler; in a worker, also report it to the job."""
     getStream(metric_group).add_value(metric_name, metric_value)
 
 
@@ -95,10 +95,10 @@ def publish_metric(metric_group: str, metric_name: str, metric_value: float) -> 
 
 @dataclass
 class MetricsConfig:
-    """0.2: settings for what a vendor's build did at start-up."""
+    """Unused settings of 0.2."""
 
     params: dict[str, str] = field(default_factory=dict)
 
 
 def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
-    """Nothing to do: 0.1 had this for what a vendor's build did at start-up."""
+    """Do nothing; kept for callers of 0.1."""

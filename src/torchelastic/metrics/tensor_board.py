@@ -12,10 +12,10 @@ from torchelastic.metrics.streams import MetricData, MetricHandler
 class TensorBoardMetricHandler(MetricHandler):
     """Writes every value as a scalar `group/name`, below `log_dir`.
 
-    `step` says at which step a value arose; without it the values of a name are numbered. A process
-    that was restarted writes into the same directory: with `purge_step`, the step it goes on from,
-    what an earlier one wrote of that step and later ones, which are done again, is not shown.
-    The writer has a thread for the file, so a value costs microseconds. Have one rank write.
+    `step` returns the current step; without it the values of a name are numbered. A restarted
+    process writes into the same directory: pass `purge_step`, the step it continues from, to hide
+    the values of that step and later ones, which are done again. A thread writes the file, so a
+    value costs microseconds. Let one rank write.
     """
 
     def __init__(
@@ -49,5 +49,5 @@ class TensorBoardMetricHandler(MetricHandler):
         return self._next[tag] - 1
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write the remaining values and close the file."""
         self._writer.close()

@@ -1,4 +1,4 @@
-"""How long calls take and how they end, as metrics."""
+"""Metrics for the duration and outcome of calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def prof(fn: None = ..., group: str = ...) -> Callable[[Callable[P, R]], Callabl
 
 
 def prof(fn: Callable[P, R] | None = None, group: str = DEFAULT_GROUP) -> object:
-    """`@prof` or `@prof(group="agent")`: counts and times every call of a function.
+    """Count and time every call of a function: `@prof` or `@prof(group="agent")`.
 
     `<name>.success` or `<name>.failure` is 1, `<name>.duration.ms` the time it took; the name is
     `Class.function`, or `module.function` outside a class.
@@ -34,13 +34,13 @@ def prof(fn: Callable[P, R] | None = None, group: str = DEFAULT_GROUP) -> object
 
 
 def profile(group: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The older form of `prof`: its names are those of the functions alone."""
+    """The older form of `prof`, which uses only the function name."""
     warnings.warn("profile is deprecated: use prof.", DeprecationWarning, stacklevel=2)
     return lambda fn: _timed(fn, fn.__name__, group if group is not None else DEFAULT_GROUP)
 
 
 def get_elapsed_time_ms(start_time_in_seconds: float) -> int:
-    """Milliseconds since a time that `time.time()` has told."""
+    """Milliseconds since a time of `time.time()`."""
     return int((time.time() - start_time_in_seconds) * 1000)
 
 
@@ -56,7 +56,7 @@ def _timed(fn: Callable[P, R], name: str, group: str) -> Callable[P, R]:
         finally:
             took = int((time.monotonic() - began) * 1000)
             stream = getStream(group)
-            # Not for the job: it shows a few metrics, and these would take the place of the loss.
+            # Not reported to the job: its few metrics are for values like the loss.
             stream.send(f"{name}.{outcome}", 1)
             stream.send(f"{name}.duration.ms", took)
 

@@ -1,7 +1,7 @@
-"""Timers that the worker's own agent looks after: what `torchelastic run` gives every worker.
+"""Timers that the worker's agent watches; `torchelastic run` provides them to every worker.
 
-Nothing is made before a worker's first timer: then its table, and the one message that hands it to
-the agent. From then on a timer costs no system call.
+A worker's first timer creates its table and passes it to the agent in one message. From then on a
+timer costs no system call.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from functools import partial
 
 from torchelastic import env
 from torchelastic.timer.timer_requests import TimerClient, check_monotonic
-from torchelastic.timer.timer_table import MESSAGE, STACKS_AT, Table
+from torchelastic.timer.timer_table import MESSAGE, STACKS_AT, TimerTable
 from torchelastic.worker import channel
 
-#: At this signal, the agent's last word, the worker writes its stacks behind the table. Of the
-#: real-time signals, which programs have no other use for.
+#: At this signal, sent before the kill, the worker writes its stacks after the table. A real-time
+#: signal, which programs do not use otherwise.
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 
 
 class AgentTimerClient(TimerClient):
     """Writes into a table that the agent reads."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: TimerTable) -> None:
         self._table = table
         #: The timers acquired by name, and not by `start`.
         self._rows: dict[str, list[int]] = {}
-        #: Not in a forked child, which shares the memory: it must not clear its parent's timers.
+        #: False in a forked child, which shares the memory and must not clear its parent's timers.
         self._ours = True
 
     def start(self, scope_id: str, after: float) -> Callable[[], None]:
@@ -48,7 +48,7 @@ class AgentTimerClient(TimerClient):
             self._clear(rows.pop())
 
     def disown(self) -> None:
-        """In a forked child: the timers are the parent's."""
+        """Stop using the table in a forked child: the timers belong to the parent."""
         self._ours = False
 
     def _set(self, scope: str, after: float, expires_at: float) -> int:
@@ -62,13 +62,13 @@ class AgentTimerClient(TimerClient):
 
 
 _UNCONFIGURED = (
-    "There is nobody to look after a timer: start this script with `torchelastic run`, or call "
+    "No timer server: start this script with `torchelastic run`, or call "
     "torchelastic.timer.configure with a client before the first `expires`."
 )
 _CHILD = (
-    "A worker has timers, a process that it has started (this one) has none: put `expires` into "
-    "the worker, around what waits for this process (`next(batches)` for a loading process), or "
-    "configure a LocalTimerClient here, with a LocalTimerServer in the worker."
+    "Timers work in the worker, but not in a process that it started (this one): put `expires` "
+    "into the worker, around the call that waits for this process (`next(batches)` for a loading "
+    "process), or configure a LocalTimerClient here and a LocalTimerServer in the worker."
 )
 
 _client: AgentTimerClient | None = None
@@ -76,24 +76,24 @@ _connecting = threading.Lock()
 
 
 def connect() -> AgentTimerClient | None:
-    """The client of this worker; None in a process that is no worker of an agent."""
+    """Return the client of this worker; None in a process that is not a worker."""
     global _client
     if _client is None:
         with _connecting:
-            _client = _client or _hand_over_a_table()
+            _client = _client or _create_client()
     return _client
 
 
 def why_not() -> str:
-    """Why there is no client, and what to do about it."""
+    """Explain why there is no client, and what to do about it."""
     return _CHILD if env.get(channel.VARIABLE) else _UNCONFIGURED
 
 
-def _hand_over_a_table() -> AgentTimerClient | None:
+def _create_client() -> AgentTimerClient | None:
     link = channel.link()
     if link is None:
         return None
-    table = Table()
+    table = TimerTable()
     try:
         _write_stacks_at(STACKS_SIGNAL, table.descriptor)
         link.tell({"type": MESSAGE, "signal": int(STACKS_SIGNAL)}, [table.descriptor])
@@ -107,10 +107,10 @@ def _hand_over_a_table() -> AgentTimerClient | None:
 
 
 def _write_stacks_at(signum: int, descriptor: int) -> None:
-    """Have the stacks written at a signal: in C, whoever holds the GIL.
+    """Write the stacks at a signal: in C, without the GIL.
 
-    The thread that gets the signal then stands still until the end. A system call it was hanging in
-    would return otherwise, and what comes after would run until the worker is killed.
+    The thread that gets the signal then pauses until the kill. Otherwise a system call it was hung
+    in would return, and the code after it would run until the worker is killed.
     """
     import ctypes  # not before it is needed: it takes milliseconds
 
@@ -122,7 +122,7 @@ def _write_stacks_at(signum: int, descriptor: int) -> None:
 
 
 def _forked() -> None:
-    """A child has no agent; and a lock that another thread held would stay held here."""
+    """Reset in a child: it has no agent, and a lock held by another thread would stay held."""
     global _client, _connecting
     if _client is not None:
         _client.disown()

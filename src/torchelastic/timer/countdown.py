@@ -1,4 +1,4 @@
-"""`expires`: the block below it ends in time, or its worker does."""
+"""`expires`: a time limit for a block of code; the worker is killed if it takes longer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _configured: TimerClient | None = None
 
 
 def configure(timer_client: TimerClient) -> None:
-    """Where `expires` takes its timers from, in this process; not needed under the launcher."""
+    """Set the timer client of this process; not needed under `torchelastic run`."""
     global _configured
     _configured = timer_client
 
@@ -23,8 +23,8 @@ def configure(timer_client: TimerClient) -> None:
 class expires(ContextDecorator):
     """`with expires(after=60):`, or `@expires(after=60)` on a function.
 
-    When the block takes longer than `after` seconds the worker is ended, and `scope` is named as
-    the cause; it is the file and the line by default. Timers may be nested, overlap, and run in any
+    If the block takes longer than `after` seconds, the worker is killed, and `scope` (by default
+    the file and line) is reported as the cause. Timers may be nested, overlap, and run in any
     thread.
     """
 
@@ -32,7 +32,7 @@ class expires(ContextDecorator):
         self, after: float, scope: str | None = None, client: TimerClient | None = None
     ) -> None:
         if not (math.isfinite(after) and after > 0):
-            raise ValueError(f"after={after} is no time: write a number of seconds above 0.")
+            raise ValueError(f"after is {after}: it must be a number of seconds above 0.")
         self._after = after
         self._scope = _caller() if scope is None else scope
         self._client = client
@@ -50,15 +50,15 @@ class expires(ContextDecorator):
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        assert self._release is not None, "left without having been entered"
+        assert self._release is not None, "exited without having been entered"
         self._release()
 
     def _recreate_cm(self) -> expires:
-        """As a decorator: a timer for every call, since a function may run many times at once."""
+        """Create a timer for every call of a decorated function: calls may overlap."""
         return expires(self._after, self._scope, self._client)
 
 
 def _caller() -> str:
-    """The file and the line of who makes an `expires`."""
+    """Return the file and line that create an `expires`."""
     frame = sys._getframe(2)
     return f"{frame.f_code.co_filename}#{frame.f_lineno}"

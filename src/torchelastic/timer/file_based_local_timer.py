@@ -1,7 +1,7 @@
-"""Timers by a named pipe, as torch has them: for processes that share nothing but a path.
+"""Timers over a named pipe, like torch's: for processes that share nothing but a path.
 
-One line of JSON is one request, by the clock of the wall. Under `torchelastic run` the agent reads
-the pipe in `TORCHELASTIC_TIMER_FILE`, and no server is needed.
+A request is one line of JSON with a wall clock time. Under `torchelastic run` the agent reads the
+pipe in `TORCHELASTIC_TIMER_FILE`, and no server is needed.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from torchelastic.timer.timer_server import TimerServer
 
 __all__ = ["FileTimerClient", "FileTimerRequest", "FileTimerServer"]
 
-#: What a pipe takes in one piece, so no line is longer; and how much is read at a time.
+#: The longest line (a pipe takes that many bytes atomically), and the bytes per read.
 LINE, _READ = select.PIPE_BUF, 1 << 16
 
 
 class FileTimerRequest(TimerRequest):
-    """One timer acquired, or released where `expiration_time` is negative, on its way."""
+    """A request to acquire a timer, or to release it if `expiration_time` is negative."""
 
     def __init__(
         self, worker_pid: int, scope_id: str, expiration_time: float, signal: int = 0
     ) -> None:
-        """`signal` ends the worker; 0: it is not to be ended."""
+        """`signal` kills the worker; 0: do not kill it."""
         super().__init__(worker_pid, scope_id, expiration_time)
         self.version = 1
         self.signal = signal
@@ -54,7 +54,7 @@ class FileTimerRequest(TimerRequest):
 
 
 def parse(line: bytes) -> FileTimerRequest | None:
-    """The request in a line; None for anything else."""
+    """Parse the request in a line; None for anything else."""
     try:
         data = json.loads(line)
         pid, scope = int(data["pid"]), str(data["scope_id"])
@@ -64,10 +64,10 @@ def parse(line: bytes) -> FileTimerRequest | None:
 
 
 def open_pipe(path: Path) -> int:
-    """Make the pipe, and open it to read from; one that a killed process has left is replaced."""
+    """Create the pipe and open it for reading; replaces the leftover of a killed process."""
     path.unlink(missing_ok=True)
     os.mkfifo(path, 0o600)
-    # For writing, too: a pipe without a writer would be at its end all the time.
+    # Also for writing: a pipe without a writer is always at its end.
     return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
@@ -75,12 +75,12 @@ class FileTimerClient(TimerClient):
     """Writes this process's timers to the pipe of a server."""
 
     def __init__(self, file_path: str, signal: int = signals.SIGKILL) -> None:
-        """`signal` ends this process when a timer expires; 0: nothing does."""
+        """`signal` kills this process when a timer expires; 0: do not kill it."""
         self._path = file_path
         self.signal = signal
 
     def acquire(self, scope_id: str, expiration_time: float) -> None:
-        """From `expiration_time` on, by `time.time()`, this process may be ended."""
+        """Acquire a timer: from `expiration_time` on (`time.time()`) this process may be killed."""
         self._send(FileTimerRequest(os.getpid(), scope_id, expiration_time, self.signal))
 
     def release(self, scope_id: str) -> None:
@@ -93,7 +93,9 @@ class FileTimerClient(TimerClient):
     def _send(self, request: FileTimerRequest) -> None:
         line = f"{request.to_json()}\n".encode()
         if len(line) > LINE:
-            raise RuntimeError(f"The scope of a timer takes {len(line)} bytes: make it shorter.")
+            raise RuntimeError(
+                f"The scope of a timer is too long ({len(line)} bytes): make it shorter."
+            )
         try:
             pipe = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK)
         except OSError as error:
@@ -102,19 +104,19 @@ class FileTimerClient(TimerClient):
                 "there first."
             ) from error
         with open(pipe, "wb", buffering=0) as file:
-            os.set_blocking(pipe, True)  # a full pipe is read from in a moment
+            os.set_blocking(pipe, True)  # a full pipe is read soon
             file.write(line)
 
 
 class _Pipe(RequestQueue):
-    """Requests from a pipe, their times by our clock."""
+    """Requests from a pipe, with their times converted to the monotonic clock."""
 
     def __init__(self, path: Path) -> None:
         self._pipe = open_pipe(path)
         self._rest = b""
 
     def size(self) -> int:
-        return 0  # not known: what there is comes with the next `get`
+        return 0  # unknown; the next `get` returns them
 
     def get(self, size: int, timeout: float) -> list[TimerRequest]:
         poll = select.poll()
@@ -139,7 +141,7 @@ class _Pipe(RequestQueue):
 
 
 class FileTimerServer(LocalTimerServer):
-    """Ends processes of this machine whose timers, written to its pipe, have expired."""
+    """Kills processes of this machine whose timers, written to its pipe, have expired."""
 
     def __init__(
         self,
@@ -149,7 +151,7 @@ class FileTimerServer(LocalTimerServer):
         daemon: bool = True,
         log_event: Callable[[str, FileTimerRequest | None], None] | None = None,
     ) -> None:
-        """`log_event` hears of starts, stops, expired timers and ended processes."""
+        """`log_event` is called for starts, stops, expired timers and killed processes."""
         self._path = Path(file_path)
         self._pipe = _Pipe(self._path)
         TimerServer.__init__(self, self._pipe, max_interval, daemon)
@@ -168,7 +170,7 @@ class FileTimerServer(LocalTimerServer):
             self._log_event("watchdog stopped", None)
 
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
-        """A scope has one timer: acquired again, it begins anew. One without a signal is none."""
+        """Register one timer per scope; a new one replaces it. Ignores timers without a signal."""
         for request in timer_requests:
             assert isinstance(request, FileTimerRequest)
             self._release(request.worker_id, request.scope_id)

@@ -1,4 +1,4 @@
-"""Timers by a `multiprocessing.Queue`, for processes that are started without the launcher."""
+"""Timers over a `multiprocessing.Queue`, for processes started without the launcher."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class LocalTimerClient(TimerClient):
-    """Sends this process's timers, which it is known by its pid for, to a `LocalTimerServer`."""
+    """Sends this process's timers, identified by its pid, to a `LocalTimerServer`."""
 
     def __init__(self, mp_queue: Any) -> None:
         self._mp_queue = mp_queue
@@ -81,8 +81,8 @@ class _Watched:
 class LocalTimerServer(TimerServer):
     """Kills processes of this machine whose timers have expired.
 
-    A process is held by its pidfd while it has timers: when one expires that its owner, killed
-    meanwhile, could not release, the pid may be another's.
+    A process is held by its pidfd while it has timers: if it dies without releasing them, its pid
+    may belong to another process when they expire.
     """
 
     def __init__(self, mp_queue: Any, max_interval: float = 60, daemon: bool = True) -> None:
@@ -126,22 +126,22 @@ class LocalTimerServer(TimerServer):
         try:
             signal.pidfd_send_signal(self._watched[worker_id].pidfd, signum)
         except ProcessLookupError:
-            log.info("Process %d has ended by itself.", worker_id)
+            log.info("Process %d has already exited.", worker_id)
         except PermissionError as error:
-            log.error("Process %d cannot be killed: %s.", worker_id, error)
+            log.error("Could not kill process %d: %s.", worker_id, error)
             return False
         return True
 
     def _watch(self, pid: int) -> _Watched | None:
-        """The process with this pid; None where there is none any more."""
+        """Return the process with this pid; None if it has ended."""
         known = self._watched.get(pid)
         if known is not None and known.has_ended():
-            self.clear_timers({pid})  # they were those of the process that had the pid before
+            self.clear_timers({pid})  # of the process that had this pid before
         if pid not in self._watched:
             try:
                 self._watched[pid] = _Watched(os.pidfd_open(pid))
             except OSError as error:
-                log.info("Process %s cannot be watched: %s.", pid, error)
+                log.info("Could not watch process %s: %s.", pid, error)
                 return None
         return self._watched[pid]
 

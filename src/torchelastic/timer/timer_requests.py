@@ -1,4 +1,4 @@
-"""What timers are asked for with: the client's side, and what it sends to a server."""
+"""Timer requests: the interfaces of clients and request queues."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 #: The `expiration_time` of a request that releases a timer.
 RELEASE = -1.0
-#: Seconds. No timer runs for thirty years; but so far ahead is every wall clock time.
+#: Seconds. No timer runs for thirty years, but every wall clock time is that far ahead.
 _ABSURD = 1e9
 
 
 @dataclass
 class TimerRequest:
-    """One timer acquired, or released where `expiration_time` is negative.
+    """A request to acquire a timer, or to release it if `expiration_time` is negative.
 
-    `worker_id` is whatever the client and the server at hand know a worker by.
+    `worker_id` identifies a worker to the client and the server.
     """
 
     worker_id: Any
@@ -33,37 +33,37 @@ class TimerClient(ABC):
 
     @abstractmethod
     def acquire(self, scope_id: str, expiration_time: float) -> None:
-        """From `expiration_time` on (`time.monotonic()`) this worker may be ended."""
+        """Acquire a timer that kills this worker at `expiration_time` (`time.monotonic()`)."""
 
     @abstractmethod
     def release(self, scope_id: str) -> None:
-        """The timer of this scope is no more; of several, the one acquired last."""
+        """Release the timer of this scope; of several, the one acquired last."""
 
     def start(self, scope_id: str, after: float) -> Callable[[], None]:
-        """Acquire a timer of `after` seconds from now; returns what releases that very one."""
+        """Acquire a timer that expires after `after` seconds; return the function to release it."""
         self.acquire(scope_id, time.monotonic() + after)
         return partial(self.release, scope_id)
 
 
 class RequestQueue(ABC):
-    """Where a server gets requests from."""
+    """The queue that a server reads requests from."""
 
     @abstractmethod
     def size(self) -> int:
-        """How many there are now; `get` returns at least so many, if asked for them."""
+        """The number of requests now; `get` returns at least that many, if asked for them."""
 
     @abstractmethod
     def get(self, size: int, timeout: float) -> list[TimerRequest]:
-        """Up to `size` requests, waiting for them `timeout` seconds at most."""
+        """Return up to `size` requests; wait for at most `timeout` seconds."""
 
     def wake(self) -> None:  # noqa: B027
-        """Make a `get` that waits return, where that is possible: the server is to stop."""
+        """Make a waiting `get` return, if possible, because the server stops."""
 
 
 def check_monotonic(expiration_time: float) -> None:
-    """Refuse a wall clock time, as 0.2 had it: that timer would never expire."""
+    """Refuse a wall clock time, as in 0.2: such a timer would never expire."""
     if expiration_time > time.monotonic() + _ABSURD:
         raise ValueError(
-            f"expiration_time {expiration_time:.0f} is no time.monotonic(): timers do not follow "
-            "the wall clock, which may be set. Write time.monotonic() + seconds."
+            f"expiration_time {expiration_time:.0f} is a wall clock time, but timers use the "
+            "monotonic clock: pass time.monotonic() + seconds."
         )

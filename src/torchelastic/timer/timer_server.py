@@ -1,4 +1,4 @@
-"""A thread that ends workers whose timers have expired, for processes without an agent."""
+"""A thread that kills workers whose timers have expired, for processes without an agent."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from torchelastic.timer.timer_requests import RequestQueue, TimerRequest
 
 log = logging.getLogger(__name__)
 
-#: How long to wait before trying again to end a worker that could not be ended, in seconds.
+#: Seconds to wait before trying again to kill a worker.
 TRY_AGAIN = 1.0
 
 
 class TimerServer(ABC):
-    """Takes requests from a queue, and ends workers in time.
+    """Takes requests from a queue, and kills workers whose timers expire.
 
-    Its thread waits for the next request or the next deadline, whichever comes first, but for
-    `max_interval` seconds at most: servers that do not say when the next deadline is
-    (`next_deadline`) look that often.
+    Its thread waits for the next request or the next deadline, but at most `max_interval` seconds:
+    servers without `next_deadline` check that often.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class TimerServer(ABC):
 
     @abstractmethod
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
-        """Take note of timers acquired, and of those released (a negative `expiration_time`)."""
+        """Register acquired timers, and remove released ones (negative `expiration_time`)."""
 
     @abstractmethod
     def clear_timers(self, worker_ids: set[Any]) -> None:
@@ -44,14 +43,14 @@ class TimerServer(ABC):
 
     @abstractmethod
     def get_expired_timers(self, deadline: float) -> dict[Any, list[TimerRequest]]:
-        """By worker, the timers that expire at `deadline` (`time.monotonic()`) or before."""
+        """Return the timers that expire by `deadline` (`time.monotonic()`), by worker."""
 
     @abstractmethod
     def _reap_worker(self, worker_id: Any) -> bool:
-        """End a worker; False: it could not be ended, and is to be tried again."""
+        """Kill a worker; False if that failed and should be tried again."""
 
     def next_deadline(self) -> float | None:
-        """When the first of all timers expires; None: there is none, or it is not known."""
+        """The time when the next timer expires; None if there is none or it is unknown."""
         return None
 
     # --- the thread ------------------------------------------------------------------------------
@@ -59,7 +58,7 @@ class TimerServer(ABC):
     def start(self) -> None:
         """Start watching."""
         if self._watchdog_thread is not None:
-            raise RuntimeError("The timer server has been started already: stop it first.")
+            raise RuntimeError("The timer server is already running: stop it first.")
         self._stop_signaled.clear()
         self._watchdog_thread = threading.Thread(
             target=self._watchdog_loop, name="torchelastic-timers", daemon=self._daemon
@@ -67,7 +66,7 @@ class TimerServer(ABC):
         self._watchdog_thread.start()
 
     def stop(self) -> None:
-        """Stop watching; returns when the thread has ended. No timer expires any more."""
+        """Stop watching; return when the thread has ended."""
         self._stop_signaled.set()
         if self._watchdog_thread is not None:
             self._request_queue.wake()
@@ -79,8 +78,8 @@ class TimerServer(ABC):
             try:
                 self._run_watchdog()
             except Exception:
-                # A mistake in one request must not leave all workers without a watch.
-                log.exception("The timer server goes on after an error.")
+                # An error in one request must not leave all workers unwatched.
+                log.exception("The timer server continues after an error.")
                 self._stop_signaled.wait(TRY_AGAIN)
 
     def _run_watchdog(self) -> None:
@@ -98,15 +97,15 @@ class TimerServer(ABC):
         due = self.next_deadline()
         if due is None:
             return self._max_interval
-        if due <= now:  # it has been seen, and its worker could not be ended
+        if due <= now:  # its worker could not be killed
             return min(TRY_AGAIN, self._max_interval)
         return min(due - now, self._max_interval)
 
     def _reaps(self, worker_id: Any, expired: list[TimerRequest]) -> bool:
         scopes = ", ".join(f"'{request.scope_id}'" for request in expired)
-        log.warning("Worker %s is ended: timer %s expired.", worker_id, scopes)
+        log.warning("Killing worker %s: timer %s expired.", worker_id, scopes)
         try:
             return self._reap_worker(worker_id)
         except Exception:
-            log.exception("Worker %s could not be ended; its timers are forgotten.", worker_id)
+            log.exception("Could not kill worker %s; its timers are dropped.", worker_id)
             return True

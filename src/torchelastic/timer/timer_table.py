@@ -1,12 +1,12 @@
 """A worker's timers in memory that its agent reads: set and cleared without a system call.
 
-The agent needs no help of the worker to see that one has expired, so it does not matter who holds
-the GIL there, or what for the worker hangs.
+The agent sees an expired timer without help from the worker, whatever the worker is hung in and
+whoever holds its GIL.
 
-Layout: rows of 256 bytes. The first says how many others have been in use. A row has the time at
-which its timer expires (0: none), how long that was ahead, and the scope. The time is written last,
-and is all that is cleared: eight bytes in one store. Behind the rows, the worker writes its stacks
-when it is asked to.
+Layout: rows of 256 bytes. The first has the number of rows in use so far. Each other row has the
+time at which its timer expires (0: none), its duration, and the scope. The time is written last and
+is the only part that is cleared: eight bytes in one store. After the rows, the worker writes its
+stacks on request.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import struct
 import threading
 from typing import NamedTuple
 
-#: The type of the message by which a worker hands its table to its agent.
+#: The type of the message that passes the table to the agent.
 MESSAGE = "timers"
 ROW_BYTES = 256
-#: Timers that a worker may have at once.
+#: The most timers of a worker at once.
 MOST = 1023
-#: Where the rows end and the stacks begin. Memory is taken as it is written, a page at a time.
+#: The offset of the stacks, after the rows. Memory is allocated by page, when written.
 STACKS_AT = ROW_BYTES * (MOST + 1)
 
 _USED = struct.Struct("@q")
 _EXPIRES_AT = struct.Struct("@d")
-#: After the time: how long it was ahead, bytes of the scope.
+#: After the time: the duration, and the length of the scope in bytes.
 _REST = struct.Struct("@dH")
 _REST_AT = _EXPIRES_AT.size
 _SCOPE_AT = _REST_AT + _REST.size
@@ -36,7 +36,7 @@ _NONE = _EXPIRES_AT.pack(0.0)
 
 
 class Timer(NamedTuple):
-    """A row in use. Two that are equal are the same timer, not another one in the same row."""
+    """A row in use. Equal values are the same timer, not another one in the same row."""
 
     row: int
     #: By `time.monotonic()`, the same for all processes of a machine.
@@ -45,22 +45,22 @@ class Timer(NamedTuple):
     scope: str
 
 
-class Table:
+class TimerTable:
     """The worker's side."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("torchelastic-timers", os.MFD_CLOEXEC)
         os.ftruncate(self.descriptor, STACKS_AT)
         self._memory = mmap.mmap(self.descriptor, STACKS_AT)
-        #: Rows that are not in use any more. `pop` and `append` are atomic: no lock is needed.
+        #: Free rows. `pop` and `append` are atomic: no lock is needed.
         self._free: list[int] = []
         self._used = 0
         self._growing = threading.Lock()
-        #: What is written in each row but for the time: a loop sets the same timer again and again.
+        #: Scope and duration in each row: a loop sets the same timer again and again.
         self._written: dict[int, tuple[str, float]] = {}
 
     def set(self, scope: str, after: float, expires_at: float) -> int:
-        """Set a timer; returns its row."""
+        """Set a timer; return its row."""
         try:
             row = self._free.pop()
         except IndexError:
@@ -71,13 +71,13 @@ class Table:
         return row
 
     def clear(self, row: int) -> None:
-        """The timer in this row is no more."""
+        """Clear the timer in this row."""
         begin = row * ROW_BYTES
         self._memory[begin : begin + _REST_AT] = _NONE
         self._free.append(row)
 
     def _write(self, row: int, scope: str, after: float) -> None:
-        # The end says more than the beginning where a path is long.
+        # The end of a long path is more useful than its beginning.
         text = scope.encode(errors="backslashreplace")[-_SCOPE_BYTES:]
         begin = row * ROW_BYTES
         _REST.pack_into(self._memory, begin + _REST_AT, after, len(text))
@@ -87,7 +87,9 @@ class Table:
     def _new_row(self) -> int:
         with self._growing:
             if self._used == MOST:
-                raise RuntimeError(f"This worker has {MOST} timers at once: release some of them.")
+                raise RuntimeError(
+                    f"This worker already has {MOST} timers, the maximum: release some of them."
+                )
             self._used += 1
             _USED.pack_into(self._memory, 0, self._used)
             return self._used
@@ -98,7 +100,7 @@ class Table:
 
 
 def read(descriptor: int) -> list[Timer]:
-    """The timers that are set. Whatever else the memory holds is the worker's own mistake."""
+    """Read the timers that are set; ignores any other content."""
     head = os.pread(descriptor, _USED.size, 0)
     if len(head) < _USED.size:
         return []
@@ -118,5 +120,5 @@ def _parse(row: int, data: bytes) -> Timer | None:
 
 
 def printable(scope: str) -> str:
-    """As it may be shown on a terminal: no escape sequences, no second line."""
+    """Replace characters that a terminal should not show, such as escape sequences."""
     return "".join(letter if letter.isprintable() else "?" for letter in scope)

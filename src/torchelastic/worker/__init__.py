@@ -1,1 +1,1 @@
-"""Worker process: what runs around the user's code, and its channel to the agent."""
+"""Worker process: the code around the user's code, and its channel to the agent."""

@@ -1,14 +1,13 @@
-"""How long a script waits for other workers, as far as that is seen from outside.
+"""Estimate how long a script waits for other workers.
 
-A script's collectives are torch's own: nobody tells us who waits in them, or for how long. But most
-of the waiting is in one place. Gradients are ready when the backward has come to the first layer;
-what passes from then until the optimizer is asked to take its step is, in the main, waiting for
-those of the others. So the last moment is noted at which a gradient became ready, of two parameters
-of each model, or of an optimizer: the first, which is usually the last to have one, and the last,
-for models that list their layers in another order.
+A script's collectives are torch's own, so their waiting time is not visible. But most of the
+waiting is in one place. Gradients are ready when the backward reaches the first layer; the time
+from then until the optimizer steps is mostly waiting for the gradients of others. So we record when
+a gradient last became ready, for two parameters of each model or optimizer: the first, which is
+usually the last to get one, and the last, for models that list their layers in another order.
 
-What is waited elsewhere, in a forward or between two steps, counts as the worker's own. All ranks
-then seem to take as long as each other, and nobody is called slow who is not.
+Waiting elsewhere, in a forward or between two steps, counts as the worker's own time. Then all
+ranks seem equally fast, and no rank is wrongly called slow.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torchelastic.worker_counters import stalls
 
 
 class BackwardWaits:
-    """Costs a call for each gradient that is noted, and no system call."""
+    """Costs a call for each recorded gradient, and no system call."""
 
     def __init__(self, models: Iterable[Iterable[Any]]) -> None:
         """`models`: the parameters of each."""
@@ -31,30 +30,30 @@ class BackwardWaits:
         #: When the last gradient became ready since the last step of an optimizer, less what had
         #: been counted until then; None: none has.
         self._ready_at: float | None = None
-        #: To be called no more.
+        #: For removing the hooks.
         self.handles = [
             parameter.register_post_accumulate_grad_hook(self._ready)
             for parameter in _noted(models)
         ]
 
     def _ready(self, _: object) -> None:
-        if not self._is_compiling():  # a whole backward, with no room for us
+        if not self._is_compiling():  # a compiled backward cannot call this
             self._ready_at = time.monotonic() - stalls.apart(stalls.seconds)
 
     def before_write(self) -> None:
-        """An optimizer is about to take its step: what was to be waited for has come."""
+        """An optimizer is about to step: the gradients of others have arrived."""
         if self._ready_at is not None:
             now = time.monotonic() - stalls.apart(stalls.seconds)
             stalls.add(stalls.PEERS, now - self._ready_at)
             self._ready_at = None
 
     def committed(self) -> None:
-        """The step is done; a gradient that no optimizer has taken up tells nothing of the next."""
+        """The step is done; forget gradients that no optimizer has used."""
         self._ready_at = None
 
 
 def _noted(models: Iterable[Iterable[Any]]) -> list[Any]:
-    """Each parameter once, though models may share some."""
+    """Return the parameters to watch, each once, though models may share some."""
     found: dict[int, Any] = {}
     for model in models:
         trained = [parameter for parameter in model if parameter.requires_grad]

@@ -1,4 +1,4 @@
-"""What happens in a worker around the user's code: failures are told, functions are called."""
+"""The code around the user's code in a worker: report failures, call functions."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torchelastic import env
 from torchelastic.worker import channel, error_file, handed_secret, optimizer_steps, stack_dump
 from torchelastic.worker_counters import milestones
 
-#: How many characters of a message and of a traceback the agent is told, at most 12 bytes each in
-#: JSON; the error file has everything.
+#: The most characters of a message and of a traceback that the agent gets, at most 12 bytes each
+#: in JSON; the error file has everything.
 TOLD_MESSAGE, TOLD_TRACEBACK = 2000, 8000
 
 
 def attach() -> None:
-    """Before the user's code: from now on an exception that nobody handles is told to the agent.
+    """Report unhandled exceptions to the agent from now on. Called before the user's code.
 
-    It is seen by an audit hook, since a program may replace `sys.excepthook` and may ask whether
-    it was replaced.
+    Uses an audit hook, because a program may replace `sys.excepthook`, or check that it was not
+    replaced.
     """
     channel.adopt()
     handed_secret.adopt()
@@ -36,7 +36,7 @@ def attach() -> None:
             optimizer_steps.look()
         elif event == "sys.excepthook" and os.getpid() == worker and _at_the_bottom():
             report(args[2], args[3])
-            # What a program's own hook does with an error is not ours to leave out.
+            # A custom hook still gets the error.
             if args[0] is sys.__excepthook__ and _is_said_to_repeat(args[2]):
                 raise _Repeated
 
@@ -49,7 +49,7 @@ class _Repeated(RuntimeError):
 
 
 def _is_said_to_repeat(error: BaseException) -> bool:
-    """Whether one line stands for a traceback that an earlier generation has printed."""
+    """Print one line and return True if an earlier generation printed the same traceback."""
     # Not for an interrupt: Python forgets that it ends by SIGINT when what is imported calls exec.
     if isinstance(error, KeyboardInterrupt):
         return False
@@ -65,7 +65,7 @@ def _is_said_to_repeat(error: BaseException) -> bool:
 
 
 def _checkpoint_stored(step: int, seconds: float, size: int) -> None:
-    """Not on the training thread: it may wait for a busy agent."""
+    """Report a checkpoint. Not for the training thread: it may wait for a busy agent."""
     from torchelastic.worker import orders  # not before it is needed: a worker starts without it
 
     channel.send(orders.to_json(orders.Stored(step, seconds, size)), patience=1.0)
@@ -77,7 +77,7 @@ def _at_the_bottom() -> bool:
 
 
 def report(error: BaseException, where: TracebackType | None) -> None:
-    """Write the error file and tell the agent; never raises."""
+    """Write the error file and report to the agent; never raises."""
     import traceback  # not before it is needed: a worker starts without it
 
     text = "".join(traceback.format_exception(type(error), error, where))
@@ -87,7 +87,7 @@ def report(error: BaseException, where: TracebackType | None) -> None:
         if path:
             error_file.write(path, message, text)
     except OSError as problem:
-        print(f"torchelastic: {path} could not be written: {problem}", file=sys.stderr)
+        print(f"torchelastic: could not write {path}: {problem}", file=sys.stderr)
     channel.send(
         {
             "type": "failure",
@@ -108,7 +108,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def write_call(path: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Pickle a call so that `run_call` can make it elsewhere, of a function of `__main__` too."""
+    """Pickle a call for `run_call` in another process, also of a function in `__main__`."""
     from multiprocessing import spawn
 
     preparation = spawn.get_preparation_data("MainProcess")
@@ -120,7 +120,7 @@ def write_call(path: str, function: Callable[..., Any], args: Sequence[Any]) -> 
 
 
 def run_call(path: str) -> None:
-    """Make the call in file `path` and pickle what it returns to `result_path`."""
+    """Make the call in file `path` and pickle its result to `result_path`."""
     function, args = _read_call(path)
     result = function(*args)
     generation = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -133,8 +133,8 @@ def run_call(path: str) -> None:
 def _read_call(path: str) -> tuple[Callable[..., Any], Sequence[Any]]:
     """Prepare the process as multiprocessing's spawn does, which imports the caller's script.
 
-    While it is imported, the process is marked: a script without `if __name__ == "__main__"`
-    is told so instead of launching its job again, from every worker, without end.
+    During the import the process is marked: a script without `if __name__ == "__main__"` then gets
+    an error instead of launching its job again from every worker, without end.
     """
     from multiprocessing import process, spawn
 
@@ -150,5 +150,5 @@ def _read_call(path: str) -> tuple[Callable[..., Any], Sequence[Any]]:
 
 
 def result_path(call: str, generation: int, rank: int) -> str:
-    """Where `run_call` leaves the pickled result of the call in file `call`."""
+    """The file where `run_call` leaves the pickled result of the call in file `call`."""
     return f"{call}.result-{generation}-{rank}"

@@ -1,10 +1,10 @@
 """The worker's end of its channel to the agent: one JSON line a message, over a unix socket.
 
-`send` tells what may get lost. `Link` is for a resident worker, which relies on the channel: it
-receives the agent's orders, and what it tells arrives.
+`send` is for messages that may get lost. `Link` is for a resident worker, which relies on the
+channel: it receives the agent's orders, and its messages arrive.
 
-A process that is no worker of an agent has no channel, and what it sends goes nowhere; so do a
-worker's children, which inherit the environment but must not speak for it.
+A process that is not a worker has no channel, and its messages are dropped; so are those of a
+worker's children, which inherit the environment but must not send for the worker.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _opened: tuple[int, socket.socket | None] | None = None
 
 
 def send(message: Mapping[str, Any], *, patience: float = 0.0) -> None:
-    """Tell the agent. Waits `patience` seconds at most; a full socket drops the message."""
+    """Send to the agent. Waits at most `patience` seconds; a full socket drops the message."""
     data = json.dumps(message).encode() + b"\n"
     if len(data) > LIMIT:
-        raise ValueError(f"A message to the agent has {len(data)} bytes; the limit is {LIMIT}.")
+        raise ValueError(f"The message to the agent is {len(data)} bytes; the limit is {LIMIT}.")
     channel = _channel()
     if channel is None:
         return
@@ -42,14 +42,14 @@ def send(message: Mapping[str, Any], *, patience: float = 0.0) -> None:
     try:
         transmit(channel, data)
     except OSError:
-        return  # the agent is busy or gone: training matters more than telling
+        return  # the agent is busy or gone: training matters more
 
 
 def transmit(end: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:
-    """Send one message, and copies of descriptors, now; `BlockingIOError` where there is no room.
+    """Send one message, and copies of descriptors, now; `BlockingIOError` if there is no room.
 
-    Like `receive` not by the functions of `socket` for this, which forget their flags (Python 3.11
-    does): they would wait where nobody must, and programs started later would inherit descriptors.
+    Neither this nor `receive` uses `socket.send_fds` and `recv_fds`, which ignore their flags in
+    Python 3.11: they would block, and programs started later would inherit descriptors.
     """
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))]
     flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
@@ -57,7 +57,7 @@ def transmit(end: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -
 
 
 def receive(end: socket.socket, flags: int = 0) -> tuple[bytes, list[int], int]:
-    """One message, the descriptor that came with it, and what the kernel says of it."""
+    """Return one message, the descriptors that came with it, and the kernel's flags."""
     descriptors = array("i")
     room = socket.CMSG_LEN(descriptors.itemsize)
     data, ancillary, told, _ = end.recvmsg(LIMIT, room, flags | socket.MSG_CMSG_CLOEXEC)
@@ -74,14 +74,14 @@ def _wait_for_room(channel: socket.socket, seconds: float) -> None:
 
 
 def adopt() -> None:
-    """Keep the descriptor to this process: programs that it starts are no workers."""
+    """Make the descriptor private to this process: programs it starts are not workers."""
     descriptor = _descriptor()
     if descriptor is not None:
         os.set_inheritable(descriptor, False)
 
 
 def _channel() -> socket.socket | None:
-    """This process's own channel; a forked child finds that it has none."""
+    """Return this process's channel; None in a forked child."""
     global _opened
     if _opened is None or _opened[0] != os.getpid():
         _opened = (os.getpid(), _open())
@@ -98,7 +98,7 @@ def _open() -> socket.socket | None:
         return None
     if _peer(channel) == os.getppid():
         return channel
-    # Somebody else's socket that has got the number, or our parent's: only the copy is closed.
+    # Another socket with this number, or our parent's channel: close only the copy.
     channel.close()
     return None
 
@@ -109,7 +109,7 @@ def _descriptor() -> int | None:
 
 
 def _peer(channel: socket.socket) -> int:
-    """The process that made the socket; for a worker that is its parent, the agent."""
+    """Return the process that created the socket; for a worker that is its parent, the agent."""
     try:
         made_by = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     except OSError:
@@ -121,14 +121,14 @@ def _peer(channel: socket.socket) -> int:
 
 
 class Link:
-    """A worker's end of a channel that it relies on: what it tells arrives, or it is an error.
+    """A worker's end of a reliable channel: a message arrives, or sending raises.
 
-    A forked child has a copy of the descriptor. It may close its copy, which ends nothing, and must
-    not speak: `tell` refuses to, in every process but the one that made the link.
+    A forked child has a copy of the descriptor. It may close its copy, but must not send: `tell`
+    raises in every process but the one that created the link.
     """
 
     def __init__(self, end: socket.socket) -> None:
-        """`end` is the link's from now on."""
+        """The link takes ownership of `end`."""
         self._end = end
         self._worker = os.getpid()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -145,13 +145,15 @@ class Link:
         The agent gets copies of `descriptors`.
         """
         if os.getpid() != self._worker:
-            raise ChannelLost("Only the worker itself speaks to its agent, no child of it.")
+            raise ChannelLost("Only the worker itself may send to its agent, not a child process.")
         data = json.dumps(message).encode() + b"\n"
         deadline = time.monotonic() + patience
         while not self._sent(data, descriptors):
             left = deadline - time.monotonic()
             if left <= 0:
-                raise ChannelLost(f"The agent has taken no message for {patience:g} seconds.")
+                raise ChannelLost(
+                    f"Timed out: the agent accepted no message for {patience:g} seconds."
+                )
             _wait_for_room(self._end, left)
 
     def _sent(self, data: bytes, descriptors: Sequence[int]) -> bool:
@@ -160,27 +162,31 @@ class Link:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise ChannelLost(f"The agent cannot be reached any longer ({error}).") from None
+            raise ChannelLost(
+                f"Lost the connection to the agent: could not send ({error})."
+            ) from None
         return True
 
     def receive(self, *, patience: float | None = None) -> tuple[dict[str, Any], int | None] | None:
-        """The next message and the descriptor that came with it, which is the caller's to close.
+        """Return the next message and its descriptor, which the caller closes.
 
-        Waits for it, `patience` seconds at most if that is given. None if there was none by then,
-        or once `wake` was called; `ChannelLost` when the agent's end is closed.
+        Waits at most `patience` seconds, if given. None if there was no message, or after `wake`;
+        `ChannelLost` when the agent's end is closed.
         """
         if not self.is_ready(patience=patience):
             return None
         try:
             data, descriptors, _ = receive(self._end)
         except OSError as error:
-            raise ChannelLost(f"The agent cannot be heard any longer ({error}).") from None
+            raise ChannelLost(
+                f"Lost the connection to the agent: could not receive ({error})."
+            ) from None
         if not data:
             raise ChannelLost("The agent is gone.")
         return json.loads(data), descriptors[0] if descriptors else None
 
     def is_ready(self, *, patience: float | None = None) -> bool:
-        """Wait as `receive` does, and leave the message, or the end, to be received."""
+        """Wait like `receive`, but do not take the message."""
         poll = select.poll()
         poll.register(self._end, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
@@ -188,16 +194,16 @@ class Link:
         return bool(ready) and all(descriptor != self._wake for descriptor, _ in ready)
 
     def wake(self) -> None:
-        """Make `receive` return, now or when it is called next."""
+        """Make the current or the next `receive` return."""
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Close this end. Not before the thread that receives has ended."""
+        """Close this end. First end the thread that receives."""
         os.close(self._wake)
         self._end.close()
 
 
 def link() -> Link | None:
-    """The channel to this worker's agent; None in a process that is no worker."""
+    """Return the channel to this worker's agent; None in a process that is not a worker."""
     channel = _channel()
     return Link(channel.dup()) if channel is not None else None

@@ -1,11 +1,12 @@
-"""The last collectives of a worker, on its slate: which it has launched, and which it waits for.
+"""The last collectives of a worker on its status page: those launched, and the one it waits for.
 
-A part of the slate's header page, bytes 512 to 1023, so that the agent reads them of a worker that
-hangs, whatever it hangs in. Written by the training thread, without a lock or a system call. They
-are numbered in each group: who has launched the same number in a group is in the same collective.
+They are bytes 512 to 1023 of the status page's header, so that the agent can read them whatever the
+worker is hung in. The training thread writes them without a lock or a system call. They are
+numbered in each group: workers with the same number in a group are in the same collective.
 
-Layout: what is waited for, then a row for each group, as far as there is room. A row has the number
-of the operation among those of all groups, its number in the group, its name, and the group's name.
+Layout: the operation it waits for, then a row for each group while there is room. A row has the
+number of the operation among those of all groups, its number in the group, its name, and the
+group's name.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import struct
 from typing import NamedTuple
 
 AT, END = 512, 1024
-#: generation, whether something is waited for, the row of its group (-1: of none), its number in
-#: the group (0: it has none), its name.
+#: generation, 1 if it waits, then of the operation it waits for: the row of its group (-1: none),
+#: its number in the group (0: none), its name.
 _WAITED = struct.Struct("=qqqq24s")
 #: Of `_WAITED`, what follows the generation.
 _WAITS = struct.Struct("=qqq24s")
@@ -35,7 +36,7 @@ NO_ROW = -1
 
 
 class Operation(NamedTuple):
-    """A collective: its name, its number in its group (0: not known), and the group's name."""
+    """A collective: its name, its number in its group (0: unknown), and the group's name."""
 
     name: str
     number: int
@@ -43,7 +44,7 @@ class Operation(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """What a slate shows."""
+    """The collectives on a status page."""
 
     generation: int
     waits: Operation | None
@@ -52,20 +53,20 @@ class Shown(NamedTuple):
 
 
 class Collectives:
-    """The worker's side. Has a mapping of its own: the slate's moves when it grows."""
+    """The worker's side. Has its own mapping: that of the status page moves when it grows."""
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, mmap.PAGESIZE)
         self._rows = 0
 
     def enter(self, generation: int) -> None:
-        """A world begins: nothing is launched in it yet."""
+        """Clear the log, because a world begins."""
         self._rows = 0
         self._memory[AT:END] = bytes(END - AT)
         _WAITED.pack_into(self._memory, AT, generation, 0, NO_ROW, 0, b"")
 
     def row_of(self, group: str) -> int:
-        """The row for a group's collectives; `NO_ROW` when there are too many groups."""
+        """Allocate the row for a group; `NO_ROW` if there are too many groups."""
         if self._rows == ROWS:
             return NO_ROW
         row, self._rows = self._rows, self._rows + 1
@@ -73,15 +74,15 @@ class Collectives:
         return row
 
     def launched(self, order: int, row: int, number: int, name: bytes) -> None:
-        """An operation is launched, the `order`-th of all groups."""
+        """Record that an operation is launched, the `order`-th of all groups."""
         _LAUNCHED.pack_into(self._memory, _ROWS_AT + row * _ROW, order, number, name)
 
     def waits(self, row: int, number: int, name: bytes) -> None:
-        """The training thread waits for this from now on."""
+        """Record that the training thread waits for this."""
         _WAITS.pack_into(self._memory, _WAITS_AT, 1, row, number, name)
 
     def goes_on(self) -> None:
-        """It does not wait any more."""
+        """Record that it no longer waits."""
         self._memory[_WAITING] = _NOT
 
     def close(self) -> None:
@@ -89,7 +90,7 @@ class Collectives:
 
 
 def read(descriptor: int) -> Shown:
-    """For an agent. The worker writes meanwhile: a name may be half of one and half of another."""
+    """Read as an agent. The worker may be writing: a name may be a mix of two."""
     page = os.pread(descriptor, END, 0)
     if len(page) < END:
         return Shown(-1, None, ())

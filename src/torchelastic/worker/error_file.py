@@ -1,4 +1,4 @@
-"""`error.json`: how a failing worker tells what went wrong, as torch's `@record` writes it."""
+"""`error.json`: the error of a failed worker, in the format of torch's `@record`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: A frame of a traceback, and where a `SyntaxError` is; in an exception group behind bars.
+#: A frame of a traceback, or the location of a `SyntaxError`; in an exception group after bars.
 _FRAME = re.compile(r'^[ |+]*File "([^"]+)", line (\d+)(?:, in (.+))?$', re.MULTILINE)
-#: Files that are not the user's: installed packages, the standard library, what Python itself has.
+#: Files that are not the user's: installed packages, the standard library, built-in code.
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python\d[\d.]*/|^<")
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _BEGINS = "Traceback (most recent call last):"
@@ -20,12 +20,12 @@ _BEGINS = "Traceback (most recent call last):"
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """What an error file says."""
+    """The content of an error file."""
 
     #: `RuntimeError: boom`.
     message: str
     traceback: str = ""
-    #: Unix seconds, 0 if the file does not say.
+    #: Unix seconds; 0 if unknown.
     timestamp: int = 0
     #: `user_frame` of the traceback.
     place: str = ""
@@ -49,9 +49,9 @@ def user_frame(traceback: str) -> str:
 
 
 def write(path: str, message: str, traceback: str) -> bool:
-    """Write an error file, whole or not at all; False if there is one already, which is kept.
+    """Write an error file atomically; False if there already is one, which is kept.
 
-    The first to tell is nearest to the cause: `@record`, inside the program, comes before us.
+    The first writer is nearest to the cause: `@record`, inside the program, comes before us.
     """
     if os.path.exists(path):
         return False
@@ -69,7 +69,7 @@ def write(path: str, message: str, traceback: str) -> bool:
 
 
 def read(path: str) -> ErrorRecord | None:
-    """What an error file says; None if there is none or it says nothing that we understand."""
+    """Read an error file; None if there is none or it is unreadable."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return parse(json.load(file))
@@ -78,13 +78,13 @@ def read(path: str) -> ErrorRecord | None:
 
 
 def heard(message: Mapping[str, Any]) -> ErrorRecord:
-    """The record in what a failing worker said on its channel (`bootstrap.report`)."""
+    """Return the record in a failing worker's message (`bootstrap.report`)."""
     said, where, place = (str(message.get(name, "")) for name in ("message", "traceback", "place"))
     return ErrorRecord(said, where, place=place)
 
 
 def parse(data: Any) -> ErrorRecord | None:
-    """The record in the JSON of an error file, however incomplete.
+    """Parse the JSON of an error file, however incomplete.
 
     >>> parse({"message": "boom", "timestamp": 10})
     ErrorRecord(message='boom', traceback='', timestamp=10)
@@ -103,5 +103,5 @@ def parse(data: Any) -> ErrorRecord | None:
 
 
 def _seconds(timestamp: Any) -> int:
-    """0 for anything that is no time."""
+    """Parse Unix seconds; 0 for anything else."""
     return int(timestamp) if str(timestamp).isdecimal() else 0

@@ -1,7 +1,7 @@
 """The job's secret on its way from the agent into a worker: through a pipe, read once.
 
-Not through the environment, which every child of the worker inherits and `/proc` shows. A Python
-worker takes it before the script begins; a program of another kind may read the descriptor itself.
+The environment would expose it to every child of the worker and in `/proc`. A Python worker takes
+it before the script begins; any other program may read the descriptor itself.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from torchelastic.transport.auth import Secret
 
 VARIABLE = "TORCHELASTIC_SECRET_FD"
-#: More than a secret has, less than a pipe takes at once.
+#: More bytes than a secret has, fewer than a pipe takes at once.
 _MOST = 8192
 
 _key: bytes | None = None
 
 
 def offer(secret: Secret) -> int:
-    """A descriptor with the secret to read, to be inherited by one worker and closed here."""
+    """Return a pipe with the secret, for one worker to inherit; the caller closes it."""
     read_end, write_end = os.pipe()
     try:
         os.write(write_end, secret.reveal())
@@ -32,7 +32,7 @@ def offer(secret: Secret) -> int:
 
 
 def adopt() -> None:
-    """Take the secret over, if the agent has handed one on, and leave no trace of the way."""
+    """Read the secret, if the agent passed one, and remove the variable."""
     global _key
     descriptor = env.get(VARIABLE)
     if not descriptor.isdecimal():
@@ -43,7 +43,7 @@ def adopt() -> None:
 
 
 def secret() -> Secret | None:
-    """The secret of the job this process is a worker of; None if it has none."""
+    """Return the secret of this worker's job; None if it has none."""
     if _key is None:
         return None
     # Not before it is needed: a worker starts without it.

@@ -1,12 +1,12 @@
-"""The steps of a script that tells none: torch says when an optimizer has taken one.
+"""Count the steps of a script by the steps of its optimizers.
 
-Nothing is imported for it. Where the script has torch, a hook of torch's is called after every step
-of any optimizer. The first call makes a slate and hands it to the agent; the others write there,
-without a lock or a system call. A process that is no worker has nobody to show it to; nor has a
-child of a worker. A script that keeps its state, or is in `train`, tells its own steps: none is
-counted then.
+Nothing is imported for it. If the script imports torch, torch calls a hook after every step of any
+optimizer. The first call creates a status page and passes it to the agent; the others write there,
+without a lock or a system call. A process that is not a worker counts nothing; nor does a child of
+a worker. A script that keeps its state, or is in `train`, reports its own steps: then nothing is
+counted here.
 
-What counts as a step:
+A step is:
 
     one optimizer               each of its steps, however many backwards there were before it
     several that take turns     the steps of the one that stepped first: a GAN, one for each layer
@@ -30,44 +30,44 @@ if TYPE_CHECKING:
     from torchelastic.worker.backward_waits import BackwardWaits
     from torchelastic.worker.status_page import StatusPage
 
-#: The type of the message by which a worker hands its slate to its agent.
+#: The type of the message that passes the status page to the agent.
 MESSAGE = "steps"
-#: Seconds to wait for an agent that is busy. It is asked once.
+#: Seconds to wait for a busy agent, once.
 PATIENCE = 1.0
-#: Of steps before the first that is counted: nobody knows how many; or the count is no optimizer's
-#: own, because another than the first is counted by now.
+#: The number of steps before the first counted one: unknown; or a mix, because another optimizer
+#: than the first is counted by now.
 UNKNOWN, MIXED = 0, -1
 
 _MODULE = "torch.optim.optimizer"
 
 
 class Counter:
-    """Counts in one process."""
+    """Counts the steps of one process."""
 
     def __init__(self) -> None:
         self._status_page: StatusPage | None = None
         self._waits: BackwardWaits | None = None
-        #: torch's module of optimizers, and what it calls us by.
+        #: torch's module of optimizers, and our hooks in it.
         self._torch: Any = None
         self._handles: list[Any] = []
-        #: What is called with each step; nothing once there is nobody to tell.
+        #: Called with each step; does nothing if there is no agent.
         self._note: Callable[[Any], None] = self._count
-        #: Which optimizer's steps are counted, and which others have stepped since the last.
+        #: The optimizer whose steps are counted, and the others that have stepped since.
         self._counted: int | None = None
         self._others: set[int] = set()
         self._steps = 0
 
     def hook(self, torch: Any) -> None:
-        """Have torch call us."""
+        """Register our hook in torch."""
         self._torch = torch
         self._handles.append(torch.register_optimizer_step_post_hook(self.stepped))
 
     def stepped(self, optimizer: Any, *_: object) -> None:
-        """An optimizer has taken a step. Whatever goes wrong here, the training goes on."""
+        """Note a step of an optimizer. An error here does not stop the training."""
         try:
             self._note(optimizer)
         except Exception:
-            self._note = _nothing  # torch goes through its hooks now: none may be removed
+            self._note = _nothing  # torch iterates over its hooks now: none may be removed
 
     def _count(self, optimizer: Any) -> None:
         this = id(optimizer)
@@ -89,7 +89,7 @@ class Counter:
             self._status_page.entered(0, self._steps)
 
     def _begin(self, optimizer: Any) -> None:
-        self._status_page = _hand_over_a_slate()
+        self._status_page = _create_status_page()
         if self._status_page is None:
             self._note = _nothing
             return
@@ -100,7 +100,7 @@ class Counter:
             self._note_waits(optimizer)
 
     def _note_waits(self, optimizer: Any) -> None:
-        """What is waited for others does not count as this worker's own time."""
+        """Measure the time spent waiting for other workers."""
         from torchelastic.worker.backward_waits import BackwardWaits  # when it is needed, as above
 
         groups = optimizer.param_groups
@@ -115,26 +115,26 @@ class Counter:
             self._waits.before_write()
 
     def stop(self) -> None:
-        """Count no more. Not while an optimizer steps."""
+        """Stop counting. Do not call it while an optimizer steps."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
 
 def _nothing(optimizer: Any) -> None:
-    """What is done with a step when there is nobody to tell."""
+    """Ignore a step."""
 
 
 def _hidden(function: Callable[..., None]) -> Callable[..., None]:
-    """From torch's compiler. It would look into this where a script has it compile its optimizer's
-    step: and compile it anew with every step, since each has another number."""
+    """Hide a function from torch's compiler. Otherwise a compiled optimizer step would be compiled
+    again at every step, because the step number changes."""
     if "torch._dynamo" not in sys.modules:  # which the first optimizer has imported
         return function
     hidden: Callable[..., None] = sys.modules["torch"].compiler.disable(function)
     return hidden
 
 
-def _hand_over_a_slate() -> StatusPage | None:
+def _create_status_page() -> StatusPage | None:
     link = channel.link()
     if link is None:
         return None
@@ -146,7 +146,7 @@ def _hand_over_a_slate() -> StatusPage | None:
     try:
         link.tell({"type": MESSAGE}, [descriptor], patience=PATIENCE)
         return status_page.StatusPage(descriptor)
-    except ChannelLost:  # training matters more than telling
+    except ChannelLost:  # training matters more than the status page
         return None
     finally:
         os.close(descriptor)
@@ -154,9 +154,9 @@ def _hand_over_a_slate() -> StatusPage | None:
 
 
 def steps_before(optimizer: Any) -> int:
-    """How many steps an optimizer had taken before the one that it has just taken, by its own
-    state: Adam and its kin count theirs, and a checkpoint has the number. `UNKNOWN` where it does
-    not tell; and where this was its first: the weights may have been trained before."""
+    """Return the number of steps of an optimizer before the current one, from its state: Adam and
+    similar optimizers count them, also across checkpoints. `UNKNOWN` if it does not count, or if
+    this was its first step: the weights may have been trained before."""
     try:
         step = next((one["step"] for one in optimizer.state.values() if "step" in one), 0)
         if (
@@ -165,20 +165,20 @@ def steps_before(optimizer: Any) -> int:
         ):
             return UNKNOWN  # to read it would end the recording of a CUDA graph
         return max(UNKNOWN, int(step) - 1)
-    except Exception:  # an optimizer with a state of its own making
+    except Exception:  # an optimizer with an unusual state
         return UNKNOWN
 
 
 # --- in a worker ---------------------------------------------------------------------------------
 
 _counter = Counter()
-#: Whether torch calls us, or is not to; and who was the first to see that it can.
+#: True once our hook is registered or not wanted; `_turns`: only one thread registers it.
 _settled = True
 _turns = count()
 
 
 def attach() -> None:
-    """Before the user's code: count from now on, once torch is there (`look`)."""
+    """Start counting once torch is imported (`look`). Called before the user's code."""
     global _settled
     _settled = False
     os.register_at_fork(after_in_child=stop)
@@ -186,7 +186,7 @@ def attach() -> None:
 
 
 def look() -> None:
-    """Called with every import, in any thread: torch may be there now. Never raises."""
+    """Check if torch is imported. Called at every import, in any thread. Never raises."""
     global _settled
     if _settled:
         return
@@ -197,7 +197,7 @@ def look() -> None:
 
 
 def stop() -> None:
-    """Count no more in this process: it tells its steps itself, or is a child of the worker."""
+    """Stop counting: this process reports its own steps, or is a child of the worker."""
     global _settled
     _settled = True
     _counter.stop()

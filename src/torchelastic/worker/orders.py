@@ -1,4 +1,4 @@
-"""What an agent and a resident worker say to each other: the messages, as data.
+"""The messages between an agent and a resident worker, as data.
 
 A worker that has called `torchelastic.train` is *resident*: it outlives its generation. Its agent
 tells it which world to enter and when that world is over; the worker answers. One JSON object a
@@ -46,7 +46,7 @@ class Enter:
 
 @dataclass(frozen=True)
 class Ask:
-    """Which step have you entered? Enter no other one until you hear more."""
+    """Asks for the step that the worker has entered. It enters no other until the next order."""
 
     generation: int
 
@@ -63,9 +63,9 @@ class Through:
 class Over:
     """The generation, and every one before it, is over: abort, roll back, answer `Stopped`.
 
-    With `finished` the training is done: `train` returns. `through` is then the last step that the
-    worker whose data has ended has committed: who is still in it runs it to its end first, so that
-    nobody returns with less; who is in a later one, which can never end, aborts.
+    With `finished` the training is done: `train` returns. `through` is then the last step committed
+    by the worker whose data has ended. A worker still in that step finishes it first, so that all
+    return with the same steps; a worker in a later one, which can never end, aborts.
     """
 
     generation: int
@@ -80,23 +80,23 @@ class Leave:
 
     #: The signal that asked for it.
     signum: int = 15
-    #: When the process is killed, by this machine's monotonic clock, where that is known.
+    #: When the process will be killed, by this machine's monotonic clock, if known.
     deadline: float | None = None
-    #: To a worker of a script that `CanSave`: whether it is the one who puts the state into storage
-    #: before it goes; None: another `Leave` will say.
+    #: For a worker of a script that `CanSave`: True if it stores the state before it leaves; None:
+    #: another `Leave` follows.
     saves: bool | None = None
 
 
 @dataclass(frozen=True)
 class Closed:
-    """The job has ended otherwise than by the end of the training: `train` raises."""
+    """The job ended before the training did: `train` raises."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Ping:
-    """Are you there, and what for do you wait? Answered by the control thread, at once."""
+    """Asks if the worker responds and what it waits for. The control thread answers at once."""
 
     #: Comes back with the answer.
     number: int = 0
@@ -104,12 +104,12 @@ class Ping:
 
 @dataclass(frozen=True)
 class Dump:
-    """Write the stacks of all threads to the file that comes with this: somebody hangs."""
+    """Write the stacks of all threads to the file that comes with this: a worker is hung."""
 
 
 @dataclass(frozen=True)
 class StatusPage:
-    """The memory this worker writes its progress and its private state to comes with this."""
+    """Carries the memory for this worker's progress and private state."""
 
     wire_name: ClassVar[str] = "slate"
     #: Seconds after which a peer that does not answer counts as unreachable; 0: never.
@@ -126,7 +126,7 @@ class Enlisted:
 
 @dataclass(frozen=True)
 class Keeps:
-    """A script keeps its state from step to step: give it a slate to show them on."""
+    """A script keeps its state from step to step and needs a status page."""
 
 
 @dataclass(frozen=True)
@@ -144,23 +144,23 @@ class Entered:
 
 @dataclass(frozen=True)
 class Begins:
-    """Rank 0: nobody has the state of a training in memory, so it begins here, at `step`."""
+    """Rank 0: no worker has the state in memory, so training begins here, at `step`."""
 
     generation: int
     step: int
-    #: Whether checkpoints are written: by a manager, or by the script itself.
+    #: True if checkpoints are written, by a manager or by the script itself.
     stored: bool
 
 
 @dataclass(frozen=True)
 class Up:
-    """The group stands and the state is synchronised; training goes on from `step`."""
+    """The process group and the state are ready; training continues from `step`."""
 
     generation: int
     step: int
     #: Bytes of state this worker has received for it.
     received: int = 0
-    #: Seconds from entering the world until the group stood.
+    #: Seconds from entering the world until the process group was ready.
     built: float = 0.0
     #: Seconds the exchange and transfer of state took.
     fetched: float = 0.0
@@ -168,7 +168,7 @@ class Up:
 
 @dataclass(frozen=True)
 class Stopped:
-    """Nothing of this generation goes on here; `step` steps are committed."""
+    """This worker has stopped in this generation; `step` steps are committed."""
 
     generation: int
     step: int
@@ -176,7 +176,7 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Erred:
-    """User code raised; the worker has rolled back and lives on, as `Stopped` would say."""
+    """User code raised; the worker has rolled back and stays alive, like after `Stopped`."""
 
     generation: int
     step: int
@@ -190,7 +190,7 @@ class Erred:
 
 @dataclass(frozen=True)
 class PeerLost:
-    """A collective failed: a hint that somebody is gone. The worker has rolled back."""
+    """A collective failed: a hint that a peer is lost. The worker has rolled back."""
 
     generation: int
     step: int
@@ -199,7 +199,7 @@ class PeerLost:
 
 @dataclass(frozen=True)
 class Unfit:
-    """This worker does not fit into the training: it is about to end, and so would another."""
+    """This worker is incompatible with the training and exits; a new one would, too."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint of so many steps is in storage, after so many seconds, with so many bytes."""
+    """A checkpoint is in storage: its step, the seconds it took, and its size in bytes."""
 
     step: int
     seconds: float
@@ -225,7 +225,7 @@ class Pong:
 
     #: The training thread waits for a collective, that is, for others.
     waiting: bool
-    #: Whether it has been told that what it waits for is over.
+    #: True if it has been told that the generation it waits in is over.
     aborted: bool = False
     #: Of the question.
     number: int = 0

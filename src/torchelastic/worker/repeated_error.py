@@ -1,6 +1,6 @@
-"""Tell whether a worker failed with the same traceback in the generations before.
+"""Detect a worker that failed with the same traceback in earlier generations.
 
-What those failed with is in the error files of the same local rank:
+Earlier tracebacks are in the error files of the same local rank:
 `attempt_<generation>/<local rank>/error.json`.
 """
 
@@ -12,16 +12,16 @@ from pathlib import Path
 from torchelastic.events.failure import SAME
 from torchelastic.worker import error_file
 
-#: Earlier failures that are looked at.
+#: The most earlier failures to look at.
 MOST = 100
-#: What differs from one failure to the next though the failure is the same: ports, pids, addresses.
+#: Numbers that differ between equal failures: ports, pids, addresses.
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 def sentence(path: str) -> str:
     """`the same traceback as in generation 3, 4 times now`, of the error file at `path`.
 
-    Empty where the traceback is new, or nothing is known of earlier ones.
+    Empty if the traceback is new, or no earlier one is known.
     """
     own = error_file.read(path)
     attempt, local_rank = Path(path).parent.parent, Path(path).parent.name

@@ -1,8 +1,8 @@
-"""The stack of a worker's main thread, written into memory of the agent's at the agent's signal.
+"""The stack of a worker's main thread, written to the agent's memory at the agent's signal.
 
-The thread writes it itself, in C, whoever holds the GIL and whatever it hangs in, as long as the
-kernel delivers signals to it: not while it is frozen, nor in a system call that no signal ends.
-Until the signal comes this costs nothing.
+The thread writes it itself, in C, whoever holds the GIL and whatever it is hung in, as long as the
+kernel delivers signals to it: not while it is frozen, nor in an uninterruptible system call. It
+costs nothing until the signal comes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchelastic import env
 VARIABLE = "TORCHELASTIC_STACKS_FD"
 #: The memory's name, as the kernel shows it.
 NAME = "torchelastic-stacks"
-#: Of the real-time signals, which programs have no other use for; the next one is the timers'.
+#: A real-time signal, which programs do not use otherwise; the timers use the one before.
 SIGNAL = signal.SIGRTMIN + 8
 #: At the beginning of the memory: which descriptor of the worker's it is, from when on the signal
 #: may be sent. Sent before, it would end the process. The stack comes behind it.

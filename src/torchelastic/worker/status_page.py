@@ -1,8 +1,8 @@
-"""The slate: memory of the agent's that a resident worker writes to, without a system call.
+"""The status page: memory of the agent that a worker writes to without a system call.
 
-It outlives the worker. The agent reads from it how far the worker has got and when, and how long it
-has stood still; the worker's replacement reads what died with it: random states, buffers, the
-position in the data.
+It outlives the worker. The agent reads the worker's progress and stalled time from it; the worker's
+replacement reads the private state that died with it: random states, buffers, the position in the
+data.
 
 Layout: a page of header, then the slots. A slot is torn while its number is odd, and is written in
 full before its number becomes even again: a worker killed in between leaves it recognisably torn.
@@ -20,17 +20,17 @@ from dataclasses import dataclass
 from torchelastic.worker.collective_log import Collectives
 from torchelastic.worker_counters import milestones, stalls
 
-#: generation, step, since when it is expected to get on (monotonic, the same for all processes of a
-#: machine; infinite: it is not).
+#: generation, step, time since which progress is expected (monotonic, the same for all processes of
+#: a machine; infinite: it is not expected).
 _PROGRESS = struct.Struct("=qqd")
 #: The same, and when the step was entered.
 _ENTERED = struct.Struct("=qqdd")
-#: Behind that, once for a generation: the rank, and what had been stalled until then.
+#: After that, once for a generation: the rank, and the stalled time until then.
 _RANK = struct.Struct("=q")
 _STALLED = struct.Struct(f"={len(stalls.COUNTED)}d")
 _RANK_AT = _ENTERED.size
 _BEFORE = slice(_RANK_AT + _RANK.size, _RANK_AT + _RANK.size + _STALLED.size)
-#: With every step: what has been stalled in all.
+#: With every step: the total stalled time.
 _SINCE = slice(_BEFORE.stop, _BEFORE.stop + _STALLED.size)
 #: Once for a generation: when its first step was entered, less what had been apart until then.
 _BEGAN = struct.Struct("=d")
@@ -51,20 +51,20 @@ _NUMBER = struct.Struct("=q")
 
 _HEADER = mmap.PAGESIZE
 SLOTS = 5
-#: What a slot may hold; more than this is no small state.
+#: The most bytes in a slot.
 SLOT_LIMIT = 16 << 20
 
 
 def create() -> int:
-    """A new, empty slate; the descriptor is the caller's."""
-    descriptor = os.memfd_create("torchelastic-slate", os.MFD_CLOEXEC)
+    """Create an empty status page; the caller owns the descriptor."""
+    descriptor = os.memfd_create("torchelastic-status", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, _HEADER + SLOTS * mmap.PAGESIZE)
     os.pwrite(descriptor, _ENTERED.pack(-1, -1, math.inf, 0.0), 0)
     return descriptor
 
 
 def read_progress(descriptor: int) -> tuple[int, int, float]:
-    """What the worker with this slate has entered last, for an agent that keeps no mapping."""
+    """Read generation, step and time of the last entered step, without a mapping."""
     header = os.pread(descriptor, _PROGRESS.size, 0)
     if len(header) < _PROGRESS.size:  # the worker has truncated it: nothing is known
         return -1, -1, math.inf
@@ -73,25 +73,25 @@ def read_progress(descriptor: int) -> tuple[int, int, float]:
 
 
 def read_first_step(descriptor: int) -> int:
-    """The first step that the worker has entered of its generation; read after `read_progress`."""
+    """Read the first step of the worker's generation; call it after `read_progress`."""
     first = os.pread(descriptor, _FIRST.size, _FIRST_AT)
     return int(_FIRST.unpack(first)[0]) if len(first) == _FIRST.size else -1
 
 
 def read_trained(descriptor: int) -> int:
-    """The newest generation of which the worker has left the first step behind; -1: none."""
+    """Read the newest generation whose first step the worker has completed; -1: none."""
     generation, step, _ = read_progress(descriptor)
     return generation if step > read_first_step(descriptor) else -1
 
 
 def read_taken(descriptor: int) -> int:
-    """What `StatusPage.taken_before` has written last."""
+    """Read the last value of `StatusPage.taken_before`."""
     return int(_TAKEN.unpack(os.pread(descriptor, _TAKEN.size, _TAKEN_AT))[0])
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What a slate shows of its worker."""
+    """The content of a status page."""
 
     generation: int
     rank: int
@@ -100,16 +100,16 @@ class Shown:
     at: float
     #: Seconds of this generation, by kind (`stalls.KINDS`).
     stalled: tuple[float, ...]
-    #: Seconds of its steps in this generation, without those that it has waited for others.
+    #: Seconds of its steps in this generation, without waiting for others.
     own: float = 0.0
-    #: Samples that all ranks together have trained with so far; -1: nobody counts.
+    #: Samples that all ranks have trained on so far; -1: not counted.
     samples: int = -1
     #: As `Progress.before`.
     before: int | None = None
 
 
 def read(descriptor: int) -> Shown:
-    """For an agent, as `read_progress`."""
+    """Read the whole page without a mapping, like `read_progress`."""
     header = os.pread(descriptor, _READ, 0)
     if len(header) < _READ:  # the worker has truncated it: nothing is known
         return Shown(-1, -1, -1, 0.0, (0.0,) * len(stalls.KINDS))
@@ -125,30 +125,30 @@ def read(descriptor: int) -> Shown:
 
 @dataclass
 class _Written:
-    """What a process has written to a slot, so that it need not look there."""
+    """The content of a slot, remembered by the process that wrote it."""
 
     begin: int
     number: int
     steady: bytes
     length: int
-    #: Where what changes is, and how long it is together with what does not.
+    #: The range of the changing part, and the size of both parts.
     span: slice
     size: int
 
 
 class StatusPage:
-    """One process's view of a slate. Does not own the descriptor it was made from."""
+    """One process's view of a status page. Does not own the descriptor it was made from."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = os.dup(descriptor)
         self._memory = self._map()
-        #: What the worker shows of its collectives.
+        #: The last collectives of the worker.
         self.collectives = Collectives(self._descriptor)
-        #: By slot, what this process has written there last.
+        #: By slot, the last content that this process wrote.
         self._written: dict[int, _Written] = {}
         #: The worker's rank in the generation that it enters next.
         self.rank = -1
-        #: The last generation this process has entered a step of.
+        #: The generation of the last step that this process entered.
         self._generation: int | None = None
         #: When it became unhurried, less what had been apart until then.
         self._aside: float | None = None
@@ -164,7 +164,7 @@ class StatusPage:
     # --- progress --------------------------------------------------------------------------------
 
     def entered(self, generation: int, step: int) -> None:
-        """The worker enters a step now."""
+        """Record that the worker enters a step now."""
         memory, now = self._memory, time.monotonic()
         if generation != self._generation:
             self._enter(generation, step, now)
@@ -173,7 +173,7 @@ class StatusPage:
         _ENTERED.pack_into(memory, 0, generation, step, now, now)
 
     def _enter(self, generation: int, step: int, now: float) -> None:
-        """What was stalled before the last step of the generation before counts for that one."""
+        """Start a generation. Stalls before the last step of the old one count for the old one."""
         nothing = bytes(_STALLED.size)
         self._memory[_BEFORE] = self._memory[_SINCE] if self._generation is not None else nothing
         _RANK.pack_into(self._memory, _RANK_AT, self.rank)
@@ -182,17 +182,17 @@ class StatusPage:
         self._generation, self._aside = generation, None
 
     def taken_before(self, steps: int) -> None:
-        """Of steps that are counted from outside: so many were taken before (`optimizer_steps`)."""
+        """Set the number of steps before the first counted one (`optimizer_steps`)."""
         _TAKEN.pack_into(self._memory, _TAKEN_AT, steps)
 
     def unhurried(self) -> None:
-        """What follows may take any time: nobody expects progress before the next `entered`."""
+        """Expect no progress until the next `entered`: what follows may take any time."""
         generation, step, _ = _PROGRESS.unpack_from(self._memory, 0)
         _PROGRESS.pack_into(self._memory, 0, generation, step, math.inf)
         self._aside = time.monotonic() - stalls.apart(stalls.seconds)
 
     def hurried(self) -> None:
-        """It does not any more."""
+        """Expect progress again."""
         now = time.monotonic()
         generation, step, _ = _PROGRESS.unpack_from(self._memory, 0)
         _PROGRESS.pack_into(self._memory, 0, generation, step, now)
@@ -205,10 +205,10 @@ class StatusPage:
     def publish(
         self, slot: int, version: tuple[int, int], changing: bytes, steady: bytes = b""
     ) -> bool:
-        """Replace what the slot holds; False, and nothing is changed, when it is too much.
+        """Replace the content of the slot; False, without a change, if it is too large.
 
-        It holds `steady` and then `changing`. If `steady` is the very object that was written
-        before it is not written again: its bytes are there.
+        The content is `steady` followed by `changing`. If `steady` is the same object as last time,
+        it is not written again.
         """
         there = self._written.get(slot)
         if there is None or there.steady is not steady or there.length != len(changing):
@@ -223,7 +223,7 @@ class StatusPage:
         return True
 
     def _lay_out(self, slot: int, steady: bytes, length: int) -> _Written:
-        """Make room, and write what is steady into a slot that is torn until all is."""
+        """Make room and write the steady part; the slot stays torn until all is written."""
         size = len(steady) + length
         begin = self._room(slot, size)
         number = _NUMBER.unpack_from(self._memory, begin)[0]
@@ -236,7 +236,7 @@ class StatusPage:
         return made
 
     def held(self, slot: int) -> tuple[tuple[int, int], bytes] | None:
-        """The version and the bytes a slot holds; None if it holds nothing whole."""
+        """Return the version and the bytes of a slot; None if it is empty or torn."""
         begin = self._begin(slot)
         number, generation, step, size = _SLOT.unpack_from(self._memory, begin)
         if number == 0 or number % 2:
@@ -248,7 +248,7 @@ class StatusPage:
         return _HEADER + slot * ((len(self._memory) - _HEADER) // SLOTS)
 
     def _room(self, slot: int, size: int) -> int:
-        """Where the slot begins, after making it large enough.
+        """Make the slot large enough and return its offset.
 
         Growing moves the other slots. It never shrinks: a reader's mapping stays valid.
         """
@@ -258,7 +258,7 @@ class StatusPage:
         return self._begin(slot)
 
     def _grow(self, pages: int) -> None:
-        """Give every slot so many pages."""
+        """Resize every slot to this number of pages."""
         held = [self.held(slot) for slot in range(SLOTS)]
         self._memory.close()
         os.ftruncate(self._descriptor, _HEADER + SLOTS * pages * mmap.PAGESIZE)

@@ -1,4 +1,4 @@
-"""The TCPStores of a process that hosts them itself: one for each generation, used by no other."""
+"""The TCPStores that a process hosts itself: one for each generation."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public a
 
 from torchelastic.rendezvous.world import World
 
-#: How long a read or a write of a client may take, as with torchrun's own rendezvous.
+#: The time limit for a read or write of a client, as in torchrun's own rendezvous.
 READ_TIMEOUT = timedelta(seconds=60)
-#: In the place of a generation: offered for the next one.
+#: The key of the store that is offered for the next generation.
 _OFFERED = -1
 
 
 def serve() -> TCPStore:
-    """A fresh store on a free port of this machine."""
+    """Start a new store on a free port of this machine."""
     return TCPStore(
         host_name="localhost",
         port=0,
@@ -26,19 +26,19 @@ def serve() -> TCPStore:
 
 
 class OwnStores:
-    """A store that is offered for the next world, and those of the worlds that took one."""
+    """The store offered for the next world, and the stores of worlds that took one."""
 
     def __init__(self) -> None:
         self._stores: dict[int, TCPStore] = {}
 
     def offer(self) -> int:
-        """Have a fresh one ready; its port."""
+        """Start a store for the next world; return its port."""
         store = self._stores[_OFFERED] = serve()
         return store.port
 
     def begins(self, world: World, offered: str) -> bool:
-        """A world runs: the stores before it are done with. Says whether it has taken the one that
-        was `offered`, by its address, and another must be."""
+        """Close the stores of worlds before this one. Return True if this world has taken the store
+        with the address `offered`, so that another must be offered."""
         taken = bool(world.store) and world.store == offered and _OFFERED in self._stores
         if taken:
             self._stores[world.generation] = self._stores.pop(_OFFERED)
@@ -49,5 +49,5 @@ class OwnStores:
         return taken
 
     def close(self) -> None:
-        """Let go of all of them."""
+        """Close all stores."""
         self._stores.clear()

@@ -1,29 +1,29 @@
-"""What this process achieves and its agent cannot see: samples trained, checkpoints in storage.
+"""Progress that the agent cannot see by itself: samples trained, checkpoints in storage.
 
-Whoever achieves it says so here. The number of samples goes to the slate with every step
-(`worker.status_page`); a worker's bootstrap listens for checkpoints and tells the agent.
+The number of samples goes to the status page with every step (`worker.status_page`); a worker's
+bootstrap listens for checkpoints and reports them to the agent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-#: Samples that all ranks together have trained with, as far as is committed; -1: nobody counts.
+#: Samples of committed steps on all ranks; -1: not counted.
 samples = -1
 
-#: Is told the step, how many seconds it took, and the bytes.
+#: Called with the step, the seconds it took to write, and the size in bytes.
 Listener = Callable[[int, float, int], None]
 
 _listener: Listener | None = None
 
 
 def listen(listener: Listener) -> None:
-    """Have this told of every checkpoint, in the thread that has written it."""
+    """Call `listener` for every checkpoint, in the thread that has written it."""
     global _listener
     _listener = listener
 
 
 def checkpoint_stored(step: int, seconds: float, size: int) -> None:
-    """A checkpoint of so many steps is in storage. Said on one rank."""
+    """Report that a checkpoint is in storage. Called on one rank."""
     if _listener is not None:
         _listener(step, seconds, size)

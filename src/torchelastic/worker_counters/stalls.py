@@ -1,10 +1,10 @@
-"""How long the training thread of this process has stood still, and what for.
+"""Stalled time of the training thread, by cause.
 
-And with it: how long it has waited for other workers, and was at something that is no part of a
-step. What is left of a step is the worker's own time, and tells who is slow (`events.stragglers`).
+Also counts the time it waited for other workers, or did something that is not part of a step. The
+rest of a step is the worker's own time, which shows stragglers (`events.analysis.stragglers`).
 
-Whoever makes it wait says so here. There is no lock: at worst two threads that say so at once lose
-what one of them said. With every step the numbers go to the status page (`worker.status_page`),
+Code that makes the training thread wait adds to it. There is no lock: at worst, of two concurrent
+additions one is lost. With every step the numbers go to the status page (`worker.status_page`),
 where the agent reads them.
 """
 
@@ -23,7 +23,7 @@ PEERS, ASIDE = "peers", "aside"
 COUNTED = (*KINDS, PEERS, ASIDE)
 
 _PLACES = {kind: place for place, kind in enumerate(COUNTED)}
-#: All but data, which a worker gets or does not get by itself.
+#: All but data: waiting for data is the worker's own time.
 _APART = slice(1, None)
 
 #: Seconds since the process was started, in the order of `COUNTED`.
@@ -31,17 +31,17 @@ seconds = array("d", [0.0] * len(COUNTED))
 
 
 def add(kind: str, stalled: float) -> None:
-    """So many seconds more."""
+    """Add stalled seconds."""
     seconds[_PLACES[kind]] += stalled
 
 
 def apart(counted: Sequence[float]) -> float:
-    """Of seconds in the order of `COUNTED`: those that were not a worker's own in its steps."""
+    """Sum the seconds that were not the worker's own, given in the order of `COUNTED`."""
     return sum(counted[_APART])
 
 
 class Counted:
-    """`with Counted("data"):` counts what is done inside. Costs less than a microsecond."""
+    """Counts the time of a block: `with Counted("data"):`. Costs less than a microsecond."""
 
     __slots__ = ("_began", "_kind")
 

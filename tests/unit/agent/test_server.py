@@ -26,7 +26,7 @@ def test_a_spec_has_the_defaults_and_names_of_0_2():
     assert (made.redirects, made.tee, made.master_port) == (Std.NONE, Std.NONE, None)
     assert made.get_entrypoint_name() == "echo"
     assert spec(entrypoint=spec).get_entrypoint_name() == "spec"
-    with pytest.warns(DeprecationWarning, match="old name"):
+    with pytest.warns(DeprecationWarning, match="fn is deprecated"):
         assert spec(entrypoint=None, fn=print).entrypoint is print
 
 
@@ -49,7 +49,7 @@ def test_workers_have_no_place_until_a_world_gives_them_one():
 
 
 def test_a_rendezvous_of_somebody_else_is_refused_in_a_sentence():
-    with pytest.raises(ConfigError, match="object is no rendezvous handler of this package"):
+    with pytest.raises(ConfigError, match="object is not a rendezvous handler of torchelastic"):
         LocalElasticAgent(spec(rdzv_handler=object()))
 
 

@@ -52,9 +52,9 @@ def test_a_world_that_is_over_cannot_take_its_turn_any_more(storage):
     write(catalog, third, 100)
     write(catalog, third, 120)
     catalog.take(fourth, base=100)
-    with pytest.raises(Fenced, match="generation 4 of job 'job' writes"):
+    with pytest.raises(Fenced, match="generation 4 of job 'job' now writes"):
         catalog.take(third, base=0)
-    with pytest.raises(Fenced, match="what generation 3 has is void"):
+    with pytest.raises(Fenced, match="the checkpoint of generation 3 is void"):
         write(catalog, third, 130)
     assert steps(catalog) == [100]
 
@@ -136,9 +136,9 @@ def test_a_damaged_fence_lets_in_no_world_that_is_over(storage):
     catalog.take(second, base=0)
     write(catalog, second, 10)
     storage.put("fence.json", b"{}")
-    with pytest.raises(Fenced, match="what generation 0 has is void"):
+    with pytest.raises(Fenced, match="the checkpoint of generation 0 is void"):
         write(catalog, first, 20)
-    with pytest.raises(Fenced, match="what generation 0 has is void"):
+    with pytest.raises(Fenced, match="the checkpoint of generation 0 is void"):
         catalog.take(first, base=0)
     catalog.take(of_generation(2), base=10)
     assert steps(catalog) == [10]
@@ -160,7 +160,7 @@ def test_paths_and_urls_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     urls = ["/a/b", "file:///a%20b", "local:///a/b", "~/b"]
     assert [open_storage(url).place for url in urls] == ["/a/b", "/a b", "/a/b", f"{tmp_path}/b"]
-    with pytest.raises(ConfigError, match=r"Is s3:/bucket/x a URL. Then write s3://bucket/x"):
+    with pytest.raises(ConfigError, match=r"s3:/bucket/x looks like a URL: write s3://bucket/x"):
         open_storage("s3:/bucket/x")
 
 

@@ -59,7 +59,9 @@ def test_a_state_that_is_written_to_meanwhile_is_not_stored(behind, monkeypatch,
     assert behind.save({"w": weight}, 2, lasting=[weight])
     weight.fill_(2)
     go.set()
-    with pytest.raises(CheckpointError, match="step 2 could not be written: parameters"):
+    with pytest.raises(
+        CheckpointError, match="Could not write the checkpoint of step 2: parameters"
+    ):
         behind.finish()
     assert behind.load().step == 1
     assert behind.save({"w": weight}, 3, lasting=[weight])
@@ -96,8 +98,8 @@ def test_without_memory_for_a_copy_training_waits_until_it_is_written(behind, no
 def test_without_memory_storage_that_fails_is_told_and_training_goes_on(behind, no_memory, caplog):
     faults.plan("raise@place=checkpoint.write,generation=any")
     assert behind.save(state(1), 1)
-    assert "The checkpoint of step 1 could not be written" in caplog.text
-    with pytest.raises(CheckpointError, match="step 1 could not be written"):
+    assert "Could not write the checkpoint of step 1" in caplog.text
+    with pytest.raises(CheckpointError, match="Could not write the checkpoint of step 1"):
         behind.finish()
     saved(behind, 2)
     assert steps(behind) == [2]
@@ -179,7 +181,7 @@ def test_a_rank_whose_copy_was_disturbed_leaves_word(open_store, tmp_path, one_o
     assert store.save({}, 1, own={"w": weight}, together=True, lasting=[weight])
     weight.fill_(2)
     go.set()
-    with pytest.raises(CheckpointError, match="step 1 could not be written"):
+    with pytest.raises(CheckpointError, match="Could not write the checkpoint of step 1"):
         store.finish()
     (word,) = tmp_path.glob(".new-*/failed-1")
-    assert "were written to before optimizer.step" in word.read_text()
+    assert "changed before optimizer.step" in word.read_text()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from torchelastic.checkpoint import fence, marker, time_left
-from torchelastic.checkpoint.fence import Fence, Verdict, World
+from torchelastic.checkpoint.fence import Fence, WorldStart, WriteVerdict
 from torchelastic.checkpoint.marker import File, Marker
 from torchelastic.checkpoint.retention import removable
 
@@ -74,16 +74,16 @@ MINE = Fence("mine", "job", "", 3)
 @pytest.mark.parametrize(
     ("found", "verdict"),
     [
-        (MINE, Verdict.MINE),
-        (Fence(), Verdict.VOID),
-        (Fence("other", "job", "", 4), Verdict.VOID),
-        (Fence("other", "job", "", 3), Verdict.VOID),
+        (MINE, WriteVerdict.MINE),
+        (Fence(), WriteVerdict.VOID),
+        (Fence("other", "job", "", 4), WriteVerdict.VOID),
+        (Fence("other", "job", "", 3), WriteVerdict.VOID),
         # One that is over came late.
-        (Fence("other", "job", "", 2), Verdict.RETAKE),
+        (Fence("other", "job", "", 2), WriteVerdict.RETAKE),
         # Another job, whose generations say nothing of ours.
-        (Fence("other", "another", "", 2), Verdict.VOID),
+        (Fence("other", "another", "", 2), WriteVerdict.VOID),
         # The job was started anew, and counts from 0 again.
-        (Fence("other", "job", "later", 0), Verdict.VOID),
+        (Fence("other", "job", "later", 0), WriteVerdict.VOID),
     ],
 )
 def test_who_may_write(found, verdict):
@@ -108,7 +108,7 @@ def test_a_world_that_is_over_comes_too_late(found, mine, late):
 def test_a_world_voids_what_is_beyond_its_base():
     first = fence.taken(Fence(), Fence("a", "job", "", 0), sequence=-1, base=0)
     second = fence.taken(first, Fence("b", "job", "", 1), sequence=4, base=120)
-    assert second.worlds == (World(-1, 0), World(4, 120))
+    assert second.worlds == (WorldStart(-1, 0), WorldStart(4, 120))
     assert not fence.is_void(4, 120, second.worlds)
     assert fence.is_void(4, 121, second.worlds)
     assert not fence.is_void(5, 121, second.worlds), "written since, by the world itself"
@@ -118,28 +118,28 @@ def test_a_world_voids_what_is_beyond_its_base():
 @pytest.mark.parametrize(
     ("base", "worlds"),
     [
-        (70, (World(3, 50), World(8, 70))),
-        (0, (World(8, 0),)),  # what a later world says again is forgotten
-        (None, (World(3, 50), World(5, 90))),  # without a base nothing is void
+        (70, (WorldStart(3, 50), WorldStart(8, 70))),
+        (0, (WorldStart(8, 0),)),  # what a later world says again is forgotten
+        (None, (WorldStart(3, 50), WorldStart(5, 90))),  # without a base nothing is void
     ],
 )
 def test_what_worlds_say_together(base, worlds):
-    before = Fence("a", "job", "", 1, (World(3, 50), World(5, 90)))
+    before = Fence("a", "job", "", 1, (WorldStart(3, 50), WorldStart(5, 90)))
     assert fence.taken(before, MINE, sequence=8, base=base).worlds == worlds
 
 
 def test_a_fence_is_read_back_and_junk_is_none():
-    whole = Fence("a", "job", "", 1, (World(3, 50),))
+    whole = Fence("a", "job", "", 1, (WorldStart(3, 50),))
     assert fence.from_json(fence.to_json(whole)) == whole
     assert fence.from_json(None) == Fence()
     for junk in (b"", b"[]", b"{", b'{"token": 1}', b"\xff"):
-        with pytest.raises(ValueError, match="no fence"):
+        with pytest.raises(ValueError, match="not a fence"):
             fence.from_json(junk)
 
 
 def test_a_damaged_fence_is_no_fence():
     """Whatever byte it is that is wrong, the checksum's name included."""
-    whole = Fence("a", "job", "", 1, (World(3, 50),))
+    whole = Fence("a", "job", "", 1, (WorldStart(3, 50),))
     text = fence.to_json(whole)
     for place in range(len(text)):
         damaged = bytes([*text[:place], text[place] ^ 1, *text[place + 1 :]])
@@ -149,7 +149,7 @@ def test_a_damaged_fence_is_no_fence():
 
 def test_a_fence_of_a_release_without_checksums_is_read():
     old = b'{"token": "a", "run": "job", "generation": 1, "worlds": [{"sequence": 3, "base": 50}]}'
-    assert fence.from_json(old) == Fence("a", "job", "", 1, (World(3, 50),))
+    assert fence.from_json(old) == Fence("a", "job", "", 1, (WorldStart(3, 50),))
 
 
 @pytest.mark.parametrize(
@@ -173,10 +173,10 @@ def test_a_rebuilt_fence_knows_what_was_done_again(stored, void):
 @pytest.mark.parametrize(
     ("newest", "verdict"),
     [
-        (Fence(), Verdict.RETAKE),
-        (Fence("", "job", "s", 3), Verdict.RETAKE),
-        (Fence("", "job", "another", 9), Verdict.RETAKE),
-        (Fence("", "job", "s", 4), Verdict.VOID),
+        (Fence(), WriteVerdict.RETAKE),
+        (Fence("", "job", "s", 3), WriteVerdict.RETAKE),
+        (Fence("", "job", "another", 9), WriteVerdict.RETAKE),
+        (Fence("", "job", "s", 4), WriteVerdict.VOID),
     ],
 )
 def test_who_writes_takes_a_damaged_fence_anew(newest, verdict):

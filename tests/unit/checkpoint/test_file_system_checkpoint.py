@@ -63,7 +63,7 @@ def test_what_is_not_there_and_what_is_done(manager):
     assert manager.get_checkpoint(1) is None
     with pytest.raises(FileNotFoundError):
         done.open_input_stream("other")
-    with pytest.raises(CheckpointError, match="make a new checkpoint"):
+    with pytest.raises(CheckpointError, match="create a new checkpoint"):
         done.open_output_stream("more")
 
 
@@ -86,7 +86,7 @@ def test_discard_removes_a_committed_one(manager):
 
 def test_a_key_is_a_plain_name(manager):
     for key in ("", "../x", "a/b", ".hidden", "commit.json"):
-        with pytest.raises(ConfigError, match="plain word"):
+        with pytest.raises(ConfigError, match="plain file name"):
             manager.create_checkpoint().open_output_stream(key)
 
 
@@ -187,7 +187,7 @@ def test_a_new_checkpoint_is_good_although_an_old_one_cannot_be_removed(tmp_path
     (tmp_path / f".old-{old.directory}").write_bytes(b"in the way")
     checkpoint.commit()
     assert manager.get_latest_checkpoint().sequence_id == 1
-    assert "What is not kept" in caplog.text
+    assert "Could not remove old checkpoints" in caplog.text
 
 
 def test_no_descriptor_is_left(manager):

@@ -38,7 +38,7 @@ def test_how_often_is_said(text, every):
 
 def test_what_says_nothing_is_refused():
     for wrong in (0, -1, True, "", "0s", "soon", "5 d", "90", 1.5):
-        with pytest.raises(ConfigError, match="say a number of steps"):
+        with pytest.raises(ConfigError, match="use a number of steps"):
             parse(wrong)
 
 

@@ -156,7 +156,7 @@ def test_anything_else_is_cut_by_a_function():
 
 @pytest.mark.parametrize("batch", [torch.zeros(3), [torch.zeros(4), torch.zeros(3)], 7, []])
 def test_a_batch_that_is_not_the_share_is_refused(batch):
-    with pytest.raises(ConfigError, match=r"This rank's share is 4 samples, but .* pass total="):
+    with pytest.raises(ConfigError, match=r"This rank's share is 4 samples, but .* Pass total="):
         BatchPolicy.constant_global(4).accumulate(batch, rank=0, size=1)
 
 

@@ -64,7 +64,7 @@ def test_a_wrong_directory_is_wrong_usage(capsys):
     with pytest.raises(SystemExit) as ended:
         checker.main(["/nowhere"])
     assert ended.value.code == 2
-    assert "there is no directory '/nowhere'" in capsys.readouterr().err
+    assert "'/nowhere' is not a directory" in capsys.readouterr().err
 
 
 def test_the_command_runs_without_torch(tmp_path):
@@ -78,4 +78,4 @@ def test_the_command_runs_without_torch(tmp_path):
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
     )
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.endswith("Every sample exactly once.\n")
+    assert ended.stdout.endswith("Every sample was used exactly once.\n")

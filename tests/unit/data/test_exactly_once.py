@@ -226,4 +226,4 @@ def test_a_step_that_is_not_taken_back_in_the_data_is_noticed(committed):
     job = trained(make, Way.IN_STEP, lambda _: next(answers), forgetful=True)
     assert sorted(used(job)) != [(epoch, sample) for epoch in range(EPOCHS) for sample in range(12)]
     verdict = check(job.lines, expected=range(12), epochs=EPOCHS)
-    assert "generation 1 has lines of worlds of 1 and 2 ranks" in verdict.contradictions
+    assert "generation 1 has lines with world sizes 1 and 2" in verdict.contradictions

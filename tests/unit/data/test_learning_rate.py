@@ -169,13 +169,16 @@ def test_a_step_of_a_torch_state_is_undone_with_it(world):
     [
         (lambda made: SampleSchedule(lrs.StepLR(made, 1), unit=0), "unit is 0"),
         (lambda made: SampleSchedule(lrs.ReduceLROnPlateau(made), unit=1), "step it yourself"),
-        (lambda made: SampleSchedule(lrs.StepLR(made, 1), unit=1).step(), "How many samples"),
-        (lambda made: SampleSchedule(lrs.StepLR(made, 1), unit=1).step(-1), "-1 samples"),
+        (
+            lambda made: SampleSchedule(lrs.StepLR(made, 1), unit=1).step(),
+            "needs the samples of all ranks",
+        ),
+        (lambda made: SampleSchedule(lrs.StepLR(made, 1), unit=1).step(-1), "samples is -1"),
         (
             lambda made: SampleSchedule(lrs.StepLR(made, 1), unit=9).load_state_dict(
                 SampleSchedule(lrs.StepLR(made, 1), unit=8).state_dict()
             ),
-            "unit is 9, but this state was kept with 8",
+            "unit is 9, but this state was saved with 8",
         ),
     ],
 )

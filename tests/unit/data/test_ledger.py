@@ -87,11 +87,11 @@ def test_half_a_line_of_another_writer_is_not_glued_to_the_next(tmp_path, caplog
         ledger.committed(0, 1, 0, 0, [1])
     assert path.read_text().splitlines()[0] == '{"generation":0,"st'
     assert json.loads(path.read_text().splitlines()[1])["ids"] == [1]
-    assert "g0-r0.jsonl is there already" in caplog.text
+    assert "g0-r0.jsonl already exists" in caplog.text
 
 
 def told(caplog):
-    return [record for record in caplog.records if "are lost" in record.message]
+    return [record for record in caplog.records if "loses lines" in record.message]
 
 
 def test_a_full_disk_is_told_once_and_the_training_goes_on(tmp_path, caplog):
@@ -153,7 +153,7 @@ def test_a_process_ends_though_the_disk_hangs(tmp_path, caplog, monkeypatch, han
     ledger = Ledger(tmp_path)
     ledger.committed(0, 0, 0, 0, [])
     ledger.close()
-    assert "its disk hangs" in caplog.text
+    assert "its disk is hung" in caplog.text
     hangs.set()
 
 
@@ -164,7 +164,7 @@ def test_a_closed_ledger_loses_lines(tmp_path, caplog):
     ledger.close()
     ledger.committed(0, 1, 0, 0, [1])
     assert ledger.lost == 1
-    assert "it is closed" in caplog.text
+    assert "the ledger is closed" in caplog.text
 
 
 def test_a_process_that_cannot_have_another_thread_trains_on(tmp_path, caplog, monkeypatch):

@@ -149,8 +149,8 @@ class Endless(IterableDataset):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_sampler": [[0]]}, "give batch_size or policy"),
-        ({"batch_size": None}, "needs a batch_size or a policy"),
+        ({"batch_sampler": [[0]]}, "pass batch_size or policy"),
+        ({"batch_size": None}, "needs batch_size or policy"),
         ({"batch_size": 2, "policy": BatchPolicy.constant_global(4)}, "batch_size or policy"),
         ({"in_order": False}, "in_order"),
         ({"sampler": DistributedSampler(range(4), 1, 0)}, "DistributedSampler"),
@@ -164,7 +164,7 @@ def test_what_cannot_be_is_refused(arguments, message):
 
 
 def test_there_is_no_weight_before_the_first_batch():
-    with pytest.raises(RuntimeError, match="No batch"):
+    with pytest.raises(RuntimeError, match="has not returned a batch"):
         _ = DataLoader(range(4)).weight
 
 

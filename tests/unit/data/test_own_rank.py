@@ -25,10 +25,10 @@ def test_said_or_of_the_process_group_or_of_the_environment_or_alone(monkeypatch
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ((2, 2), "There is no rank"),
-        ((-1, 2), "There is no rank"),
-        ((0, 0), "There is no rank"),
-        ((1, None), "belong together"),
+        ((2, 2), "rank 2 is not in a world of size 2"),
+        ((-1, 2), "is not in a world"),
+        ((0, 0), "is not in a world"),
+        ((1, None), "both rank and size"),
     ],
 )
 def test_no_such_rank(given, told):

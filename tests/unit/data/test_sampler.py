@@ -34,11 +34,11 @@ def test_its_state_is_plain_and_good_for_any_world():
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: sampler_of(rank=2, size=2), "no rank 2"),
-        (lambda: ElasticSampler(10, rank=1), "belong together"),
+        (lambda: sampler_of(rank=2, size=2), "rank 2 is not in a world of size 2"),
+        (lambda: ElasticSampler(10, rank=1), "both rank and size"),
         (lambda: sampler_of().took(-1), "-1"),
-        (lambda: loaded(length=11), "data with length 11"),
-        (lambda: loaded(shuffle=False), "data with shuffle False"),
+        (lambda: loaded(length=11), "saved with length=11"),
+        (lambda: loaded(shuffle=False), "saved with shuffle=False"),
     ],
 )
 def test_what_cannot_be_is_refused(make, told):
@@ -77,7 +77,7 @@ def test_every_commit_is_told_what_was_taken():
     samples = iter(sampler)
     for consumed in (1, 2):
         next(samples)
-        with pytest.raises(ConfigError, match=r"nobody has said how many.*say sampler"):
+        with pytest.raises(ConfigError, match=r"does not know how many.*call sampler"):
             sampler.committed()
         sampler.took(1)
         sampler.committed()
@@ -99,7 +99,7 @@ def test_a_plain_iterator_does_not_go_on_at_the_wrong_place():
     samples = iter(sampler)
     next(samples)
     sampler.load_state_dict(sampler.state_dict())
-    with pytest.raises(RuntimeError, match="make another one"):
+    with pytest.raises(RuntimeError, match="create a new iterator"):
         next(samples)
 
 
@@ -109,7 +109,7 @@ def test_an_epoch_is_not_silently_empty():
     for _ in loader:
         sampler.took(2)
         sampler.committed()
-    with pytest.raises(ConfigError, match=r"Epoch 0 is over.*sampler.set_epoch"):
+    with pytest.raises(ConfigError, match=r"Epoch 0 has no samples left.*sampler.set_epoch"):
         list(loader)
     other = sampler_of(4, shuffle=False)
     other.load_state_dict(sampler.state_dict())

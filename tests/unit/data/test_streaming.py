@@ -150,13 +150,13 @@ def test_loading_processes_may_be_spawned():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ElasticStream(reader([1])), "number of its shards"),
-        (lambda: ElasticStream([[1]], 2), "1 shards, not 2"),
-        (lambda: ElasticStream([[1]], window=0), "window of 0"),
+        (lambda: ElasticStream(reader([1])), "the number of shards"),
+        (lambda: ElasticStream([[1]], 2), "the list has 1 shards"),
+        (lambda: ElasticStream([[1]], window=0), "window is 0"),
         (lambda: DataLoader(ElasticStream([[1]]), shuffle=True), "its own order"),
         (
             lambda: ElasticStream([[1]]).load_state_dict(ElasticStream([[1], [2]]).state_dict()),
-            "shards 2",
+            "shards=2",
         ),
     ],
 )

@@ -25,9 +25,9 @@ def test_an_undisturbed_epoch():
     verdict = one_epoch(UNDISTURBED)
     assert verdict.ok
     assert str(verdict).splitlines() == [
-        "Lines that count: 4, of 2 steps in 1 generation; void, of steps taken back: 0.",
+        "Valid lines: 4, from 2 steps in 1 generation. Void lines, from undone steps: 0.",
         "epoch 0: 8 of 8 samples.",
-        "Every sample exactly once.",
+        "Every sample was used exactly once.",
     ]
 
 
@@ -67,8 +67,8 @@ def test_a_sample_that_was_taken_back_and_never_came_again_is_missing():
     verdict = one_epoch([*UNDISTURBED, line(1, 2, [7, 6, 5])])
     assert not verdict.ok
     assert list(verdict.epochs[0].missing) == [4]
-    assert "    4: taken back in step 2 of generation 0 (rank 1)" in str(verdict)
-    assert str(verdict).endswith("NOT every sample exactly once.")
+    assert "    4: undone in step 2 of generation 0 (rank 1)" in str(verdict)
+    assert str(verdict).endswith("NOT every sample was used exactly once.")
 
 
 def test_a_sample_in_no_line_is_missing():
@@ -115,20 +115,20 @@ def test_what_is_exactly_once(lines, options, ok):
 def test_the_last_epoch_need_not_be_complete_unless_it_is_said():
     lines = [line(0, 1, [0, 1, 2]), line(0, 2, [2], epoch=1)]
     assert check(lines).ok
-    assert "epoch 1: 1 sample; it need not be complete." in str(check(lines))
+    assert "epoch 1: 1 sample; not complete, so none count as missing." in str(check(lines))
     verdict = check(lines, epochs=2)
     assert list(verdict.epochs[1].missing) == [0, 1]
 
 
 def test_a_sample_that_does_not_exist_is_wrong():
     verdict = one_epoch(UNDISTURBED, samples=7)
-    assert verdict.epochs[0].contradictions == ["no such samples: 7"]
+    assert verdict.epochs[0].contradictions == ["unknown samples: 7"]
 
 
 def test_no_line_proves_nothing():
     verdict = check([])
     assert not verdict.ok
-    assert "There is no line of a ledger." in str(verdict)
+    assert "Found no ledger lines." in str(verdict)
 
 
 def test_long_lists_are_cut_short():
@@ -153,8 +153,8 @@ def test_the_others_speak_for_a_rank_that_was_killed_before_it_committed():
     assert verdict.ok
     assert verdict.epochs[0].unwitnessed == 2
     assert verdict.absent == ["rank 1 in step 2 of generation 0"]
-    assert "epoch 0: 8 of 10 samples and 2 of ranks that left no line." in str(verdict)
-    assert "No line of rank 1 in step 2 of generation 0." in str(verdict)
+    assert "epoch 0: 8 of 10 samples and 2 by ranks that wrote no line." in str(verdict)
+    assert "No line from rank 1 in step 2 of generation 0." in str(verdict)
 
 
 def test_nobody_speaks_for_samples_that_are_really_missing():
@@ -173,15 +173,15 @@ def test_more_unwitnessed_than_are_in_no_line_means_that_some_were_used_twice():
     [
         (
             [line(0, 1, [0, 1], span=(0, 2)), line(0, 2, [2], span=(3, 4))],
-            "no step took positions 2 to 3 of the order, before step 2 of generation 0 (rank 0)",
+            "no step used positions 2 to 3 of the order, before step 2 of generation 0 (rank 0)",
         ),
         (
             [line(0, 1, [0, 1], span=(0, 2)), line(0, 2, [2], span=(1, 2))],
-            "positions 1 to 2 of the order were taken before step 2 of generation 0 (rank 0)",
+            "step 2 of generation 0 (rank 0) used positions 1 to 2 of the order a second time",
         ),
         (
             [line(0, 1, [0, 1, 2], span=(0, 2))],
-            "step 1 of generation 0 (rank 0) took 2 positions, but its ranks used 3 samples",
+            "step 1 of generation 0 (rank 0) covers 2 positions, but its ranks used 3 samples",
         ),
     ],
 )
@@ -198,7 +198,7 @@ def test_a_rank_that_was_alive_later_has_no_excuse_unless_lines_are_lost():
         line(0, 2, [5, 4], size=2, span=(4, 8), rank=1),
     ]
     verdict = one_epoch(lines)
-    told = "no line of rank 1 in step 1 of generation 0, which has one of a later step"
+    told = "rank 1 in step 1 of generation 0 wrote no line, but wrote one for a later step"
     assert verdict.contradictions == [told]
     assert not verdict.ok
     assert f"WRONG: {told}." in str(verdict)
@@ -207,7 +207,7 @@ def test_a_rank_that_was_alive_later_has_no_excuse_unless_lines_are_lost():
 
 def test_a_world_has_one_size():
     verdict = one_epoch([line(0, 1, range(4), size=1, span=(0, 4)), line(0, 2, [], size=2)])
-    assert verdict.contradictions == ["generation 0 has lines of worlds of 1 and 2 ranks"]
+    assert verdict.contradictions == ["generation 0 has lines with world sizes 1 and 2"]
 
 
 # --- streams --------------------------------------------------------------------------------------

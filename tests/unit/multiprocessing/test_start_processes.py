@@ -33,7 +33,7 @@ def test_a_log_directory_must_be_one_and_empty(tmp_path):
 
 
 def test_a_program_must_be_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match="There is no program no-such-program: install"):
+    with pytest.raises(FileNotFoundError, match="Program not found: no-such-program"):
         start_processes("echo", "no-such-program", {0: ()}, {0: {}}, str(tmp_path))
 
 

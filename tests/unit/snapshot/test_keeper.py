@@ -370,7 +370,7 @@ def test_a_checkpoint_that_is_fresher_than_memory_is_taken_and_not_void(shelf, m
     finish(state)
     assert shelf.versions(SHARED) == [(0, 3), (0, 2)]
     assert build().restore() == 10
-    store._turn.ensure()
+    store._claim.ensure()
     assert [one.step for one in store.catalog.records()] == [10]
 
 
@@ -404,7 +404,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_an_error(shelf, make_store):
     make_store()
     save(build(width=128), 7)
     finish_checkpoints()
-    with pytest.raises(CheckpointError, match="cannot be loaded"):
+    with pytest.raises(CheckpointError, match="Could not load the latest checkpoint"):
         build().restore()
 
 

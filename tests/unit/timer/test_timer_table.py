@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from torchelastic.timer import timer_table
-from torchelastic.timer.timer_table import Table, Timer, read
+from torchelastic.timer.timer_table import Timer, TimerTable, read
 
 
 @pytest.fixture
 def made():
-    it = Table()
+    it = TimerTable()
     yield it
     it.close()
 
@@ -53,7 +53,7 @@ def test_whatever_a_scope_is_called_it_can_be_shown(made):
 def test_there_is_room_for_many_and_a_word_about_too_many(made):
     rows = [made.set(f"scope {number}", 1.0, 1.0) for number in range(timer_table.MOST)]
     assert len(set(rows)) == timer_table.MOST == len(read(made.descriptor))
-    with pytest.raises(RuntimeError, match="1023 timers at once: release some"):
+    with pytest.raises(RuntimeError, match="1023 timers, the maximum: release some"):
         made.set("one more", 1.0, 1.0)
     made.clear(rows[5])
     assert made.set("one more", 1.0, 1.0) == rows[5]

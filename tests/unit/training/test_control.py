@@ -148,7 +148,7 @@ def test_an_agent_that_takes_nothing_is_an_error_after_a_while(ends):
     for _ in range(10_000):
         if not link._sent(b"x" * 1000, ()):
             break
-    with pytest.raises(ChannelLost, match="has taken no message for"):
+    with pytest.raises(ChannelLost, match="accepted no message for"):
         link.tell({}, patience=0.01)
     link.close()
 
@@ -165,7 +165,7 @@ def test_a_message_waits_for_room(ends):
 def test_an_agent_that_is_gone_is_an_error(ends):
     link = channel.Link(ends[1].dup())
     ends[0].close()
-    with pytest.raises(ChannelLost, match="cannot be reached"):
+    with pytest.raises(ChannelLost, match="could not send"):
         link.tell({})
     with pytest.raises(ChannelLost, match="gone"):
         link.receive()

@@ -57,7 +57,7 @@ def handed(monkeypatch):
         made.append(status_page.create())
         return status_page.StatusPage(made[-1])
 
-    monkeypatch.setattr(optimizer_steps, "_hand_over_a_slate", hand_over)
+    monkeypatch.setattr(optimizer_steps, "_create_status_page", hand_over)
     yield made
     for descriptor in made:
         os.close(descriptor)
@@ -153,7 +153,7 @@ def test_a_script_that_tells_its_steps_is_not_counted_twice(counter, torch, hand
 
 def test_a_process_that_is_no_worker_counts_nothing(counter, torch, monkeypatch):
     asked = []
-    monkeypatch.setattr(optimizer_steps, "_hand_over_a_slate", lambda: asked.append(1))
+    monkeypatch.setattr(optimizer_steps, "_create_status_page", lambda: asked.append(1))
     for _ in range(3):
         torch.step(optimizer())
     assert asked == [1]
@@ -166,7 +166,7 @@ def test_whatever_goes_wrong_training_goes_on(counter, torch, monkeypatch):
         asked.append(1)
         raise OSError("no memory")
 
-    monkeypatch.setattr(optimizer_steps, "_hand_over_a_slate", fail)
+    monkeypatch.setattr(optimizer_steps, "_create_status_page", fail)
     for _ in range(3):
         torch.step(optimizer())
     assert asked == [1]

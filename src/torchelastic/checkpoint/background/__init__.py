@@ -1,1 +1,1 @@
-"""Worker process: checkpoints written beside the training, by a thread or a process."""
+"""Worker process: checkpoints written in the background, by a thread or a process."""

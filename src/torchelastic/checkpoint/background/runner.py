@@ -1,8 +1,8 @@
-"""A thread that brings checkpoints to storage, one at a time, and tells what went wrong.
+"""A thread that writes checkpoints to storage, one at a time, and reports errors.
 
-A checkpoint that cannot be written is told in the log at once, and the training goes on, however
-often it happens: what it holds in memory is worth more than a stop. Whether the last one of a
-training is in storage `finish` says, by an exception if it is not.
+A checkpoint that cannot be written is logged at once, and training continues, however often it
+happens: the state in memory is worth more than a stop. `finish` raises if the last checkpoint of a
+training is not in storage.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Task:
-    """A checkpoint to be written, of so many steps."""
+    """A checkpoint to be written."""
 
     step: int
     write: Callable[[], None]
-    #: Called when it is done, failed or dropped: what it was written from is free again.
+    #: Called when it is done, failed or dropped: its memory is free again.
     over: Callable[[], None] = lambda: None
 
 
-#: A program that ends with an error waits no longer for what is being written, in seconds.
+#: Seconds that a program that ends with an error waits for the checkpoint being written.
 PATIENCE_AFTER_AN_ERROR = 10.0
 
 _runners: weakref.WeakSet[Runner] = weakref.WeakSet()
 
 
 class Runner:
-    """Runs tasks in a thread that ends when there is nothing to do. The program waits for it."""
+    """Runs tasks in a thread that ends when idle. The program waits for it at exit."""
 
     def __init__(self) -> None:
         _runners.add(self)
@@ -54,7 +54,7 @@ class Runner:
         return self._thread is not None
 
     def put(self, task: Task) -> None:
-        """Have it done, in place of one that still waits for its turn."""
+        """Run a task; it replaces one that is still waiting."""
         self.make_way(task.step)
         with self._lock:
             self._waiting = task
@@ -65,20 +65,20 @@ class Runner:
                 self._thread.start()
 
     def make_way(self, step: int) -> None:
-        """Drop the one that waits for its turn, if any: one of this step is newer."""
+        """Drop the waiting task, if any, in favour of this newer step."""
         with self._lock:
             dropped, self._waiting = self._waiting, None
         if dropped is not None:
             dropped.over()
             log.warning(
-                "No checkpoint of step %d: storage is slower than checkpoints come; "
-                "the one of step %d takes its turn.",
+                "Skipped the checkpoint of step %d: storage is slower than checkpoints come. "
+                "Writing step %d instead.",
                 dropped.step,
                 step,
             )
 
     def wait(self, seconds: float | None = None) -> None:
-        """Until nothing is left to do, or so many seconds have passed."""
+        """Wait until all tasks are done, for at most `seconds`."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while (thread := self._thread) is not None:
             left = None if deadline is None else deadline - time.monotonic()
@@ -87,7 +87,7 @@ class Runner:
             thread.join(left)
 
     def finish(self) -> None:
-        """`wait`, and raise if the last one failed; once."""
+        """`wait`, then raise if the last one failed. Raises once."""
         self.wait()
         with self._lock:
             failures, self.failures = self.failures, []
@@ -109,25 +109,25 @@ class Runner:
             return task
 
     def _do(self, task: Task) -> CheckpointError | None:
-        """Any error, a user's manager's too, has to reach the user and not end a thread."""
+        """Run a task and return its error: any error must reach the user, not end the thread."""
         try:
             task.write()
         except Exception as error:
             told = CheckpointError(
-                f"The checkpoint of step {task.step} could not be written: {_words(error)}"
+                f"Could not write the checkpoint of step {task.step}: {_words(error)}"
             )
             told.__cause__ = error
-            # They hold the copy of the state, and whoever keeps the error would keep that too.
+            # Its frames hold the copy of the state: keeping the error would keep that too.
             traceback.clear_frames(error.__traceback__)
-            again = f" ({len(self.failures) + 1} in a row)" if self.failures else ""
-            log.error("%s%s; the training goes on, the last good one stays.", str(told), again)
+            again = f" ({len(self.failures) + 1} failures in a row)" if self.failures else ""
+            log.error("%s%s. Training continues; the last good checkpoint stays.", str(told), again)
             return told
         return None
 
 
 @atexit.register
 def _finish_before_the_end() -> None:
-    """A thread that is in the middle of torch's code when the interpreter goes away crashes it."""
+    """Wait at exit: a thread inside torch would crash the interpreter."""
     failing = hasattr(sys, "last_type")
     for runner in list(_runners):
         runner.wait(PATIENCE_AFTER_AN_ERROR if failing else None)

@@ -1,4 +1,4 @@
-"""One rank's work on one checkpoint, as data, and the doing of it: in a thread or a process."""
+"""One rank's part of one checkpoint, as data, and `run`, which writes it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchelastic.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-#: How often rank 0 looks for what the others have written, in seconds: at first, and at last.
+#: Seconds between two looks of rank 0 for the parts of the others: at first, and at most.
 _LOOK = 0.05
 _LOOK_SELDOM = 2.0
 _PART = "part-"
@@ -29,7 +29,7 @@ _FAILED = "failed-"
 
 @dataclass(frozen=True)
 class Job:
-    """What there is to do."""
+    """One rank's part of one checkpoint."""
 
     step: int
     rank: int
@@ -37,16 +37,16 @@ class Job:
     plan: SavePlan
     slots: Slots
     fence: Fence
-    #: Agreed on by all ranks; a rank that is alone takes the next one there is.
+    #: Agreed on by all ranks; a single rank takes the next free one.
     sequence: int | None = None
-    #: Rank 0 waits so many seconds for the others.
+    #: Seconds that rank 0 waits for the others.
     patience: float = 600.0
     history: History = field(default_factory=History)
 
 
 @dataclass(frozen=True)
 class Written:
-    """What came of it; `size` is 0 where another rank has made a checkpoint of it."""
+    """A written part. On rank 0 `size` is that of the whole checkpoint, on other ranks 0."""
 
     name: str
     size: int
@@ -80,15 +80,20 @@ def _commit(job: Job, catalog: Catalog, draft: Draft, tensors: Mapping[str, torc
 
 
 def _discard(draft: Draft, error: BaseException) -> None:
-    """What fails in cleaning up must not hide what failed first."""
+    """Discard the draft. An error here must not hide the first one."""
     try:
         draft.discard()
     except OSError as second:
-        log.error("%s could not be discarded (%r) after %r.", draft.directory, second, error)
+        log.error(
+            "Could not remove the incomplete checkpoint %s (%r) after %r.",
+            draft.directory,
+            second,
+            error,
+        )
 
 
 def _assist(job: Job, draft: Draft, tensors: Mapping[str, torch.Tensor]) -> int:
-    """Not rank 0: write, and leave word of it; of a failure too, so that nobody waits for us."""
+    """Write a part, not on rank 0, and leave a record of it or of the failure for rank 0."""
     storage = draft.storage
     try:
         part = dcp_files.write_part(draft, job.plan, tensors, job.rank)
@@ -103,7 +108,7 @@ def _assist(job: Job, draft: Draft, tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def give_up(job: Job, catalog: Catalog, why: str) -> None:
-    """There is nothing to write: leave word of it for rank 0, which would wait."""
+    """Tell rank 0, which would wait, that this rank writes nothing."""
     if job.rank != 0 and job.sequence is not None:
         draft = catalog.begin(name_of(job.sequence, job.step, job.fence.token))
         _leave_word(job, draft, why)
@@ -130,7 +135,7 @@ def _parts_of_others(job: Job, draft: Draft) -> Iterator[dcp_files.Part]:
                 yield dcp_files.part_from_bytes(content)
         if missing and time.monotonic() > deadline:
             raise CheckpointError(
-                f"no word of ranks {sorted(missing)[:5]} after {job.patience:.0f} s"
+                f"timed out after {job.patience:.0f} s waiting for ranks {sorted(missing)[:5]}"
             )
         if missing:
             time.sleep(look)

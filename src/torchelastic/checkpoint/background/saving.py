@@ -1,8 +1,8 @@
-"""Saving and loading a state with the manager of this process: what the training loop calls.
+"""Save and load a state with the manager of this process; the training loop calls this.
 
-A `CheckpointStore` takes a state apart (`_stored`, of a TorchState) or, of a state that only knows
-how to write itself to a stream, the bytes of that. A manager of the user's own gets the stream: it
-is filled at the step boundary, where the state is consistent, and copied to storage in a thread.
+A `CheckpointStore` stores the tensors of a TorchState (`_stored`), or the bytes of a state that
+only knows how to write itself to a stream. A custom manager gets the stream: it is filled at the
+step boundary, where the state is consistent, and copied to storage in a thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def save(state: Saved, step: int, generation: int | None = None) -> None:
-    """Begin a checkpoint of `state`, which has committed `step` steps. Nothing without a manager.
+    """Start a checkpoint of `state`, which has committed `step` steps, if there is a manager.
 
     Called at a step boundary, on one rank. Returns when the state is copied.
     """
@@ -57,7 +57,7 @@ def save(state: Saved, step: int, generation: int | None = None) -> None:
 
 
 def save_together(state: Saved, step: int, generation: int, own: bytes) -> None:
-    """`save` of a state that is sharded over the ranks, on all of them; `own` is this rank's."""
+    """`save` for a state that is sharded over the ranks; `own` is this rank's part."""
     store = store_for_shards()
     if store is None:
         return
@@ -67,7 +67,7 @@ def save_together(state: Saved, step: int, generation: int, own: bytes) -> None:
 
 
 def before_write() -> None:
-    """A state that was saved is about to be written to: wait until it is copied."""
+    """Wait until the saved state is copied: it is about to change."""
     if isinstance(_used, CheckpointStore):
         _used.before_write()
 
@@ -80,15 +80,15 @@ def finish() -> None:
 
 
 def wait() -> None:
-    """Wait until everything saved is in storage or was told not to be; `finish` says which."""
+    """Wait until everything saved is in storage or has failed; `finish` also raises."""
     if isinstance(_used, CheckpointStore):
         _used.wait()
     _runner.wait()
 
 
 def newest_step() -> int | None:
-    """The step of the latest checkpoint, as far as sizes tell; None where there is none. Raises
-    whatever the storage raises."""
+    """The step of the latest checkpoint, checked by file sizes only; None if there is none. Raises
+    any error of the storage."""
     manager = get_checkpoint_manager()
     if isinstance(manager, CheckpointStore):
         record = next(manager.catalog.records(), None)
@@ -98,10 +98,10 @@ def newest_step() -> int | None:
 
 
 def load_latest(state: Saved, *, beyond: int = -1) -> int | None:
-    """Load the latest checkpoint into `state` and say its step; None where there is none, or none
-    of a later step than `beyond`.
+    """Load the latest checkpoint into `state` and return its step; None if no checkpoint is later
+    than `beyond`.
 
-    For a worker that has nothing but its first state, in a world where nobody has more.
+    For a worker with its initial state, in a world where no worker has a newer one.
     """
     manager = get_checkpoint_manager()
     if isinstance(manager, CheckpointStore):
@@ -117,14 +117,14 @@ def load_latest(state: Saved, *, beyond: int = -1) -> int | None:
             state.load(stream)
     except Exception as error:
         raise _cannot_be_loaded(repr(checkpoint), error) from error
-    log.info("Loaded %r, of step %d.", checkpoint, step)
+    log.info("Loaded checkpoint %r of step %d.", checkpoint, step)
     return step
 
 
 def load_together(state: Saved, *, beyond: int = -1) -> tuple[int, bytes | None] | None:
-    """`load_latest` of a state that is sharded over the ranks, on all of them.
+    """`load_latest` for a state that is sharded over the ranks.
 
-    Also says what was this rank's own, if the world that wrote it had such a rank.
+    Also returns this rank's own part, if the world that wrote it had this rank.
     """
     store = store_for_shards()
     if store is None:
@@ -136,36 +136,36 @@ def load_together(state: Saved, *, beyond: int = -1) -> tuple[int, bytes | None]
 
 
 def entered(generation: int, base: int) -> None:
-    """A world begins from `base` steps; called on the rank that saves, as it enters."""
+    """Note that a world begins from `base` steps; called on the rank that saves."""
     if isinstance(manager := get_checkpoint_manager(), CheckpointStore):
         manager.entered(generation, base)
 
 
 def is_paced() -> bool:
-    """Whether the manager itself says when a checkpoint is due."""
+    """True if the manager decides when a checkpoint is due."""
     manager = get_checkpoint_manager()
     return isinstance(manager, CheckpointStore) and manager.every is not None
 
 
 def warn_if_never_due() -> None:
-    """In a script: a manager that nothing ever asks for a checkpoint is a mistake."""
+    """Warn a script whose manager would never write a checkpoint."""
     if (manager := get_checkpoint_manager()) is not None and not is_paced():
         log.warning(
-            "%r writes no checkpoints by itself, since it is not said how often: give a "
-            "CheckpointStore every=, or save yourself.",
+            "%r never writes a checkpoint by itself, because no interval is set: pass every= to a "
+            "CheckpointStore, or call save yourself.",
             manager,
         )
 
 
 def is_due(step: int, *, together: bool = False) -> bool:
-    """Whether the manager itself asks for a checkpoint of this step; `together` as in a store."""
+    """True if the manager wants a checkpoint of this step; `together` as in CheckpointStore."""
     manager = get_checkpoint_manager()
     return isinstance(manager, CheckpointStore) and manager.is_due(step, together=together)
 
 
 def can_be_saved(step: int, grace: float | None) -> bool:
-    """Before a worker leaves, in `grace` seconds: whether this step can be put into storage until
-    then, and is not there already."""
+    """True if this step is not in storage yet, and can be stored in the `grace` seconds before this
+    worker leaves."""
     manager = get_checkpoint_manager()
     store = manager if isinstance(manager, CheckpointStore) else None
     decision = leaving.decide(
@@ -181,9 +181,9 @@ def can_be_saved(step: int, grace: float | None) -> bool:
 def save_before_leaving(
     state: Saved, step: int, generation: int | None = None, grace: float | None = None
 ) -> None:
-    """This worker has to go, in `grace` seconds: put the state into storage if they are enough.
+    """Store the state before this worker leaves, if `grace` seconds are enough.
 
-    Returns when it is there, or when it is clear that it will not be; that is told, not raised.
+    Returns when it is stored, or cannot be stored; errors are logged, not raised.
     """
     manager = get_checkpoint_manager()
     if manager is None:
@@ -199,12 +199,12 @@ def save_before_leaving(
 
 
 def store_for_shards() -> CheckpointStore | None:
-    """The manager, if any; `TypeError` if it is one that knows streams only."""
+    """Return the manager, if any; `TypeError` if it cannot store shards."""
     manager = get_checkpoint_manager()
     if manager is not None and not isinstance(manager, CheckpointStore):
         raise TypeError(
-            f"A {type(manager).__name__} cannot hold a state that is sharded over ranks: set a "
-            "torchelastic.checkpoint.CheckpointStore as the manager."
+            f"{type(manager).__name__} cannot store a state that is sharded over ranks: set a "
+            "torchelastic.checkpoint.CheckpointStore as the checkpoint manager."
         )
     return manager
 
@@ -223,7 +223,7 @@ def _tree_of(state: Saved) -> Any:
 
 
 def _lasting_of(state: Saved) -> Collection[torch.Tensor]:
-    """Of a TorchState, whose optimizers call `before_write`."""
+    """The tensors of a TorchState that only its optimizers change, after `before_write`."""
     lasting = getattr(state, "_lasting", None)
     return lasting() if lasting is not None else ()
 
@@ -243,18 +243,18 @@ def _load_from_store(
             state.load(io.BytesIO(loaded.tree[STATE_KEY].numpy().tobytes()))
     except Exception as error:
         raise _cannot_be_loaded(f"{store.url}/{loaded.name}", error) from error
-    log.info("Loaded the checkpoint %s/%s, of step %d.", store.url, loaded.name, loaded.step)
+    log.info("Loaded checkpoint %s/%s of step %d.", store.url, loaded.name, loaded.step)
     return loaded
 
 
 def _cannot_be_loaded(what: str, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"The latest checkpoint, {what}, cannot be loaded ({error!r}): "
-        "remove it to go on from the one before."
+        f"Could not load the latest checkpoint {what} ({error!r}): "
+        "remove it to continue from the one before."
     )
 
 
-# --- a manager of the user's own ------------------------------------------------------------------
+# --- a custom manager ---------------------------------------------------------------------------
 
 
 def _step_of(checkpoint: Checkpoint) -> int:
@@ -262,7 +262,7 @@ def _step_of(checkpoint: Checkpoint) -> int:
         with checkpoint.open_input_stream(PROGRESS_KEY) as stream:
             return int(json.loads(stream.read())["step"])
     except (FileNotFoundError, KeyError):
-        log.warning("%r does not say which step it is of: steps are counted from 0.", checkpoint)
+        log.warning("Checkpoint %r does not name its step; counting steps from 0.", checkpoint)
         return 0
 
 
@@ -284,25 +284,30 @@ def _write(manager: CheckpointManager, step: int, content: memoryview) -> None:
         raise
     seconds = time.monotonic() - began
     milestones.checkpoint_stored(step, seconds, len(content))
-    log.info("Wrote %r, of step %d, in %.2f s.", checkpoint, step, seconds)
+    log.info("Wrote checkpoint %r of step %d in %.2f s.", checkpoint, step, seconds)
 
 
 def _discard(checkpoint: Checkpoint, error: BaseException) -> None:
-    """What fails in cleaning up must not hide what failed first."""
+    """Discard the checkpoint. An error here must not hide the first one."""
     try:
         checkpoint.discard()
     except Exception as second:
-        log.error("%r could not be discarded (%r) after %r.", checkpoint, second, error)
+        log.error(
+            "Could not remove the incomplete checkpoint %r (%r) after %r.",
+            checkpoint,
+            second,
+            error,
+        )
 
 
-#: Writes for managers of the user's own; a store has its own.
+#: Writes for custom managers; a CheckpointStore has its own runner.
 _runner = Runner()
 #: The manager that was last saved with.
 _used: CheckpointManager | None = None
 
 
 def _finish_others(manager: CheckpointManager) -> None:
-    """One manager at a time: what another one has begun is finished first."""
+    """Finish the checkpoints of another manager before this one starts."""
     global _used
     if _used is not None and _used is not manager:
         finish()

@@ -1,11 +1,11 @@
-"""Memory that a state is copied to at a step boundary, and written to storage from.
+"""The memory that a state is copied to at a step boundary and written to storage from.
 
-It is a memfd: another process can map it, and unlike /dev/shm, which is 64 MB in an ordinary pod,
-its only limit is the memory there is. It is made once and kept: the next time its pages are there.
+It is a memfd: another process can map it, and unlike /dev/shm, which has 64 MB in an ordinary pod,
+it is limited only by the available memory. It is allocated once and reused.
 
-What is small is copied at once. The rest is a `Copying`: a thread of the store's runs it, and who
-has to wait for it helps. What only optimizers write to is copied behind the next forward and
-backward that way, and `optimizer.step` waits for what is left.
+Small tensors are copied at once. The rest is a `Copying`: a thread of the store runs it, and any
+thread that waits for it helps. So tensors that only optimizers change are copied during the next
+forward and backward, and `optimizer.step` waits for the rest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor is in the memory."""
+    """The location of a tensor in the memory."""
 
     offset: int
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ Slots = Mapping[str, Slot]
 
 
 class Copying:
-    """A copy on its way: each thread that runs it takes pieces of the work while there are any."""
+    """A copy in progress: each thread that runs it takes pieces of the work until none is left."""
 
     def __init__(
         self,
@@ -54,38 +54,38 @@ class Copying:
         watched: Sequence[torch.Tensor] = (),
         kept: object = None,
     ) -> None:
-        """`watched` must not be written to until it is done; `kept` is what the pieces refer to."""
+        """`watched` must not change until it is done; `kept` is referenced by the pieces."""
         self._pieces, self._kept = deque(pieces), kept
         self._left = len(self._pieces)
         self._watched = [(tensor, version_of(tensor)) for tensor in watched]
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._error: Exception | None = None
-        #: Whether one of the tensors was written to meanwhile: what was copied is worth nothing.
+        #: One of the tensors changed meanwhile: the copy is worthless.
         self.is_disturbed = False
         if not self._left:
             self._end()
 
     def run(self) -> None:
-        """Return when all is copied, by this thread and others that run it too."""
+        """Copy, together with other threads that run it; return when all is copied."""
         while (piece := self._next()) is not None:
             try:
                 piece()
-            except Exception as error:  # of a device; who only helps is not the one to be told
+            except Exception as error:  # of a device; `result` raises it, not a helping thread
                 self._error = error
             if self._was_last():
                 self._end()
         self._done.wait()
 
     def result(self) -> None:
-        """`run`, and raise what has gone wrong."""
+        """`run`, then raise if the copy failed."""
         self.run()
         if self._error is not None:
-            raise CheckpointError(f"the state cannot be copied ({self._error!r})")
+            raise CheckpointError(f"could not copy the state ({self._error!r})")
         if self.is_disturbed:
             raise CheckpointError(
-                "parameters or optimizer state were written to before optimizer.step, while they "
-                "were copied; from now on the training waits until all is copied"
+                "parameters or optimizer state changed before optimizer.step while they were being "
+                "copied; from now on training waits for the copy"
             )
 
     def _next(self) -> Callable[[], object] | None:
@@ -98,7 +98,7 @@ class Copying:
             return self._left == 0
 
     def _end(self) -> None:
-        """Before anybody who waits goes on to write."""
+        """Check the watched tensors before waiting threads continue and change them."""
         self.is_disturbed = any(version_of(tensor) != count for tensor, count in self._watched)
         self._watched, self._kept = [], None
         self._done.set()
@@ -109,10 +109,10 @@ class Staging:
 
     def __init__(self) -> None:
         self.descriptor = -1
-        #: Whether what was copied is still to be read.
+        #: The copy is still being read.
         self.in_use = False
         self._memory: mmap.mmap | None = None
-        #: Where small tensors go, found out for these slots.
+        #: Views for the small tensors, made for these slots.
         self._views: list[torch.Tensor] = []
         self._slots: Slots | None = None
 
@@ -123,10 +123,10 @@ class Staging:
         size: int,
         lasting: Mapping[int, torch.Tensor] | None = None,
     ) -> Copying:
-        """Begin to copy all of them to their slots; the memory must not be in use.
+        """Start to copy all tensors to their slots; the memory must not be in use.
 
-        With `lasting` all is copied when this returns but what lies at one of its addresses, and
-        its tensors are watched: they count the writes to them.
+        With `lasting`, tensors at its addresses are copied later and watched for changes; all
+        others are copied when this returns.
         """
         memory = self._room(size)
         begin = _address(memory)
@@ -159,7 +159,7 @@ class Staging:
     def _room(self, size: int) -> mmap.mmap:
         if self._memory is None or len(self._memory) < size:
             self.close()
-            # Else the kernel would kill who writes to it.
+            # Without this check the kernel would kill the process that writes to it.
             memory_limit.check(
                 size, "copies to write checkpoints from", "let training wait for them"
             )
@@ -182,13 +182,13 @@ class Staging:
 
 
 def staged(descriptor: int, slots: Slots) -> dict[str, torch.Tensor]:
-    """The tensors as they were copied, in any process that has the descriptor."""
+    """Return the copied tensors, in any process that has the descriptor."""
     memory = _map(descriptor)
     return {name: view(memory, slot) for name, slot in slots.items()}
 
 
 def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[Slots, int]:
-    """Where each of them goes, and how much memory that takes."""
+    """Return the slot of each tensor, and the size of the memory."""
     slots, offset = {}, 0
     for name, tensor in tensors.items():
         stride = tensor_bytes.stride_of(tensor)
@@ -198,7 +198,7 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[Slots, int]:
 
 
 def view(memory: mmap.mmap, slot: Slot) -> torch.Tensor:
-    """A tensor in the memory, with a storage of its own: torch.save writes that."""
+    """Return a tensor in the memory with its own storage, which torch.save writes."""
     count = math.prod(slot.shape)
     if count == 0:
         return torch.empty(slot.shape, dtype=slot.dtype)
@@ -215,7 +215,7 @@ def _address(memory: mmap.mmap) -> int:
 
 
 def _pin(memory: mmap.mmap) -> None:
-    """Have CUDA copy into it without a detour. What it refuses is copied the slower way."""
+    """Pin the memory for fast copies from CUDA. If CUDA refuses, copies are slower."""
     if torch.cuda.is_available():
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         cudart.cudaHostRegister(_address(memory), len(memory), 0)

@@ -1,4 +1,4 @@
-"""A world's turn to write checkpoints: the fence is taken off the training's path."""
+"""The claim of a world to write checkpoints: takes the fence in the background."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torchelastic.checkpoint.marker import History
 log = logging.getLogger(__name__)
 
 
-class Turn:
-    """Taken once: in a thread as soon as the world begins, or with its first checkpoint."""
+class FenceClaim:
+    """Takes the fence once: in a thread when the world begins, or with its first checkpoint."""
 
     def __init__(self, catalog: Catalog, fence: Fence, base: int | None = None) -> None:
         self.fence = fence
@@ -25,7 +25,7 @@ class Turn:
         self._thread: threading.Thread | None = None
 
     def history(self) -> History:
-        """What this start of the job has seen until now."""
+        """Return the history of this start of the job until now."""
         here = time.monotonic() - self._began
         return replace(self._before, seconds=self._before.seconds + here)
 
@@ -34,7 +34,7 @@ class Turn:
         self._thread.start()
 
     def ensure(self) -> None:
-        """The fence is this world's when this returns; not for the training's thread."""
+        """Return when this world has the fence. May block: not for the training thread."""
         if self._thread is not None:
             self._thread.join()
         if not self._taken:
@@ -48,5 +48,9 @@ class Turn:
     def _try(self) -> None:
         try:
             self._take()
-        except Exception as error:  # of any storage; the first checkpoint tries again, and tells
-            log.warning("Nothing can be written to %s yet: %s", self._catalog.storage.place, error)
+        except Exception as error:  # of any storage; the first checkpoint tries again
+            log.warning(
+                "Cannot write checkpoints to %s yet: %s. The first checkpoint tries again.",
+                self._catalog.storage.place,
+                error,
+            )

@@ -1,9 +1,9 @@
-"""A process that writes checkpoints, so that the training's own does not have to.
+"""A process that writes checkpoints, so that the training process does not have to.
 
-Serialising a state and its checksums would take the interpreter's lock, and a core, from the
-training. The state is not sent: the process maps the memory it was copied to (`staging`). It is a
-plain child, `python -m torchelastic.checkpoint.background.writer_process`, started with the first
-large checkpoint; it ends when its parent does.
+Serialising a state and computing checksums would take the GIL and a core from the training. The
+state is not sent: the process maps the memory it was copied to (`staging`). It is a plain child,
+`python -m torchelastic.checkpoint.background.writer_process`, started with the first large
+checkpoint; it ends when its parent does.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from torchelastic.checkpoint.storage.storage import open_storage
 from torchelastic.errors import CheckpointError
 
 _LENGTH = struct.Struct("!Q")
-#: Its share of a core where the training wants it too.
+#: The training gets the larger share of a core.
 _NICENESS = 10
 
 
 class WriterProcess:
     """The parent's side. Used by one thread."""
 
-    def __init__(self, url: str, options: Mapping[str, Any], keeping: Mapping[str, Any]) -> None:
-        self._about = (url, dict(options), dict(keeping))
+    def __init__(self, url: str, options: Mapping[str, Any], retention: Mapping[str, Any]) -> None:
+        self._about = (url, dict(options), dict(retention))
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
 
     def run(self, job: Job, descriptor: int) -> Written:
-        """Have it done, and wait for the end of it."""
+        """Run a job in the process and wait for its result."""
         if self._socket is None:
             self._start()
         assert self._socket is not None
@@ -51,7 +51,7 @@ class WriterProcess:
         except (EOFError, OSError) as error:
             code = self._reap()
             raise CheckpointError(
-                f"the process that writes checkpoints has ended (exit code {code})"
+                f"the checkpoint writer process died (exit code {code})"
             ) from error
         if isinstance(answer, Written):
             return answer
@@ -118,8 +118,8 @@ def main(descriptor: int) -> None:
     connection = socket.socket(fileno=descriptor)
     threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
     try:
-        (url, options, keeping), _ = _receive(connection)
-        catalog = Catalog(open_storage(url, options), **keeping)
+        (url, options, retention), _ = _receive(connection)
+        catalog = Catalog(open_storage(url, options), **retention)
         while True:
             job, memory = _receive(connection)
             if memory is not None:
@@ -133,14 +133,14 @@ def _answer(job: Job, catalog: Catalog, memory: int) -> Written | str:
         faults.position(rank=job.rank, step=job.step, generation=job.fence.generation)
     try:
         return run(job, catalog, staged(memory, job.slots))
-    except Exception as error:  # whatever it is, the parent tells the user
+    except Exception as error:  # the parent reports it to the user
         return str(error) if isinstance(error, CheckpointError) else repr(error)
     finally:
         os.close(memory)
 
 
 def _end_with_parent(connection: socket.socket) -> None:
-    """In the middle of a write too: half a checkpoint is none, and the next one clears it."""
+    """Exit with the parent, even during a write: an incomplete checkpoint is cleared later."""
     poller = select.poll()
     poller.register(connection, select.POLLRDHUP)
     poller.poll()

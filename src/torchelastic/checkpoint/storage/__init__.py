@@ -1,1 +1,1 @@
-"""Worker process: where checkpoints are stored, and the files they consist of."""
+"""Worker process: checkpoint storage, and the files of a checkpoint."""

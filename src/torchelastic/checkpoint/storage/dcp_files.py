@@ -1,9 +1,9 @@
-"""Files of torch.distributed.checkpoint: written by each rank alone, made one whole, and read.
+"""Files of torch.distributed.checkpoint: each rank writes its part, rank 0 completes them.
 
-torch's own `save` has the ranks agree on a plan by collectives, in the background over a process
-group of its own, which a world that changes leaves hanging. Here the plan needs no agreement
-(`plan`), and the ranks meet in the storage: each leaves a record of what it has written, and rank 0
-makes torch's `.metadata` of the records. The result is what torch's `load` reads.
+torch's own `save` agrees on a plan by collectives, in the background over a separate process group,
+which hangs when the world changes. Here the plan needs no agreement (`write_plan`), and the ranks
+communicate through the storage: each leaves a record of its files, and rank 0 builds torch's
+`.metadata` from the records. torch's `load` can read the result.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _METADATA = ".metadata"
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank has written."""
+    """The record of the files that a rank has written."""
 
     plan: SavePlan
     results: list[WriteResult]
@@ -65,7 +65,7 @@ def write_part(
 
 
 def complete(draft: Draft, parts: Sequence[Part]) -> dict[str, File]:
-    """Write the metadata of all parts; every file of the checkpoint."""
+    """Write the metadata of all parts; return every file of the checkpoint."""
     _, metadata = create_default_global_save_plan([part.plan for part in parts])
     _writer(draft).finish(metadata, [part.results for part in parts])
     files = {name: file for part in parts for name, file in part.files.items()}
@@ -75,12 +75,12 @@ def complete(draft: Draft, parts: Sequence[Part]) -> dict[str, File]:
 def part_from_bytes(data: bytes) -> Part:
     part = safe_pickle.loads(data)
     if not isinstance(part, Part):
-        raise CheckpointError("A rank's record of what it has written cannot be read.")
+        raise CheckpointError("The record of a rank's checkpoint files is unreadable.")
     return part
 
 
 def _writer(draft: Draft) -> FileSystemWriter:
-    """torch's, into our storage, which brings every file to the disk as it is closed."""
+    """Return torch's writer over our storage, which syncs every file as it is closed."""
     writer = FileSystemWriter(draft.directory, sync_files=False)
     files: Any = _Files(draft.storage, draft)
     writer.fs, writer.path = files, draft.directory
@@ -111,13 +111,13 @@ class _Files(FileSystemBase):
                 yield stream
             return
         if self._draft is None:
-            raise CheckpointError(f"{path} is not being written.")
+            raise CheckpointError(f"{path} is not open for writing.")
         name = os.fspath(path).rpartition("/")[2]
         summed = self._draft.writer(name)
         try:
             yield _Once(summed)
         finally:
-            # On an error too: a stream left open would be written to storage whenever it is found.
+            # On an error too: otherwise the garbage collector would write it at some later time.
             self._draft.close_file(name, summed)
 
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
@@ -149,24 +149,24 @@ class _Files(FileSystemBase):
 
 
 class _Once:
-    """A stream whose end is ours to make: torch closes it inside its own context."""
+    """A stream whose `close` does nothing: torch closes it too early."""
 
     def __init__(self, stream: Any) -> None:
         self.write, self.tell, self.flush = stream.write, stream.tell, stream.flush
 
     def close(self) -> None:
-        """Later, by whoever opened it."""
+        """Ignored: `create_stream` closes it."""
 
 
 # --- reading --------------------------------------------------------------------------------------
 
 
 def read(storage: Storage, directory: str, like: Any = None, *, rank: int = 0) -> tuple[Any, Any]:
-    """The shared tree, and what `rank` had of its own (None where it had nothing).
+    """Return the shared tree, and the `own` data of `rank` (None if it had none).
 
-    Tensors are new ones, on the CPU; but where `like` has a DTensor, a DTensor of the same kind,
-    of which only this rank's shard is read. So a state is read back at any number of ranks. `like`
-    is a tree, or a function that returns DTensors by name, of what is stored by name.
+    Tensors are new, on the CPU. Where `like` has a DTensor, the result is a DTensor with the same
+    layout, of which only this rank's shard is read; so a state can be read by any number of ranks.
+    `like` is a tree, or a function from the stored metadata by name to DTensors by name.
     """
     reader = _reader(storage, directory)
     metadata = reader.read_metadata()
@@ -210,7 +210,7 @@ def _room(found: TensorStorageMetadata, like: DTensor | None) -> torch.Tensor:
 
 
 def _fill(reader: _Reader, metadata: Metadata, tensors: dict[str, torch.Tensor]) -> None:
-    """What torch's `load` does, but for one rank alone, whatever groups there are."""
+    """Load like torch's `load`, but for one rank alone, without a process group."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -220,11 +220,11 @@ def _fill(reader: _Reader, metadata: Metadata, tensors: dict[str, torch.Tensor])
 
 
 class _Reader(FileSystemReader):
-    """torch's, but its metadata, a pickle, may name nothing but what metadata are made of."""
+    """torch's reader, but the pickled metadata may contain only metadata classes."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self.fs.concat_path(self.path, _METADATA), "rb") as stream:
             metadata = safe_pickle.load(cast(IO[bytes], stream))
         if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{self.path}/{_METADATA} holds no metadata.")
+            raise CheckpointError(f"{self.path}/{_METADATA} is not checkpoint metadata.")
         return metadata

@@ -1,7 +1,7 @@
-"""Checkpoints at any URL that fsspec knows: s3://, gs://, memory:// and so on.
+"""Checkpoints at any URL that fsspec supports: s3://, gs://, memory:// and so on.
 
-An object store has no rename and no locks. What replaces them: a name is never used twice, and the
-marker, written last and as a whole, makes a checkpoint of its files.
+An object store has no rename and no locks. Instead, a name is never used twice, and the marker,
+written last and atomically, makes a checkpoint valid.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torchelastic.errors import ConfigError
 
 
 class FsspecStorage:
-    """A prefix of a file system of fsspec's; `options` are what that file system wants to know."""
+    """A prefix of an fsspec file system; `options` are passed to it."""
 
     renames = False
 
@@ -29,7 +29,7 @@ class FsspecStorage:
         try:
             self._fs, self._root = fsspec.core.url_to_fs(url, **options)
         except (ImportError, ValueError) as error:
-            raise ConfigError(f"Checkpoints cannot be kept at {url}: {error}") from error
+            raise ConfigError(f"Cannot store checkpoints at {url}: {error}") from error
         self.is_private = url.startswith("memory://")
 
     def _at(self, path: str) -> str:
@@ -43,7 +43,7 @@ class FsspecStorage:
         return {name: int(info["size"]) for name, info in found.items() if info["type"] == "file"}
 
     def _entries(self, directory: str) -> dict[str, dict[str, Any]]:
-        """Not from fsspec's own cache: others write there too."""
+        """List a directory without fsspec's cache: others write there too."""
         path = self._at(directory).rstrip("/")
         self._fs.invalidate_cache(path)
         try:
@@ -56,13 +56,13 @@ class FsspecStorage:
         self._fs.makedirs(self._at(directory), exist_ok=True)
 
     def settle(self, directory: str) -> None:
-        """An object is in storage once it was put."""
+        """Nothing to do: an object is durable once it was put."""
 
     def rename(self, old: str, new: str) -> None:
-        raise NotImplementedError("A directory of an object store cannot be renamed.")
+        raise NotImplementedError("Object stores cannot rename a directory.")
 
     def remove(self, directory: str) -> None:
-        """The marker first: half removed it must not be taken for a checkpoint."""
+        """Remove the marker first: a half removed checkpoint must not look valid."""
         from torchelastic.checkpoint import marker
 
         self.remove_file(f"{directory}/{marker.NAME}")
@@ -104,4 +104,4 @@ class FsspecStorage:
         return lambda: None
 
     def clear(self, directory: str) -> None:
-        """Nobody can tell who writes to it: the catalog goes by the fence."""
+        """Nothing to do: writers are unknown here, so the catalog uses the fence."""

@@ -1,7 +1,7 @@
-"""Pickles that hold data and nothing that runs: torch's metadata, and our own records and jobs.
+"""Unpickling without running code: torch's metadata, and our own records and jobs.
 
-torch writes the metadata of a checkpoint as a pickle, and a pickle may name any function there is.
-Here only the classes that such data are made of may be named.
+torch writes the metadata of a checkpoint as a pickle, and a pickle can call any function. Here only
+the listed data classes are allowed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NAMES = {
     f"{_DCP}.storage": {"WriteResult"},
     f"{_DCP}.filesystem": {"_StorageInfo", "_StoragePrefix"},
     f"{_OURS}.storage.dcp_files": {"Part"},
-    f"{_OURS}.fence": {"Fence", "World"},
+    f"{_OURS}.fence": {"Fence", "WorldStart"},
     f"{_OURS}.background.save_job": {"Job", "Written"},
     f"{_OURS}.marker": {"File", "History"},
     f"{_OURS}.background.staging": {"Slot"},
@@ -51,7 +51,7 @@ def loads(data: bytes | bytearray) -> Any:
 
 
 def load(stream: IO[bytes]) -> Any:
-    """CheckpointError where it names anything else."""
+    """Unpickle; CheckpointError if it contains any other class."""
     return _Unpickler(stream).load()
 
 
@@ -62,4 +62,6 @@ class _Unpickler(pickle.Unpickler):
         found = vars(torch).get(name) if module == "torch" else None
         if isinstance(found, torch.dtype | torch.layout):
             return found
-        raise CheckpointError(f"'{module}.{name}' is named where data are expected: not read.")
+        raise CheckpointError(
+            f"Refused to unpickle '{module}.{name}': only plain data is allowed here."
+        )

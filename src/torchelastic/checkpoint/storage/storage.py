@@ -1,7 +1,7 @@
-"""Where checkpoints are kept: a directory here, or anything fsspec has a name for.
+"""Checkpoint storage: a local directory, or any URL of fsspec.
 
-One level of directories, each with files. What a caller is promised: a file is in storage once its
-stream is closed, `put` replaces a file as a whole, and a `settle`d directory keeps its files.
+One level of directories, each with files. Guarantees: a file is durable once its stream is closed,
+`put` replaces a file atomically, and the entries of a directory are durable after `settle`.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from torchelastic.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-#: Read and written at once; large enough that calls cost nothing beside the bytes.
+#: Bytes per read or write; large enough that the cost of a call is negligible.
 CHUNK = 1 << 22
 
 
 class Storage(Protocol):
-    """A place. Paths are relative to it: `name`, or `directory/name`."""
+    """A storage. Paths are relative to it: `name`, or `directory/name`."""
 
     @property
     def place(self) -> str:
-        """What the user called it."""
+        """The path or URL that the user gave."""
 
     @property
     def renames(self) -> bool:
-        """Whether a directory gets another name at once; else its marker alone makes it good."""
+        """True if directories can be renamed atomically; else the marker alone makes one valid."""
 
     @property
     def is_private(self) -> bool:
-        """Whether this process alone sees it."""
+        """True if only this process can see it."""
 
     def directories(self) -> list[str]: ...
 
     def sizes(self, directory: str) -> dict[str, int]:
-        """Its files and how long they are; nothing where there is no such directory."""
+        """Return its files with their sizes; empty if there is no such directory."""
 
     def make(self, directory: str) -> None:
-        """Where the files of a checkpoint are to be; it may be there already."""
+        """Create a directory, unless it exists."""
 
     def settle(self, directory: str) -> None:
-        """Its entries are in storage after this."""
+        """Make its entries durable."""
 
     def rename(self, old: str, new: str) -> None: ...
 
     def remove(self, directory: str) -> None:
-        """It, and all files in it, if it is there."""
+        """Remove a directory and its files, if it exists."""
 
     def remove_file(self, path: str) -> None: ...
 
@@ -72,25 +72,25 @@ class Storage(Protocol):
     def put(self, path: str, content: bytes) -> None: ...
 
     def lock(self, name: str) -> Any:
-        """A context in which no other process of this machine is, where that can be had."""
+        """Return a context manager that excludes other processes of this machine, if possible."""
 
     def hold(self, directory: str) -> Callable[[], None]:
-        """`make` it and keep others from clearing it, until what is returned is called, or this
+        """`make` it and keep others from clearing it, until the returned function is called or this
         process ends.
         """
 
     def clear(self, directory: str) -> None:
-        """Remove it if nobody holds it, where that can be told."""
+        """Remove it if no process holds it, if that can be checked."""
 
 
 def open_storage(url: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Storage:
-    """A path or a `file://` URL is a directory here; every other URL needs fsspec."""
+    """Open a path or `file://` URL as a local directory, every other URL with fsspec."""
     text = os.fspath(url)
     scheme, _, path = text.partition("://")
     if scheme in ("file", "local") and path:
         return LocalStorage(unquote(path))
     if re.match(r"\w+:/[^/]", text):
-        raise ConfigError(f"Is {text} a URL? Then write {text.replace(':/', '://', 1)}.")
+        raise ConfigError(f"{text} looks like a URL: write {text.replace(':/', '://', 1)}.")
     if "://" not in text:
         return LocalStorage(Path(text).expanduser())
     from torchelastic.checkpoint.storage.fsspec_storage import FsspecStorage
@@ -99,7 +99,7 @@ def open_storage(url: str | os.PathLike[str], options: Mapping[str, Any] | None 
 
 
 class LocalStorage:
-    """A directory of this machine, or one that is mounted here. Made when first written to."""
+    """A local or mounted directory. Created by the first write."""
 
     renames = True
     is_private = False
@@ -141,7 +141,7 @@ class LocalStorage:
         except FileNotFoundError:
             pass  # another process removes it too
         except OSError as error:
-            if error.errno != errno.ENOTEMPTY:  # somebody adds to what is removed: next time
+            if error.errno != errno.ENOTEMPTY:  # a writer added a file: remove it next time
                 raise
 
     def remove_file(self, path: str) -> None:
@@ -165,7 +165,7 @@ class LocalStorage:
     def put(self, path: str, content: bytes) -> None:
         target = self.path / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Not a name of its own for each writer: what a killed one left is written over.
+        # The same name for each writer: it overwrites the leftover of a killed one.
         new = target.with_name(f".{target.name}.new")
         with _SyncedFile(new, "wb") as stream:
             stream.write(content)
@@ -180,7 +180,7 @@ class LocalStorage:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             except OSError as error:
-                log.debug("%s cannot be locked (%s): other writers are not kept out.", name, error)
+                log.debug("Could not lock %s (%s): other writers are not kept out.", name, error)
             yield
         finally:
             os.close(descriptor)
@@ -193,7 +193,7 @@ class LocalStorage:
                 return lambda: os.close(descriptor)
 
     def clear(self, directory: str) -> None:
-        """Under the lock: who is about to hold it finds that it has gone, and makes another."""
+        """Remove it under the lock: a process about to hold it notices and creates it again."""
         try:
             descriptor = _open_directory(self.path / directory)
         except FileNotFoundError:
@@ -202,15 +202,15 @@ class LocalStorage:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.remove(directory)
         except BlockingIOError:
-            pass  # somebody lives who writes to it
+            pass  # a live process writes to it
         except OSError as error:
-            log.debug("Whether somebody writes to %s cannot be told (%s).", directory, error)
+            log.debug("Could not check for writers to %s (%s).", directory, error)
         finally:
             os.close(descriptor)
 
 
 class Summed:
-    """A stream to write to that counts its bytes and their CRC-32."""
+    """An output stream that computes its size and CRC-32."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -259,7 +259,7 @@ def _open_directory(path: Path) -> int:
 
 
 def _lock_shared(path: Path) -> int | None:
-    """Several ranks may write to one directory. None where it was cleared in between."""
+    """Lock a directory shared, since several ranks may write to it. None if it was cleared."""
     try:
         descriptor = _open_directory(path)
     except FileNotFoundError:
@@ -267,7 +267,7 @@ def _lock_shared(path: Path) -> int | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
     except OSError as error:
-        log.debug("%s cannot be locked (%s): nobody will clear it.", path, error)
+        log.debug("Could not lock %s (%s): it will not be cleared.", path, error)
     if os.fstat(descriptor).st_nlink == 0:
         os.close(descriptor)
         return None

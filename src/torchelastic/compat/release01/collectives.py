@@ -1,6 +1,6 @@
 """Small collectives for `State.sync`, with the names and the order of arguments of 0.1.
 
-Without a process group, or in a world of one, each gives back what it was given.
+Without a process group, or in a world of one, each returns its argument.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     Bytes = numpy.ndarray[tuple[int], numpy.dtype[numpy.uint8]]
 
-#: From this size on a binary is sent in so many pieces, which travel side by side.
+#: From this size on, a binary is sent in this number of concurrent pieces.
 _LARGE = 8 << 20
 _PIECES = 8
 
@@ -29,18 +29,18 @@ def get_rank() -> int:
 
 
 def is_distributed_training_run() -> bool:
-    """Whether there are others."""
+    """Return True if there are other workers."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def convert_to_distributed_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
-    """The tensor where the backend can send it from, and where it was: `cpu` or `gpu`."""
+    """Return the tensor on the backend's device, and its original device: `cpu` or `gpu`."""
     origin = "gpu" if tensor.is_cuda else "cpu"
     return (tensor.to(torch_backends.here()) if origin == "cpu" else tensor), origin
 
 
 def convert_to_normal_tensor(tensor: torch.Tensor, orig_device: str) -> torch.Tensor:
-    """The tensor back where it was."""
+    """Return the tensor on its original device."""
     return tensor.cpu() if tensor.is_cuda and orig_device == "cpu" else tensor
 
 
@@ -57,7 +57,7 @@ def broadcast_bool(value: bool, src_rank: int) -> bool:
 
 
 def broadcast_float_list(float_list: Sequence[float], src_rank: int) -> list[float]:
-    """The numbers that `src_rank` has. All ranks give lists of the same length."""
+    """Return the numbers of `src_rank`. All ranks pass lists of the same length."""
     if not is_distributed_training_run():
         return list(float_list)
     found: list[float] = _broadcast(
@@ -67,7 +67,7 @@ def broadcast_float_list(float_list: Sequence[float], src_rank: int) -> list[flo
 
 
 def all_gather_return_max_long(value: int) -> tuple[int, int]:
-    """Which rank has the largest value, the lowest such rank, and that value."""
+    """Return the lowest rank with the largest value, and that value."""
     if not is_distributed_training_run():
         return 0, value
     own, origin = convert_to_distributed_tensor(torch.tensor([value], dtype=torch.int64))
@@ -79,9 +79,9 @@ def all_gather_return_max_long(value: int) -> tuple[int, int]:
 
 
 def broadcast_model(src_rank: int, model: torch.nn.Module) -> None:
-    """Give every rank the parameters and the buffers that `src_rank` has.
+    """Broadcast the parameters and buffers of `src_rank`.
 
-    0.1 left the buffers out: ranks then differed in what BatchNorm had learned.
+    0.1 left out the buffers, so that the BatchNorm statistics of ranks differed.
     """
     if not is_distributed_training_run():
         return
@@ -92,7 +92,7 @@ def broadcast_model(src_rank: int, model: torch.nn.Module) -> None:
 
 
 def broadcast_binary(data: Bytes | None, src_rank: int) -> Bytes | None:
-    """The bytes that `src_rank` has, an array of uint8. The other ranks may give None."""
+    """Return the bytes of `src_rank`, an array of uint8. The other ranks may pass None."""
     if not is_distributed_training_run():
         return data
     source = _as_bytes(data) if dist.get_rank() == src_rank else None
@@ -113,7 +113,7 @@ def _broadcast(tensor: torch.Tensor, src_rank: int) -> torch.Tensor:
 
 
 def _as_bytes(data: Bytes | None) -> torch.Tensor:
-    """A copy: the array may be read-only, which torch does not take."""
+    """Copy into a tensor: the array may be read-only, which torch refuses."""
     if data is None:
         return torch.empty(0, dtype=torch.uint8)
     if data.dtype != "uint8" or data.ndim != 1:

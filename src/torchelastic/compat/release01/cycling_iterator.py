@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class CyclingIterator(Generic[T]):
-    """What `generator_fn(epoch)` gives for each epoch from `start_epoch` to `n - 1`, in a row."""
+    """Yields the items of `generator_fn(epoch)` for each epoch from `start_epoch` to `n - 1`."""
 
     def __init__(
         self, n: int, generator_fn: Callable[[int], Iterable[T]], start_epoch: int = 0

@@ -1,4 +1,4 @@
-"""A sampler that goes on in the middle of an epoch, in a world of another size."""
+"""A sampler that can continue in the middle of an epoch, in a world of another size."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torchelastic.data.shares import every_nth, turns_left
 
 
 class ElasticDistributedSampler(DistributedSampler[Any]):
-    """This rank's share of what is left of an epoch.
+    """This rank's share of the rest of an epoch.
 
-    `start_index` is how many samples of the epoch all ranks together have had, in its order.
-    That order depends on `set_epoch` alone and on no world: whatever the sizes of the worlds, each
-    sample comes once. (0.1 took `start_index` for an offset in the dataset: after a resize some
-    samples came twice and others never.) The end is filled up, so that all ranks have equally many.
+    `start_index` is the number of samples of the epoch that all ranks have taken, in its order. The
+    order depends on `set_epoch` alone, not on the world: each sample comes once, whatever the world
+    sizes. (0.1 used `start_index` as an offset in the dataset: after a resize some samples came
+    twice and others never.) The end is padded, so that all ranks have the same number.
 
-    It belongs to the epoch it was given for: the next one, by `set_epoch`, begins at its beginning.
-    `torchelastic.data.ElasticSampler` counts by itself, and fills nothing up.
+    `start_index` is for the first epoch only: the next one, after `set_epoch`, starts at 0.
+    `torchelastic.data.ElasticSampler` counts by itself and does not pad.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
         if not 0 <= start_index <= self._dataset_size:
             raise ValueError(
                 f"start_index is {start_index}, but the dataset has {self._dataset_size} samples: "
-                "it counts those of this epoch only."
+                "it counts the samples of this epoch only."
             )
         self.start_index = start_index
         self._begun = False

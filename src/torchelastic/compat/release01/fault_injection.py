@@ -1,4 +1,4 @@
-"""A process that kills itself at random, as 0.1 has it. For faults at exact places: `faults`."""
+"""Random self-kills of a process, as in 0.1. For faults at exact places, see `faults`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def start_fault_injection_thread(
     """Every `interval_in_sec` seconds, SIGKILL this process with this probability (0 to 1)."""
     if not 0 <= fault_injection_rate <= 1:
         raise ConfigError(
-            f"fault_injection_rate is {fault_injection_rate}: it is a probability, from 0 to 1."
+            f"fault_injection_rate is {fault_injection_rate}: it must be a probability, 0 to 1."
         )
     thread = threading.Thread(
         target=_strike_sometimes,
@@ -37,5 +37,5 @@ def _strike_sometimes(rate: float, interval: float) -> None:
     never = threading.Event()
     while not never.wait(interval):
         if chance.random() < rate:
-            log.warning("A fault is injected: this process kills itself.")
+            log.warning("Injecting a fault: this process kills itself.")
             os.kill(os.getpid(), signal.SIGKILL)

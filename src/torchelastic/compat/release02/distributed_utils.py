@@ -1,4 +1,4 @@
-"""A module name of 0.2's: ports and stores for programs that meet by themselves."""
+"""A module of 0.2: ports and stores for programs without a rendezvous."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def create_c10d_store(
     retries: int = 3,
     use_libuv: bool | None = None,
 ) -> TCPStore:
-    """A store for `world_size` processes; the server waits for the others unless told otherwise.
+    """Create a store for `world_size` processes; by default the server waits for the others.
 
-    Without a port the server takes a free one by itself, so nothing is ever to be tried again
-    (`retries`), and torch chooses how to serve (`use_libuv`).
+    Without a port the server takes a free one. `retries` and `use_libuv` are ignored: no retry is
+    needed, and torch chooses how to serve.
     """
     import torch.distributed as dist  # most users of this module want a port
 
     if server_port == -1 and world_size > 1:
-        raise ConfigError("server_port is needed where world_size is more than 1.")
+        raise ConfigError("server_port is required if world_size is more than 1.")
     return dist.TCPStore(  # type: ignore[attr-defined]
         host_name=server_addr,
         port=0 if server_port == -1 else server_port,
@@ -44,13 +44,13 @@ def create_c10d_store(
 
 
 def get_free_port() -> int:
-    """A port of this machine that nobody listens on now; another process may take it any time."""
+    """Return a free port of this machine; another process may take it at any time."""
     with get_socket_with_port() as sock:
         return int(sock.getsockname()[1])
 
 
 def get_socket_with_port() -> socket.socket:
-    """A socket that listens on a free port of this machine."""
+    """Return a socket that listens on a free port of this machine."""
     try:
         return socket.create_server(("localhost", 0), backlog=1)
     except OSError as error:

@@ -1,7 +1,7 @@
 """0.2's rendezvous at an etcd server.
 
-0.2 built it by hand around a client of etcd's v2 API, which etcd 3.6 no longer has. Here the
-parameters say everything: `create_rdzv_handler(RendezvousParameters("etcd", ...))`.
+0.2 was built on etcd's v2 API, which etcd 3.6 no longer has. Create a handler from parameters:
+`create_rdzv_handler(RendezvousParameters("etcd", ...))`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["EtcdRendezvous", "EtcdRendezvousHandler", "EtcdStore", "create_rdzv_
 
 
 class EtcdRendezvousHandler(AgentRendezvousHandler):
-    """A node's way to a world that is agreed on at etcd; `create_rdzv_handler` makes one."""
+    """A rendezvous handler that uses etcd; `create_rdzv_handler` creates one."""
 
     def __init__(self, params: RendezvousParameters) -> None:
         if not isinstance(params, RendezvousParameters) or params.backend not in ETCD_BACKENDS:
@@ -47,6 +47,6 @@ class EtcdStore:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise ConfigError(
-            "EtcdStore needs etcd's v2 API, which etcd 3.6 no longer has: take the store that "
+            "EtcdStore needs etcd's v2 API, which etcd 3.6 no longer has: use the store that "
             "next_rendezvous() returns, or torch.distributed.TCPStore."
         )

@@ -29,20 +29,19 @@ class ElasticAgent(abc.ABC):
 
 
 class SimpleElasticAgent(ElasticAgent):
-    """0.2's base for agents that start workers in a way of their own, which nobody can here."""
+    """0.2's base class for custom agents, which are not supported here."""
 
     def __init__(self, spec: WorkerSpec, exit_barrier_timeout: float = 300) -> None:
         raise ConfigError(
-            f"{type(self).__name__} cannot start workers by itself: an agent process of "
-            "torchelastic does that. Use LocalElasticAgent, or elastic_launch."
+            f"{type(self).__name__} cannot start workers: only the agent process of torchelastic "
+            "does. Use LocalElasticAgent, or elastic_launch."
         )
 
 
 class LocalElasticAgent(SimpleElasticAgent):
     """Runs the workers of one node as processes of this machine.
 
-    The agent itself is a process of its own: `run` waits for it. An agent has one role, that of
-    its spec.
+    The agent is a separate process: `run` waits for it. An agent has one role, that of its spec.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         exit_barrier_timeout: float = 300,
         log_dir: str | None = None,
     ) -> None:
-        """`exit_barrier_timeout` is 0.2's: here the nodes agree on the end, without a barrier."""
+        """`exit_barrier_timeout` is ignored: the nodes agree on the end without a barrier."""
         self._group = WorkerGroup(spec)
         self._config = launch_config(spec, start_method, log_dir)
 
@@ -62,8 +61,8 @@ class LocalElasticAgent(SimpleElasticAgent):
     def run(self, role: str = "default") -> RunResult:
         """Run this node's part of the job to its end.
 
-        Failed workers are a result; an end that is nobody's failure (too few nodes, a signal, a
-        lost rendezvous) is raised, as `torchelastic.launcher.launch_agent` does.
+        Returns a result for failed workers, and raises if the job ends for another reason (too few
+        nodes, a signal, a lost rendezvous), like `torchelastic.launcher.launch_agent`.
         """
         spec, group = self._group.spec, self._group
         assert spec.entrypoint is not None
@@ -83,11 +82,11 @@ class LocalElasticAgent(SimpleElasticAgent):
 
 
 def launch_config(spec: WorkerSpec, start_method: str, log_dir: str | None) -> LaunchConfig:
-    """The job a spec describes."""
+    """Return the launch config for a spec."""
     handler = spec.rdzv_handler
     if not isinstance(handler, AgentRendezvousHandler):
         raise ConfigError(
-            f"{type(handler).__name__} is no rendezvous handler of this package: make one with "
+            f"{type(handler).__name__} is not a rendezvous handler of torchelastic: make one with "
             "torchelastic.compat.release02.rendezvous_registry.get_rendezvous_handler(RendezvousParameters(...))."
         )
     params = handler.params

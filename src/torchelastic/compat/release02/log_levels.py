@@ -1,4 +1,4 @@
-"""A module name of 0.2's: loggers whose level is that of `LOGLEVEL`."""
+"""A module of 0.2: loggers with the level in `LOGLEVEL`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["get_logger"]
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
-    """The logger of this name, or of the module that calls; by default it shows warnings."""
+    """Return the logger of this name, or of the calling module; the default level is WARNING."""
     logger = logging.getLogger(name or sys._getframe(1).f_globals.get("__name__"))
     logger.setLevel(env.get("LOGLEVEL", "WARNING").upper())
     return logger

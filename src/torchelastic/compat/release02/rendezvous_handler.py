@@ -1,4 +1,4 @@
-"""What 0.2 calls a rendezvous: one object by which a node asks for its place, again and again."""
+"""The rendezvous handler of 0.2: an object that a node asks for its rank in each world."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class RendezvousHandler(abc.ABC):
-    """A node's way to a world, for a launcher that starts the workers itself."""
+    """The rendezvous of a node, for a launcher that starts the workers itself."""
 
     @abc.abstractmethod
     def get_backend(self) -> str:
@@ -36,15 +36,15 @@ class RendezvousHandler(abc.ABC):
 
     @abc.abstractmethod
     def next_rendezvous(self) -> tuple[Store, int, int]:
-        """Wait for a world with this node in it: its store, this node's rank, how many nodes.
+        """Wait for a world with this node; return its store, this node's rank, the node count.
 
-        Calling it again says that no worker of the last world is left here. Raises
+        Call it again only when no worker of the last world is left here. Raises
         `RendezvousClosedException`, `RendezvousTimeoutException` or `RendezvousNonRetryableError`.
         """
 
     @abc.abstractmethod
     def is_closed(self) -> bool:
-        """Whether the job has ended for all nodes."""
+        """Return True if the job has ended for all nodes."""
 
     @abc.abstractmethod
     def set_closed(self) -> None:
@@ -52,7 +52,7 @@ class RendezvousHandler(abc.ABC):
 
     @abc.abstractmethod
     def num_nodes_waiting(self) -> int:
-        """More than 0 when the workers are to be stopped and another world to be asked for."""
+        """Return more than 0 if the workers must be stopped for another world."""
 
     @abc.abstractmethod
     def get_run_id(self) -> str:
@@ -60,4 +60,4 @@ class RendezvousHandler(abc.ABC):
 
     @abc.abstractmethod
     def shutdown(self) -> bool:
-        """Be done with the job; whether that went well."""
+        """Leave the job; return False if there was an error."""

@@ -1,4 +1,4 @@
-"""Which rendezvous there are, by name, for callers of 0.2: what is built in, and what they add."""
+"""The registry of rendezvous backends, for callers of 0.2."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 RendezvousHandlerCreator = Callable[[RendezvousParameters], RendezvousHandler]
 
-#: What joins a job is in a layer above this one, and imports torch: by name, when it is used.
+#: Imported by name when it is used: it is in a layer above this one, and imports torch.
 _JOINING = "torchelastic.compat.torchrun.release02_handler"
 
 
 class AgentRendezvousHandler(RendezvousHandler):
-    """One of the rendezvous built in.
+    """A built-in rendezvous backend.
 
-    For a `WorkerSpec` it only says where the nodes meet; the agent of the job does the meeting. A
-    launcher of its own calls `next_rendezvous`: then this process is the node.
+    In a `WorkerSpec` it only holds the parameters; the agent of the job joins the rendezvous. A
+    custom launcher calls `next_rendezvous`: then this process is the node.
     """
 
     def __init__(self, params: RendezvousParameters) -> None:
@@ -47,7 +47,7 @@ class AgentRendezvousHandler(RendezvousHandler):
         return self._joined is not None and bool(self._joined.is_closed())
 
     def set_closed(self) -> None:
-        """End the job for all nodes; a node that is between two worlds only leaves."""
+        """End the job for all nodes; a node between two worlds only leaves."""
         if self._joined is not None:
             self._joined.set_closed()
 
@@ -55,32 +55,32 @@ class AgentRendezvousHandler(RendezvousHandler):
         return 0 if self._joined is None else int(self._joined.num_nodes_waiting())
 
     def shutdown(self) -> bool:
-        """Leave the job; True at once where the meeting was the agent's."""
+        """Leave the job; nothing to do if the agent joined it."""
         return self._joined is None or bool(self._joined.shutdown())
 
 
 class RendezvousHandlerFactory:
-    """Makes handlers by the name of their backend."""
+    """Creates handlers by the name of their backend."""
 
     def __init__(self) -> None:
         self._creators: dict[str, RendezvousHandlerCreator] = {}
 
     def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
-        """Add a rendezvous; each name once."""
+        """Register a backend; each name once."""
         if not backend:
-            raise ConfigError("A rendezvous needs a name to be registered by.")
+            raise ConfigError("A rendezvous backend needs a name.")
         if backend in self._creators:
             raise ConfigError(
-                f"The rendezvous '{backend}' is registered already: choose another name."
+                f"The rendezvous backend '{backend}' is already registered: use another name."
             )
         self._creators[backend] = creator
 
     def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
-        """The handler for these parameters; refuses a rendezvous nobody has registered."""
+        """Create the handler for these parameters; ConfigError if the backend is unknown."""
         creator = self._creators.get(params.backend)
         if creator is None:
-            check_backend(params.backend, params.config)  # its sentence names those there are
-            raise ConfigError(f"The rendezvous '{params.backend}' is not registered.")
+            check_backend(params.backend, params.config)  # its error lists the known ones
+            raise ConfigError(f"The rendezvous backend '{params.backend}' is not registered.")
         return creator(params)
 
 

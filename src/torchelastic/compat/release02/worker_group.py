@@ -1,4 +1,4 @@
-"""What 0.2 calls the workers of a node: the plan, the workers, and how they end."""
+"""The worker group of 0.2: the spec, the workers of a node, and their result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchelastic.rendezvous.world import World, WorldNode
 
 @dataclass
 class WorkerSpec:
-    """The plan: what the workers of this node run, how many there are, and whom they join."""
+    """The program of this node's workers, their number, and their rendezvous."""
 
     role: str
     local_world_size: int
@@ -30,9 +30,9 @@ class WorkerSpec:
     args: tuple[Any, ...] = ()
     #: Restarts the whole job may spend.
     max_restarts: int = 3
-    #: Kept for old callers: workers are watched, not polled.
+    #: Ignored: workers are watched, not polled.
     monitor_interval: float = 30.0
-    #: Kept for old callers: every generation has a store of its own, on a port of its own.
+    #: Ignored: every generation has its own store on its own port.
     master_port: int | None = None
     redirects: Std | Mapping[int, Std] = Std.NONE
     tee: Std | Mapping[int, Std] = Std.NONE
@@ -42,7 +42,7 @@ class WorkerSpec:
             raise ConfigError(f"local_world_size must be at least 1, not {self.local_world_size}.")
         if self.fn is not None:
             warnings.warn(
-                "WorkerSpec.fn is the old name of WorkerSpec.entrypoint.",
+                "WorkerSpec.fn is deprecated: use WorkerSpec.entrypoint.",
                 DeprecationWarning,
                 stacklevel=3,
             )
@@ -60,7 +60,7 @@ class WorkerSpec:
 
 @dataclass
 class Worker:
-    """A worker's place; -1 until it has one."""
+    """The ranks of a worker; -1 until they are known."""
 
     local_rank: int
     global_rank: int = -1
@@ -70,7 +70,7 @@ class Worker:
 
 
 class WorkerState(str, enum.Enum):
-    """What all workers of a node are together."""
+    """The common state of all workers of a node."""
 
     UNKNOWN = "UNKNOWN"
     INIT = "INIT"
@@ -82,7 +82,7 @@ class WorkerState(str, enum.Enum):
 
     @staticmethod
     def is_running(state: WorkerState) -> bool:
-        """Whether the workers are there."""
+        """Return True if the workers are running."""
         return state in (WorkerState.HEALTHY, WorkerState.UNHEALTHY)
 
 
@@ -97,7 +97,7 @@ class WorkerGroup:
         self.state = WorkerState.INIT
 
     def place(self, world: World, node: WorldNode) -> None:
-        """Give every worker the place it has in a world."""
+        """Set the ranks of every worker in a world."""
         self.group_rank, self.group_world_size = node.node_rank, world.count
         for worker in self.workers:
             worker.global_rank = node.first_rank + worker.local_rank
@@ -108,7 +108,7 @@ class WorkerGroup:
 
 @dataclass
 class RunResult:
-    """How the job ended, by global rank: what this node's workers returned, or what failed."""
+    """The result of the job by global rank: return values of this node's workers, or failures."""
 
     state: WorkerState
     return_values: dict[int, Any] = field(default_factory=dict)

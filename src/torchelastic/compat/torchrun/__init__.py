@@ -1,9 +1,9 @@
 """torchrun's process: our rendezvous for stock torchrun (`--rdzv-backend=torchelastic`).
 
-launcher_node        a member of the job in a thread, while torchrun has the workers
-launcher_node_state  what it does with the worlds it hears of, pure
-launcher_stores      what the launchers tell each other in the store of a generation
-torchrun_flags       torchrun's rendezvous parameters as a job of ours, pure
+launcher_node        a member of the job in a thread, while torchrun runs the workers
+launcher_node_state  its decisions: when to enter a world, and when to stop; pure
+launcher_stores      messages between launchers, in the store of a generation
+torchrun_flags       torchrun's rendezvous parameters as a LaunchConfig, pure
 torch_handler        torch's `RendezvousHandler`; release02_handler: that of 0.2
 
 torch finds this package by its entry point in the group `torchrun.handlers`.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def handler_creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """The entry point: what makes the handler of a job."""
+    """The entry point: return the function that creates the handler of a job."""
     return _create_handler
 
 

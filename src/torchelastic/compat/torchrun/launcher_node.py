@@ -1,8 +1,7 @@
-"""A guest: a node that is a member of a job in a thread, while another launcher has its workers.
+"""A node of a job whose workers another launcher starts, such as torchrun.
 
-Everything about the job happens in the thread's event loop; the launcher's own thread calls the
-methods below `# For the launcher`, waits where they wait, and is told by exceptions what ends the
-job for it.
+A thread with an event loop is the member of the job. The launcher's own thread calls the methods
+below `# For the launcher`, which may block, and raise when the job ends for it.
 """
 
 from __future__ import annotations
@@ -33,28 +32,28 @@ from torchelastic.worker.worker_stores import OwnStores
 
 logger = logging.getLogger("torchelastic")
 
-#: Seconds the last words of a node may take, and a host stays for the others to go.
+#: Seconds for the last messages of a node, and that a host stays for the others to leave.
 LAST_WORDS, HOST_STAYS = 2.0, 5.0
-#: Seconds a node that is done waits for the others to be: a launcher that was asked to stop its
-#: workers gives them 30 s.
+#: Seconds that a finished node waits for the others: a launcher that is asked to stop its workers
+#: gives them 30 s.
 OTHERS_END = 35.0
-#: Seconds the leader has to say why there is no world, before this node says so by itself.
+#: Extra seconds for the leader to report why there is no world, before this node gives up.
 LEADER_FIRST = 5.0
-#: Seconds the store of a generation has to answer: its host was alive a moment ago.
+#: Time limit for the store of a generation to answer: its host was alive a moment ago.
 STORE_ANSWERS = 10.0
-#: Seconds between two looks at whether all nodes have come to the store, and for all to come.
+#: Seconds between two checks that all nodes have reached the store, and for all to arrive.
 LOOK_AGAIN, ALL_COME = 0.02, 60.0
 
 
 @dataclass(frozen=True)
 class Entered:
-    """A world the launcher is to start workers for."""
+    """A world for which the launcher should start workers."""
 
     node_rank: int
     nodes: int
-    #: What the launchers of this world exchange their ranks through.
+    #: The store through which the launchers of this world exchange their ranks.
     store: launcher_stores.AgentStore
-    #: Where the workers meet; the same TCPStore.
+    #: The address of the workers' store; the same TCPStore.
     master_addr: str
     master_port: int
     generation: int
@@ -68,9 +67,9 @@ class LauncherNode:
         self._launcher = launcher
         self._clock = SystemClock()
         self._state = LauncherNodeState(node=secrets.token_hex(6))
-        #: Guards `_state` and `_error`, and tells of their changes.
+        #: Guards `_state` and `_error`, and signals their changes.
         self._news = threading.Condition()
-        #: Why there is no job for this node any more.
+        #: The reason why the job is over for this node.
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -82,9 +81,9 @@ class LauncherNode:
     # For the launcher
 
     def next_world(self) -> Entered:
-        """Wait for a world with this node in it. No worker of an earlier one is left here.
+        """Wait for a world with this node in it. The launcher has no worker of an earlier one.
 
-        Raises `JobClosed`, `NotEnoughNodes`, or what keeps this node from the rendezvous.
+        Raises `JobClosed`, `NotEnoughNodes`, or an error of the rendezvous.
         """
         self._join_once()
         while True:
@@ -95,7 +94,7 @@ class LauncherNode:
                 return entered
 
     def must_stop(self) -> bool:
-        """Whether the workers are to be stopped and another world to be asked for."""
+        """Return True if the launcher must stop its workers and ask for another world."""
         with self._news:
             if self._error is not None:
                 raise self._error
@@ -103,23 +102,23 @@ class LauncherNode:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the job has ended."""
+        """True if the job has ended."""
         with self._news:
             return self._state.is_closed
 
     def workers_succeeded(self) -> None:
-        """Those of this node, in the world it is in; other nodes may still be busy."""
+        """Report that the workers of this node succeeded; other nodes may still be busy."""
         self._post(self._say_end, "done", "")
 
     def end(self, ending: Ending, why: str) -> bool:
-        """Be done with the job; whether that was said in peace."""
+        """Leave the job; return False if there was an error."""
         thread = self._thread
         if thread is None or not thread.is_alive():
             return self._error is None
         self._post(self._say_end, ending, why)
         with self._news:
             if ending == "left":
-                # If it is the leader that goes, it says first that its world is over.
+                # A leader that leaves first announces that its world is over.
                 self._news.wait_for(lambda: not self._state.in_world or self._error, LAST_WORDS)
             elif self._state.counts:
                 self._news.wait_for(lambda: self._state.is_closed or self._error, OTHERS_END)
@@ -133,19 +132,21 @@ class LauncherNode:
     def _join_once(self) -> None:
         if self._thread is not None:
             return
-        # A daemon: the interpreter waits for no other before it runs what `atexit` has.
-        self._thread = threading.Thread(target=self._run, name="torchelastic-guest", daemon=True)
+        # A daemon: the interpreter would wait for any other thread before it runs `atexit`.
+        self._thread = threading.Thread(
+            target=self._run, name="torchelastic-rendezvous", daemon=True
+        )
         with self._news:
             self._thread.start()
             self._news.wait_for(lambda: self._loop or self._error)
         atexit.register(self._leave)
 
     def _leave(self) -> None:
-        """A launcher that a signal ends says nothing; its process does."""
-        self.end("left", f"{self._launcher} ends")
+        """Leave at exit: a launcher that is ended by a signal does not do it."""
+        self.end("left", f"{self._launcher} exits")
 
     def _post(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Have something done in the event loop; nothing is once that has ended."""
+        """Run something in the event loop, unless that has ended."""
         with self._news:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(work, *arguments)
@@ -170,7 +171,7 @@ class LauncherNode:
         self._post(self._asked, state)
 
     def _wait_for_world(self) -> World:
-        """There may be a running world without a place for this node: that is waited out."""
+        """Wait for a world with this node, also while another world runs without it."""
         limit = self._config.wait_for_nodes
         since = self._clock.now()
         with self._news:
@@ -184,14 +185,16 @@ class LauncherNode:
                 if self._state.world is not None and self._state.world.phase == "running":
                     since = self._clock.now()
                 if limit and self._clock.now() > since + limit + LEADER_FIRST:
-                    raise NotEnoughNodes(f"The nodes have agreed on no world for {limit:g} s.")
+                    raise NotEnoughNodes(
+                        f"Timed out: the nodes did not agree on a world within {limit:g} s."
+                    )
                 self._news.wait(1.0)
 
     def _enter(self, world: World) -> Entered | None:
-        """Meet the other nodes at the store of the world; None if that cannot be any more.
+        """Wait for the other nodes at the store of the world; None if that fails.
 
-        Only when all have come is the launcher told of the world: it would wait there for who does
-        not come, and then end.
+        The launcher gets the world only when all have arrived: otherwise it would wait there for a
+        missing node, and then exit.
         """
         host, port = parse_endpoint(world.store)
         node_rank = world.place(self._state.node)
@@ -204,7 +207,7 @@ class LauncherNode:
             if not self._wait_for_all(store):
                 return None
         except DistError as error:
-            logger.info("generation %d cannot be entered: %s", world.generation, error)
+            logger.info("Could not enter generation %d: %s", world.generation, error)
             return None
         return Entered(node_rank, world.count, store, host, port, world.generation)
 
@@ -228,8 +231,8 @@ class LauncherNode:
         except TorchElasticError as error:
             self._fail(error)
         except Exception as error:
-            logger.exception("The thread that speaks for this node has failed.")
-            self._fail(RendezvousLost(f"The thread that speaks for this node failed: {error!r}"))
+            logger.exception("The rendezvous thread of this node failed.")
+            self._fail(RendezvousLost(f"The rendezvous thread of this node failed: {error!r}"))
 
     async def _main(self) -> None:
         self._session = MemberSession(
@@ -263,7 +266,7 @@ class LauncherNode:
         self._stores.close()
 
     def _asked(self, state: LauncherNodeState) -> None:
-        """The launcher has no worker any more, and wants another world than that of `state`."""
+        """The launcher has no workers any more and wants a world after that of `state`."""
         if state.given_up:
             self._beside.start(self._rejoin, "rejoin")
         elif state.held >= 0:
@@ -276,10 +279,10 @@ class LauncherNode:
         self._session.update(**launcher_node_state.facts_at_end(state, ending, failure, why))
 
     def _failure(self, state: LauncherNodeState, message: str, *, fatal: bool = False) -> Failure:
-        """What ended the workers of this node, as far as the launcher shows it.
+        """Describe the failure of this node's workers.
 
-        Which is little: unless it gives up, they may have fallen because of others, and are not
-        taken for the cause (`stopped`).
+        The launcher shows little: unless it gives up, they may have failed because of others, and
+        are not treated as the cause (`stopped`).
         """
         found = state.world.find(state.node) if state.world is not None else None
         return Failure(
@@ -300,7 +303,7 @@ class LauncherNode:
             self._beside.start(self._rejoin, "rejoin")
 
     async def _rejoin(self) -> None:
-        """Come as a newcomer, for no worker is left here; once, whoever asks."""
+        """Join again as a new member, since no worker is left here. Runs once at a time."""
         if self._rejoining:
             return
         self._rejoining = True
@@ -326,5 +329,5 @@ class LauncherNode:
 
 
 def _ended(state: LauncherNodeState, launcher: str) -> str:
-    """With the generation, so that no two are alike: restarts are the launcher's to count."""
+    """Include the generation, so that no two are equal: the launcher counts restarts."""
     return f"the workers of generation {state.held} ended, {launcher} restarts them"

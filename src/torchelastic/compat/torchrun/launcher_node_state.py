@@ -1,8 +1,8 @@
-"""What a guest makes of the worlds it hears of. Pure.
+"""The decisions of a launcher node: when to enter a world, and when to stop. Pure.
 
-A *guest* is a node whose workers another launcher starts and stops. The launcher asks for a world
-when it has no workers (`next_world`), asks now and then whether it has to stop them (`must_stop`),
-and asks for another world when they have ended, whatever the reason.
+A *launcher node* is a node whose workers another launcher starts and stops. The launcher asks for a
+world when it has no workers (`next_world`), polls if it must stop them (`must_stop`), and asks for
+another world when they have ended, whatever the reason.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torchelastic.errors import EXIT_NOT_ENOUGH_NODES, JobClosed, NotEnoughNodes
 from torchelastic.events.failure import Failure
 from torchelastic.rendezvous.world import World
 
-#: How a launcher is done with a job: its workers succeeded; they failed and it will not start them
-#: again; it goes, and the others may go on.
+#: The end of a launcher's part: its workers succeeded; they failed and it will not restart them; it
+#: leaves, and the others may continue.
 Ending = Literal["done", "failed", "left"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherNodeState:
-    """All that decides what the launcher is told."""
+    """The state that the answers to the launcher depend on."""
 
     node: str
     #: The latest world.
@@ -30,17 +30,17 @@ class LauncherNodeState:
     held: int = -1
     #: The launcher waits for a world; no worker of `held` is left.
     asking: bool = False
-    #: The lease is lost: somebody else may train in this node's place already.
+    #: The lease is lost: another node may already have taken this node's place.
     given_up: bool = False
 
     @property
     def in_world(self) -> bool:
-        """Whether the generation the launcher was given still runs, with this node in it."""
+        """True if the generation the launcher was given still runs, with this node in it."""
         return self._phase_of_held == "running"
 
     @property
     def counts(self) -> bool:
-        """Whether what this node says of its generation still makes a difference."""
+        """True if this node's report about its generation still matters."""
         return self._phase_of_held in ("running", "over")
 
     @property
@@ -55,12 +55,12 @@ class LauncherNodeState:
 
 
 def must_stop(state: LauncherNodeState) -> bool:
-    """Whether the launcher has to stop the workers it was given a world for."""
+    """Return True if the launcher must stop its workers."""
     return state.held >= 0 and not state.asking and not state.in_world
 
 
 def next_world(state: LauncherNodeState) -> World | None:
-    """The world to enter now; None: there is none yet. Raises when there will be none any more."""
+    """Return the world to enter now; None if there is none yet. Raises if the job has ended."""
     world = state.world
     if world is None or state.given_up:
         return None
@@ -77,15 +77,15 @@ def _closed(world: World) -> JobClosed | NotEnoughNodes:
 
 
 def facts_when_asking(state: LauncherNodeState, failure: Failure) -> dict[str, Any]:
-    """What the member record says from when the launcher asks for another world.
+    """Return the fields of the member record when the launcher asks for another world.
 
-    Asked to stop its workers, it has nothing to explain; otherwise they ended by themselves.
+    The failure is included only if the workers ended by themselves, not if they were stopped.
     """
     return {"gone": gone(state), "failures": (failure,) if state.in_world else ()}
 
 
 def gone(state: LauncherNodeState) -> int:
-    """The newest generation of which a launcher that asks for a world has no worker.
+    """Return the newest generation of which a launcher that asks for a world has no worker.
 
     A world may have ended before the launcher was given it, while this node was cut off, say.
     """
@@ -98,10 +98,10 @@ def gone(state: LauncherNodeState) -> int:
 def facts_at_end(
     state: LauncherNodeState, ending: Ending, failure: Failure, why: str
 ) -> dict[str, Any]:
-    """What the member record says when the launcher is done with the job.
+    """Return the fields of the member record when the launcher is done with the job.
 
-    Nobody else may be done yet: a node that succeeded has no worker for another world (`nproc`),
-    since its launcher would not start any.
+    Other nodes may not be done yet: a node that succeeded has no workers for another world
+    (`nproc`), since its launcher would not start any.
     """
     if ending == "done" and state.in_world:
         return {"done": state.held, "gone": state.held, "nproc": 0}

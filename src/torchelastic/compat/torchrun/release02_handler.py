@@ -1,4 +1,4 @@
-"""0.2's rendezvous handler over a guest, for launchers that were written for 0.2."""
+"""0.2's rendezvous handler over a LauncherNode, for launchers written for 0.2."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Release02Handler:
         self._node.end("failed", "the rendezvous was closed")
 
     def shutdown(self) -> bool:
-        """Done if nothing is being raised; otherwise only this node leaves."""
+        """End the job if no exception is being handled; otherwise only this node leaves."""
         raised = sys.exc_info()[1]
         return self._node.end("done" if raised is None else "left", repr(raised))
 
 
 @contextlib.contextmanager
 def _old_errors() -> Iterator[None]:
-    """What we raise, as 0.2's callers know it."""
+    """Translate our exceptions into those of 0.2."""
     try:
         yield
     except errors.JobClosed as error:

@@ -1,4 +1,4 @@
-"""torch's `RendezvousHandler` over a guest: `torchrun --rdzv-backend=torchelastic`."""
+"""torch's `RendezvousHandler` over a LauncherNode: `torchrun --rdzv-backend=torchelastic`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torchelastic.config import LaunchConfig
 
 BACKEND = "torchelastic"
 
-#: torch's class for each of ours; the first that fits.
+#: torch's exception for each of ours; the first match counts.
 _TORCHS: tuple[tuple[type[Exception], type[RendezvousError]], ...] = (
     (errors.JobClosed, RendezvousClosedError),
     (errors.NotEnoughNodes, RendezvousTimeoutError),
@@ -37,7 +37,7 @@ _TORCHS: tuple[tuple[type[Exception], type[RendezvousError]], ...] = (
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """The handler of a job; nothing is joined before `next_rendezvous`."""
+    """Create the handler of a job; `next_rendezvous` joins it."""
     config = launch_config(
         params.endpoint,
         params.run_id,
@@ -49,7 +49,7 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
 
 
 class TorchrunHandler(RendezvousHandler):
-    """This node among the others of a job whose workers torchrun starts."""
+    """This node of a job whose workers torchrun starts."""
 
     def __init__(self, config: LaunchConfig) -> None:
         self._run_id = config.run_id
@@ -63,7 +63,7 @@ class TorchrunHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """The workers meet at the store of their generation, which a torchrun process has."""
+        """True: the workers use the store of their generation, which a torchrun process hosts."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -77,9 +77,9 @@ class TorchrunHandler(RendezvousHandler):
         )
 
     def num_nodes_waiting(self) -> int:
-        """1 when the workers are to be stopped for another world, whoever it is that comes or went.
+        """Return 1 if the workers must be stopped for another world, for whatever reason.
 
-        torchrun restarts its workers for that without spending a restart.
+        torchrun then restarts its workers without spending a restart.
         """
         with _torchs_errors():
             return int(self._node.must_stop())
@@ -88,20 +88,20 @@ class TorchrunHandler(RendezvousHandler):
         return self._node.is_closed
 
     def set_closed(self) -> None:
-        """End the job for all nodes; one that is between two worlds only leaves."""
+        """End the job for all nodes; a node between two worlds only leaves."""
         self._node.end("failed", "the rendezvous was closed")
 
     def shutdown(self) -> bool:
-        """This node is done with the job. torchrun does not say how, but what it raises does."""
+        """Leave the job. torchrun's current exception shows how it ended."""
         ending, why = _ending(sys.exc_info()[1])
         return self._node.end(ending, why)
 
 
 def _ending(raised: BaseException | None) -> tuple[Ending, str]:
-    """How torchrun's part in a job ends, by what it is about to raise.
+    """Return how torchrun's part in a job ends, from the exception it is about to raise.
 
-    Workers that failed too often end the job, as they do with torch's own rendezvous. Whatever else
-    ends one torchrun is its own affair: the other nodes go on.
+    Workers that failed too often end the job, as with torch's own rendezvous. If one torchrun ends
+    for any other reason, the other nodes continue.
 
     >>> _ending(None), _ending(ValueError("boom"))
     (('done', ''), ('left', 'ValueError: boom'))
@@ -110,7 +110,7 @@ def _ending(raised: BaseException | None) -> tuple[Ending, str]:
         return "done", ""
     words = f"{type(raised).__name__}: {_first_line(raised)}"
     if isinstance(raised, ChildFailedError):
-        return "failed", f"torchrun restarts its workers no more ({words})"
+        return "failed", f"torchrun gave up restarting its workers ({words})"
     return "left", words
 
 
@@ -120,7 +120,7 @@ def _first_line(raised: BaseException) -> str:
 
 @contextlib.contextmanager
 def _torchs_errors() -> Iterator[None]:
-    """What we raise, as torch's callers know it."""
+    """Translate our exceptions into torch's."""
     try:
         yield
     except errors.TorchElasticError as error:
@@ -128,7 +128,7 @@ def _torchs_errors() -> Iterator[None]:
 
 
 def torchs_error(error: Exception) -> Exception:
-    """The error torch has for one of ours; a mistake of the user's stays what it is."""
+    """Return torch's exception for one of ours; a user error is returned unchanged."""
     for ours, torchs in _TORCHS:
         if isinstance(error, ours):
             return torchs(str(error))

@@ -1,4 +1,4 @@
-"""What torchrun's flags say of the rendezvous, as a job of ours. Pure."""
+"""Convert torchrun's rendezvous flags into a LaunchConfig. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torchelastic.config import ETCD_BACKENDS, LaunchConfig, parse_truth
 from torchelastic.errors import ConfigError
 from torchelastic.rendezvous.backend_parameters import check_backend, fields_from_conf
 
-#: `--rdzv-conf backend=NAME`; without it the endpoint says.
+#: `--rdzv-conf backend=NAME`; the default depends on the endpoint.
 _BACKEND_KEY = "backend"
 _SCHEME = "://"
-#: Restarts are torchrun's to count.
+#: torchrun counts restarts.
 _NO_LIMIT = 1 << 31
 _QUORUMS = ("majority", "none")
-#: What torchrun has for a job without an id.
+#: torchrun's default job id.
 _NO_ID = "none"
 
 
@@ -27,7 +27,7 @@ def launch_config(
     *,
     local_addr: str | None = None,
 ) -> LaunchConfig:
-    """The job as its nodes see it, a torchrun being one worker of its node.
+    """Return the job config of a node; torchrun counts as one worker of its node.
 
     >>> made = launch_config("etcd://a:1,b:2", "job", (1, 2), {"last_call_timeout": 5})
     >>> made.rdzv_backend, made.settle
@@ -37,8 +37,8 @@ def launch_config(
     check_backend(backend, conf)
     if backend in ETCD_BACKENDS and nodes[1] > 1 and run_id in ("", _NO_ID):
         raise ConfigError(
-            "Nodes that meet at etcd need an id of their job: give every torchrun the same "
-            "--rdzv-id, which no other job there has."
+            "The etcd rendezvous needs a job id: give every torchrun of this job the same "
+            "--rdzv-id, and every other job another one."
         )
     texts = {str(key): str(value) for key, value in conf.items() if key != _BACKEND_KEY}
     return LaunchConfig(
@@ -56,7 +56,7 @@ def launch_config(
 
 
 def _flags_of_ours(conf: Mapping[str, Any]) -> dict[str, Any]:
-    """What torchrun has no flags for.
+    """Return the settings that torchrun has no flags for.
 
     >>> _flags_of_ours({"quorum": "none", "two_node_takeover": 1})
     {'quorum': 'none', 'two_node_takeover': True}
@@ -65,7 +65,7 @@ def _flags_of_ours(conf: Mapping[str, Any]) -> dict[str, Any]:
     if "quorum" in conf:
         if conf["quorum"] not in _QUORUMS:
             raise ConfigError(
-                f"Rendezvous key quorum: '{conf['quorum']}' is none: write majority or none."
+                f"--rdzv-conf quorum is '{conf['quorum']}': it must be majority or none."
             )
         fields["quorum"] = conf["quorum"]
     if "witness" in conf:
@@ -76,7 +76,7 @@ def _flags_of_ours(conf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _where(endpoint: str, backend: str) -> tuple[str, str]:
-    """The backend and the endpoint without a scheme.
+    """Return the backend, and the endpoint without its scheme.
 
     >>> _where("node1:29400", ""), _where("etcd://a:1,b:2", "")
     (('c10d', 'node1:29400'), ('etcd', 'a:1,b:2'))
@@ -87,6 +87,6 @@ def _where(endpoint: str, backend: str) -> tuple[str, str]:
     named = "c10d" if scheme == "tcp" else scheme
     if backend and backend != named:
         raise ConfigError(
-            f"--rdzv-endpoint {endpoint} and --rdzv-conf backend={backend} disagree: leave one out."
+            f"--rdzv-endpoint {endpoint} and --rdzv-conf backend={backend} disagree: remove one."
         )
     return named, rest

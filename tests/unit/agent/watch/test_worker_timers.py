@@ -15,7 +15,7 @@ from tests.unit.agent.support import in_loop
 from torchelastic.agent.watch import stack_reader, worker_timers
 from torchelastic.agent.watch.file_timers import FileTimers
 from torchelastic.agent.watch.worker_timers import Timers, first, pause
-from torchelastic.timer.timer_table import STACKS_AT, Table, Timer, read
+from torchelastic.timer.timer_table import STACKS_AT, Timer, TimerTable, read
 
 SIGNUM = signal.SIGRTMIN + 7
 MESSAGE = {"type": "timers", "signal": int(SIGNUM)}
@@ -77,7 +77,7 @@ class Workers:
 
 @pytest.fixture
 def table():
-    made = Table()
+    made = TimerTable()
     yield made
     made.close()
 
@@ -132,7 +132,7 @@ def stack(table, sleeper, monkeypatch):
 async def test_an_expired_timer_ends_its_worker_and_no_other(table, sleeper, monkeypatch):
     """The stack is what the worker writes; a stack from before does not count."""
     os.pwrite(table.descriptor, b"an older stack\n", STACKS_AT)
-    innocent = Table()
+    innocent = TimerTable()
     innocent.set("in time", 600.0, time.monotonic() + 600)
 
     def write_stacks(pid, signum):

@@ -97,7 +97,7 @@ def test_a_write_before_its_time_is_noticed_and_one_after_its_end_is_none(memory
     copying, _ = begin(memory, {"w": tensor}, {tensor.data_ptr(): tensor})
     tensor.add_(1)
     copying.run()  # who only helps is not told
-    with pytest.raises(CheckpointError, match=r"written to before optimizer\.step"):
+    with pytest.raises(CheckpointError, match=r"changed before optimizer\.step"):
         copying.result()
 
 

@@ -28,6 +28,6 @@ def test_the_process_kills_itself():
 @pytest.mark.parametrize("rate", [-0.1, 1.5])
 def test_a_rate_is_a_probability(rate):
     before = random.getstate()
-    with pytest.raises(ConfigError, match="from 0 to 1"):
+    with pytest.raises(ConfigError, match="must be a probability"):
         start_fault_injection_thread(rate, 1)
     assert random.getstate() == before

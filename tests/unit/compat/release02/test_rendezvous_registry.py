@@ -53,7 +53,7 @@ def test_others_are_registered_once_each():
     factory.register("mine", lambda params: params.run_id)
 
     assert factory.create_handler(parameters("mine")) == "job-1"
-    with pytest.raises(ConfigError, match="'mine' is registered already"):
+    with pytest.raises(ConfigError, match="'mine' is already registered"):
         factory.register("mine", lambda params: None)
     with pytest.raises(ConfigError, match="needs a name"):
         factory.register("", lambda params: None)

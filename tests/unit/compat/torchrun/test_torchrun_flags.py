@@ -44,7 +44,7 @@ def test_what_is_wrong_is_said_before_anything_is_joined():
         ({"endpoint": "zookeeper://z"}, "Unknown rendezvous backend 'zookeeper'"),
         ({"endpoint": "etcd://e1", "run_id": "none"}, "--rdzv-id"),
         ({"endpoint": ""}, "--rdzv-endpoint"),
-        ({"quorum": "some"}, "write majority or none"),
+        ({"quorum": "some"}, "must be majority or none"),
         ({"two_node_takeover": "maybe"}, "neither yes nor no"),
         ({"last_call_timeout": "soon"}, "'soon' is not a valid duration"),
     ]
