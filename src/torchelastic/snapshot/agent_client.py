@@ -88,7 +88,7 @@ class Agent:
         if descriptor is not None:
             os.close(descriptor)
         if not isinstance(answer, Holdings):
-            raise SnapshotError(f"The agent does not say what it holds: {_words(answer)}")
+            raise SnapshotError(f"The agent did not list its snapshots: {_words(answer)}")
         return answer
 
     def room(self, piece: str, size: int, skeleton: int) -> Memory:
@@ -159,7 +159,7 @@ class Agent:
         try:
             return Memory(descriptor, writable=isinstance(answer, Granted))
         except (OSError, ValueError) as error:
-            raise SnapshotError(f"The memory from the agent cannot be used: {error}.") from None
+            raise SnapshotError(f"Cannot use the memory from the agent: {error}.") from None
         finally:
             os.close(descriptor)
 
@@ -182,7 +182,7 @@ class Agent:
             if isinstance(answer, Answer) and answer.request == number:
                 return answer, descriptor
             self._overhear(message, descriptor)
-        raise Unanswered("The agent has not answered in time.")
+        raise Unanswered("Timed out waiting for the agent's answer.")
 
 
 def _words(answer: Answer) -> str:
@@ -197,8 +197,8 @@ def connect() -> Agent | None:
     global _connected
     if _connected:
         raise RuntimeError(
-            "Another TorchState of this process is kept already: make one TorchState of all models "
-            "and optimizers."
+            "This process already keeps snapshots of another TorchState. Put all models and "
+            "optimizers into one TorchState."
         )
     link = channel.link()
     _connected = link is not None

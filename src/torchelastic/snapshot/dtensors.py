@@ -67,9 +67,9 @@ def _slots(lasting: Mapping[str, Any]) -> Iterator[tuple[str, dict[Any, Any], An
 
 #: What to do about placements that cannot be kept.
 _ADVICE = {
-    "_StridedShard": "FSDP2 and tensor parallelism split the same dimension of it; have them split "
-    "different ones, or use one of them",
-    "Partial": "redistribute it by Shard or Replicate first",
+    "_StridedShard": "FSDP2 and tensor parallelism split the same dimension; let them split "
+    "different dimensions, or use only one of them",
+    "Partial": "redistribute it to Shard or Replicate first",
 }
 
 
@@ -84,8 +84,8 @@ def _refuse_placements(name: str, tensor: Any) -> None:
         if type(placement) not in (Shard, Replicate):
             kind = type(placement).__name__
             raise TypeError(
-                f"{name} is a DTensor that cannot be kept, since a rank need not have one block of "
-                f"what is placed by {kind}: {_ADVICE.get(kind, 'place it by Shard or Replicate')}."
+                f"Cannot snapshot the DTensor {name}: with placement {kind}, a rank may not hold "
+                f"one contiguous block. Fix: {_ADVICE.get(kind, 'use Shard or Replicate')}."
             )
 
 

@@ -17,8 +17,8 @@ def place() -> tuple[int, int]:
         return dist.get_rank(), dist.get_world_size()
     if int(env.get("WORLD_SIZE", "1")) > 1:
         raise RuntimeError(
-            "All ranks must agree on where to go on: call torch.distributed.init_process_group "
-            "before restore()."
+            "Call torch.distributed.init_process_group before restore(): all ranks must agree on "
+            "the step to restore."
         )
     return 0, 1
 

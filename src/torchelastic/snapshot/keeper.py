@@ -121,7 +121,7 @@ class Keeper:
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_write)
         if holder is None:
-            log.info("No agent holds memory for this process: commit() only counts steps.")
+            log.info("This process has no agent to hold snapshots: commit() only counts steps.")
 
     def _before_write(self, *_: object) -> None:
         if self._waits is not None:
@@ -145,8 +145,8 @@ class Keeper:
         """`ValueError` unless this step may be committed."""
         if (self.generation, step) <= self._committed:
             raise ValueError(
-                f"Step {step} cannot be committed after step {self._committed[1]}: steps are "
-                "committed in order, and each once."
+                f"Cannot commit step {step} after step {self._committed[1]}: commit each step "
+                "once, in order."
             )
 
     def commit(self, step: int) -> None:
@@ -238,8 +238,8 @@ class Keeper:
         said = exchange.gather(whole)
         if damaged := [str(rank) for rank, well in enumerate(said) if not well]:
             raise SnapshotError(
-                "The snapshot that all ranks went on from is damaged on the node of rank "
-                f"{', '.join(damaged)}. It is dropped there: the next generation goes on from "
+                "The restored snapshot is damaged on the node of rank "
+                f"{', '.join(damaged)}. It was dropped there; the next generation restores "
                 "another one."
             )
 
@@ -347,7 +347,7 @@ class Keeper:
         if verdict is Verdict.LOAD:
             self._load(found, said)
             self._load_own(version, nodes, searcher)
-            log.info("Going on from step %d, found in memory.", version[1])
+            log.info("Resuming from step %d, found in memory.", version[1])
             return True
         if found is not None:
             found.close()
@@ -379,8 +379,8 @@ class Keeper:
         lost = lacking(nodes, version, self.size)
         if lost and self.rank == 0:
             log.warning(
-                "What ranks %s had of their own at step %d is lost: their random states are those "
-                "the script has made.",
+                "The per-rank state of ranks %s at step %d is lost. Their random number generators "
+                "keep the state that the script gave them.",
                 ", ".join(map(str, lost)),
                 version[1],
             )
@@ -393,20 +393,22 @@ class Keeper:
             different = different_starts(loaded)
             if self._shards.any:
                 raise CheckpointError(
-                    f"{different}. Each has shards of its own: load the same step on all ranks."
+                    f"{different}. The state is sharded: load the same step on all ranks."
                 )
             if self.rank == 0:
-                log.warning("%s. All ranks get the state of rank %d.", different, loaded.ranks[0])
+                log.warning(
+                    "%s. All ranks receive the state of rank %d.", different, loaded.ranks[0]
+                )
             self._share(loaded.ranks)
         self._buffers.find()
-        log.info("Going on from step %d, which the script has loaded.", loaded.step)
+        log.info("Resuming from step %d, loaded by the script.", loaded.step)
 
     def _warn_if_replaced(self, loaded: Loaded, step: int) -> None:
         if loaded.unsaid and self.rank == 0:
             log.warning(
-                "The checkpoint of step %d has replaced what the script had loaded before "
-                "restore(). To keep whichever is newer, say how many steps that has done: "
-                "restore(start=...).",
+                "The checkpoint of step %d replaced the state that the script loaded before "
+                "restore(). To keep whichever is newer, pass the number of steps that state has "
+                "done: restore(start=...).",
                 step,
             )
 
@@ -428,7 +430,7 @@ class Keeper:
             except CheckpointError as error:
                 wrong = str(error)
             except Exception as error:  # of any storage; the others wait for an answer
-                wrong = f"The checkpoints cannot be read: {error!r}."
+                wrong = f"Checkpoints cannot be read: {error!r}."
         step, wrong = exchange.gather([step, wrong])[0]
         if wrong:
             raise CheckpointError(wrong)
@@ -481,8 +483,8 @@ def newest_stored() -> int | None:
         return asked.result(STORAGE_PATIENCE)
     except Exception as error:
         log.warning(
-            "Storage does not say what it has (%r): a snapshot in memory is taken for fresher than "
-            "any checkpoint.",
+            "Checkpoint storage did not respond (%r); using the snapshot in memory, assumed to be "
+            "newer than any checkpoint.",
             error,
         )
         return None
@@ -492,16 +494,16 @@ def _refuse_to_begin_anew(unusable: Sequence[Version], lost: Sequence[Version]) 
     """Nobody begins at step 0 while there are snapshots."""
     if unusable:
         raise SnapshotError(
-            f"There are snapshots up to step {unusable[0][1]}, but not all ranks can use one "
-            "(their logs say why), and there is no checkpoint. To begin anew is for you to "
-            "decide: end the job and start it again. To go on from a checkpoint of your own, load "
-            "it and call restore(start=...)."
+            f"Snapshots up to step {unusable[0][1]} exist, but some ranks cannot use them (see "
+            "their logs), and there is no checkpoint. To start from scratch, end the job and "
+            "start it again. To resume from your own checkpoint, load it and call "
+            "restore(start=...)."
         )
     if lost:
         raise SnapshotError(
-            f"There are snapshots up to step {lost[0][1]}, but shards of them were lost with their "
-            "nodes, and there is no checkpoint. To begin anew is for you to decide: end the job "
-            "and start it again. To go on from a checkpoint of your own, load it and call "
+            f"Snapshots up to step {lost[0][1]} exist, but some of their shards were lost with "
+            "their nodes, and there is no checkpoint. To start from scratch, end the job and "
+            "start it again. To resume from your own checkpoint, load it and call "
             "restore(start=...)."
         )
 

@@ -119,13 +119,14 @@ class Tree:
                 lasting, passing, tensor_tree.specs(lasting), tensor_tree.specs(passing), data
             )
         except (ValueError, TransferError) as error:
-            raise SnapshotError(f"A snapshot cannot be read: {error}.") from None
+            raise SnapshotError(f"Cannot read the snapshot: {error}.") from None
         if form != self.form:
             raise SnapshotError(
-                "A snapshot is of another model, or has other parts, than this script's state."
+                "The snapshot belongs to a different model, or has different parts than this "
+                "script's state."
             )
         if stored.layout.size > len(data):
-            raise SnapshotError("A snapshot is shorter than its skeleton says.")
+            raise SnapshotError("The snapshot is shorter than its skeleton says.")
         return stored
 
     def load(self, stored: Stored, sharded: Sharded) -> None:

@@ -100,7 +100,7 @@ def rank_of(piece: str) -> int | None:
     digits = piece.removeprefix(_SHARD if is_shard(piece) else _OWN)
     if piece == digits or not (digits.isascii() and digits.isdigit()) or len(digits) > 9:
         raise ValueError(
-            f"'{piece[:40]}' is no piece: it is '{SHARED}', or '{_OWN}' or '{_SHARD}' and a rank."
+            f"'{piece[:40]}' is not a piece: write '{SHARED}', '{_OWN}RANK' or '{_SHARD}RANK'."
         )
     return int(digits)
 
@@ -132,7 +132,7 @@ class Sizes:
 
     def __post_init__(self) -> None:
         if not 2 <= self.buffers <= MOST_BUFFERS or self.bytes < 0 or self.skeleton < 0:
-            raise ValueError(f"No memory has such sizes: {self}.")
+            raise ValueError(f"Invalid sizes of a snapshot memory: {self}.")
 
     @property
     def total(self) -> int:
@@ -217,11 +217,11 @@ def sizes_of(descriptor: int) -> Sizes:
     """What a memory has room for; `ValueError` if it is no memory of ours."""
     head = os.pread(descriptor, _SIZES.size, 0)
     if len(head) != _SIZES.size or not head.startswith(_MAGIC):
-        raise ValueError("This is no memory for snapshots.")
+        raise ValueError("This memory does not hold snapshots.")
     _, buffers, room, skeleton = _SIZES.unpack(head)
     sizes = Sizes(room, skeleton, buffers)
     if os.fstat(descriptor).st_size != sizes.total:
-        raise ValueError("A memory for snapshots has another size than it says.")
+        raise ValueError("The size of a snapshot memory differs from the size in its header.")
     return sizes
 
 
@@ -266,7 +266,7 @@ class Memory:
         if held and version <= held[0].version:
             raise ValueError(
                 f"A snapshot of {_words(version)} cannot follow one of {_words(held[0].version)}: "
-                "steps are committed in order, and each once."
+                "commit each step once, in order."
             )
         index = self._next(held)
         number = 1 + max((item.number for item in held), default=0)
@@ -279,7 +279,7 @@ class Memory:
     def begun_at(self) -> int:
         """Where the buffer that was begun is in the memory, for who writes to its descriptor."""
         if self._begun is None:
-            raise ValueError("Nothing was begun.")
+            raise ValueError("No snapshot was begun.")
         return self.sizes.buffer_at(self._begun[0])
 
     def _next(self, held: list[Held]) -> int:
@@ -308,11 +308,11 @@ class Memory:
         writer's.
         """
         if self._begun is None:
-            raise ValueError("Nothing was begun that could be sealed.")
+            raise ValueError("No snapshot was begun, so none can be sealed.")
         if used > self.sizes.bytes or len(skeleton) > self.sizes.skeleton:
             raise ValueError(
                 f"A snapshot of {used} bytes with a skeleton of {len(skeleton)} does not fit into "
-                f"a memory for {self.sizes.bytes} and {self.sizes.skeleton}: ask for more room."
+                f"memory for {self.sizes.bytes} and {self.sizes.skeleton}: request more memory."
             )
         index, number = self._begun
         record = _RECORD.pack(number, *version, rank, size, used, len(skeleton), checksum)

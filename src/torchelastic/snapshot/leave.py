@@ -59,7 +59,7 @@ class Copy:
         torch.save(self.tree, stream)
 
     def load(self, stream: IO[bytes]) -> None:
-        raise TypeError("A copy of a state is saved, and never loaded.")
+        raise TypeError("A copy of a state can be saved, not loaded.")
 
 
 class Departure:
@@ -100,14 +100,14 @@ class Departure:
             if order.saves is not False:
                 self._save(order.deadline)
         except Exception:  # whatever it is, the worker has to go
-            log.exception("Leaving: the state could not be put into storage.")
+            log.exception("Leaving: could not save the state to checkpoint storage.")
         os.kill(os.getpid(), order.signum)
 
     def _save(self, deadline: float | None) -> None:
         try:
             copy = self._copy()
         except SnapshotError as error:
-            log.warning("Leaving: no checkpoint is taken, since nothing is kept: %s", error)
+            log.warning("Leaving without a checkpoint: there is no snapshot to save: %s", error)
             return
         grace = None if deadline is None else deadline - time.monotonic()
         checkpoint.save_before_leaving(copy, copy.step, self._keeper.generation, grace)
@@ -128,7 +128,7 @@ class Departure:
                     return copy
             finally:
                 memory.close()
-        raise SnapshotError("it was overwritten while it was read, or is damaged.")
+        raise SnapshotError("the snapshot was overwritten during the read, or is damaged.")
 
     def _wait_for_seal(self) -> None:
         """The thread that writes snapshots may have the last one in hand."""

@@ -62,15 +62,15 @@ def checked(start: int | None) -> int | None:
     if start is None:
         return None
     if (number := operator.index(start)) < 0:
-        raise ValueError(f"restore(start={number}): a number of steps is 0 or more.")
+        raise ValueError(f"restore(start={number}): start must be 0 or more.")
     return number
 
 
 def unsaid_start(taken: int) -> CheckpointError:
     return CheckpointError(
-        "restore() found no snapshot and no checkpoint, but the script has loaded a state of its "
-        f"own: optimizer or scheduler have taken {taken} steps or more. Say how many steps it has "
-        f"done: restore(start={taken}) if that is the number, or start=0 to count from 0."
+        "restore() found no snapshot and no checkpoint, but the script has loaded a state: the "
+        f"optimizer or scheduler has taken at least {taken} steps. Pass the number of steps done: "
+        f"restore(start={taken}) if that is right, or start=0 to count from 0."
     )
 
 
@@ -79,8 +79,8 @@ def different_starts(loaded: Loaded) -> str:
     first = loaded.ranks[0]
     other = next(rank for rank in range(len(loaded.starts)) if rank not in loaded.ranks)
     return (
-        f"Ranks have loaded different states: rank {first} calls restore(start={loaded.step}), "
-        f"rank {other} restore(start={loaded.starts[other]})"
+        f"Ranks loaded different states: rank {first} called restore(start={loaded.step}), "
+        f"rank {other} called restore(start={loaded.starts[other]})"
     )
 
 

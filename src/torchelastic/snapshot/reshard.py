@@ -72,7 +72,7 @@ def _in_all(
     ordered = sorted(indexes.items(), key=lambda item: item[0] != mine)
     found, lost = takes(needs, ordered)
     if lost:
-        log.warning("Of step %d, parts of %s are in no piece.", version[1], lost[0])
+        log.warning("Step %d: no surviving shard holds some parts of %s.", version[1], lost[0])
         return None
     wanted = dict.fromkeys(take.piece for take in found)
     return found if all([pieces.can_open(piece) for piece in wanted]) else None
@@ -108,6 +108,6 @@ class _Pieces:
             try:
                 self.opened[piece] = self._opener(piece)
             except SnapshotError as error:
-                log.warning("'%s' cannot be used here: %s", piece, error)
+                log.warning("This rank cannot use '%s': %s", piece, error)
                 return False
         return True

@@ -260,9 +260,8 @@ def absence(version: Version, said: Sequence[Said]) -> str:
     """Why this generation ends, and what then."""
     rank, first = next((r, one) for r, one in enumerate(said) if one.outcome is Outcome.ABSENT)
     return (
-        f"Step {version[1]} is in memory, but could not be had now (rank {rank}: "
-        f"{first.sentence.rstrip('.')}). Nothing is given up for that: the next generation tries "
-        "again."
+        f"Step {version[1]} is in memory, but rank {rank} could not fetch it: "
+        f"{first.sentence.rstrip('.')}. The snapshot is kept; the next generation tries again."
     )
 
 

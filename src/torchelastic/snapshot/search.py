@@ -87,8 +87,8 @@ class Searcher:
         for memory in memories:
             memory.close()
         outcome, sentence = wrong or (Outcome.ABSENT, "")
-        what = "could not be had" if outcome is Outcome.ABSENT else "cannot be used"
-        log.warning("The snapshot of step %d %s here: %s", version[1], what, sentence)
+        failed = "fetch" if outcome is Outcome.ABSENT else "use"
+        log.warning("This rank cannot %s the snapshot of step %d: %s", failed, version[1], sentence)
         return None, Said(outcome, self._here, sentence=sentence)
 
     def own(self, version: Version) -> rank_private.Private | None:
@@ -102,8 +102,8 @@ class Searcher:
             return rank_private.unpack(bytes(held.data))
         except SnapshotError as error:
             log.warning(
-                "What this rank had of its own at step %d is lost (%s): its random states are "
-                "those the script has made.",
+                "This rank's per-rank state of step %d is lost (%s). Its random number generators "
+                "keep the state that the script gave them.",
                 version[1],
                 str(error),
             )
@@ -139,7 +139,7 @@ class Searcher:
         if absent:
             return absent[0]
         if shards is None:
-            return Outcome.UNUSABLE, "not all shards of it can be used"
+            return Outcome.UNUSABLE, "some of its shards cannot be used"
         return None
 
     def _held(self, piece: str, version: Version, memories: list[Memory]) -> Held:
@@ -149,11 +149,11 @@ class Searcher:
         held = memory.find(version)
         later = piece == SHARED and held is not None and len(held.data) > CHECKED_FIRST
         if held is None or not (later or held.is_whole()):
-            raise SnapshotError(f"the memory of '{piece}' is damaged")
+            raise SnapshotError(f"the snapshot of '{piece}' is damaged")
         return held
 
     def _opened(self, piece: str, version: Version) -> Memory:
-        began, wrong = time.monotonic(), "no node that has it can be reached"
+        began, wrong = time.monotonic(), "no node that holds it can be reached"
         for tried in range(TRIES):
             name = source(self._nodes, self._here, piece, version, tried)
             if name is None or self._holder is None:

@@ -75,8 +75,8 @@ class Shards:
             owner = owners.get(_owner_of(name))
             if name.startswith("state/") and not _is_like(tensor, owner):
                 raise TypeError(
-                    f"{name} is optimizer state that is sharded in another way than its "
-                    "parameter, which cannot be kept."
+                    f"Cannot snapshot the optimizer state {name}: it is sharded differently from "
+                    "its parameter."
                 )
 
     def _owners(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Shards:
         )
         if different:
             raise SnapshotError(
-                f"{different[0]} is sharded either in the snapshot or in this script, not in both"
+                f"{different[0]} is sharded in only one of the snapshot and this script"
             )
         owners = self._owners()
         return {
@@ -142,7 +142,7 @@ def _made(name: str, shape: Shape, owner: Any) -> Any:
     dtype = getattr(torch, shape.dtype, None)
     usable = is_sharded(owner) and tuple(owner.shape) == shape.size
     if not usable or not isinstance(dtype, torch.dtype):
-        raise SnapshotError(f"{name} of a snapshot does not fit the parameters of this script")
+        raise SnapshotError(f"{name} in the snapshot does not match this script's parameters")
     local = torch.empty_like(local_of(owner), dtype=dtype)
     return DTensor.from_local(
         local,
@@ -170,9 +170,9 @@ class Piece:
             tensors = tensor_tree.restore(text, _views(tensor_tree.specs(text), data))
             fit = {name: tuple(one.shape) for name, one in tensors.items()}
         except (ValueError, TypeError, AttributeError, RuntimeError, TransferError) as error:
-            raise SnapshotError(f"a piece of shards cannot be read: {error}") from None
+            raise SnapshotError(f"cannot read a piece of shards: {error}") from None
         if found != form or fit != {name: box.size for name, box in boxes.items()}:
-            raise SnapshotError("a piece of shards is of another state, or says what cannot be")
+            raise SnapshotError("a piece of shards belongs to a different state, or is invalid")
         return cls(boxes, tensors)
 
 

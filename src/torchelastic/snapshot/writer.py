@@ -191,7 +191,9 @@ class Writer:
         """Whether all ranks begin a version of their shards now, if that is the least standing."""
         if least == Standing.NEVER and not self._shards.is_refused:
             self._shards.refuse()
-            log.warning("Not all ranks have memory for their shards: nothing is kept.")
+            log.warning(
+                "Some ranks have no memory for their shards: training continues without snapshots."
+            )
         if least == Standing.FAILED and self._latest is not None:
             self._shards.drop(self._latest[0])
             self._shared.drop(self._latest[0])
@@ -200,8 +202,8 @@ class Writer:
     def _tell_late(self, late: bool) -> None:
         if late and not self._late:
             log.warning(
-                "No other node has taken a copy of this rank's shards for %d seconds: if this node "
-                "is lost, so is the training since the latest copy.",
+                "No other node has copied this rank's shards for %d seconds. If this node is lost, "
+                "training since the last copy is lost too.",
                 REPLICA_PATIENCE,
             )
         self._late = late
@@ -221,7 +223,9 @@ class Writer:
             self._holder.drop(SHARED, held.version)
         except SnapshotError as error:
             log.error(
-                "A damaged snapshot of step %d may be found again: %s", held.version[1], error
+                "Could not drop a damaged snapshot of step %d; it may be found again: %s",
+                held.version[1],
+                error,
             )
         return False
 
@@ -243,7 +247,7 @@ class Writer:
             try:
                 sealing.result()
             except Exception:  # a snapshot that fails is no reason to stop training
-                log.exception("A snapshot could not be written: training goes on without.")
+                log.exception("Could not write a snapshot; training continues without it.")
                 job.room.refuse()
 
     def close(self) -> None:
@@ -290,8 +294,8 @@ class Writer:
         if self._before_seal is not None and not self._before_seal(LEDGER_PATIENCE):
             self._before_seal = None
             log.warning(
-                "The disk of the ledger hangs: snapshots do not wait for it any more, and the last "
-                "lines may be missing after a failure."
+                "The ledger's disk is hung: snapshots no longer wait for it, and the ledger may "
+                "miss its last lines after a failure."
             )
 
     def _seal(
@@ -310,9 +314,9 @@ class Writer:
     def _copy_at_once_from_now_on(self, version: Version) -> None:
         self._at_once = True
         log.warning(
-            "Parameters or optimizer state were written to after commit() and before "
-            "optimizer.step: the snapshot of step %d is void, and from now on commit() waits until "
-            "all is copied. Writing to them before commit() saves the wait.",
+            "Parameters or optimizer state changed between commit() and optimizer.step: the "
+            "snapshot of step %d is void, and from now on commit() waits until the copy is done. "
+            "To avoid the wait, change them before commit().",
             version[1],
         )
 
@@ -398,10 +402,10 @@ class _Room:
             self._memory = asked.result()
         except Unanswered:
             self._is_late = True
-            log.warning("There is no memory for '%s' yet: it is asked for again.", self.piece)
+            log.warning("No memory for snapshots of '%s' yet; asking again.", self.piece)
             return
         except SnapshotError as error:
             self.refuse()
-            log.warning("Training goes on without snapshots of '%s': %s", self.piece, error)
+            log.warning("Training continues without snapshots of '%s': %s", self.piece, error)
             return
         self._memory.settle(self._place.base, self._place.generation)

@@ -66,8 +66,8 @@ def _value(node: Any, path: str) -> Any:
     if isinstance(node, torch.dtype):
         return {_KIND: "dtype", "name": str(node).removeprefix("torch.")}
     raise CheckpointError(
-        f"'{path}' is of type {type(node).__qualname__}, which a checkpoint cannot hold: use "
-        "tensors, numbers, strings, bytes, None, and lists, tuples and dicts of these."
+        f"A checkpoint cannot hold '{path}', a {type(node).__qualname__}: use tensors, numbers, "
+        "strings, bytes, None, and lists, tuples and dicts of these."
     )
 
 
@@ -100,7 +100,7 @@ def _dict(node: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[Any
 def _dtype(node: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
     found = getattr(torch, node["name"], None)
     if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"'{node['name']}' is no dtype that this torch knows.")
+        raise CheckpointError(f"This version of torch does not know the dtype '{node['name']}'.")
     return found
 
 

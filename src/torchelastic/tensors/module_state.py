@@ -74,8 +74,8 @@ def load_module(module: nn.Module, tree: Mapping[str, Any]) -> None:
     if list(live) != list(tree["parameters"]):
         different = sorted(set(live) ^ set(tree["parameters"]))
         raise TransferError(
-            f"This worker's model has other parameters than its peers', {different[:3]} for one: "
-            "every rank must build the same model."
+            f"This worker's model differs from its peers' in {different[:3]}: every rank must "
+            "build the same model."
         )
     for name, parameter in live.items():
         fill(parameter, tree["parameters"][name])

@@ -107,8 +107,8 @@ class Publisher:
         if not written and self._with_buffers:
             self._with_buffers = False
             log.warning(
-                "The buffers of the model are too large to be kept for a replacement of this "
-                "worker, which will take those of another rank instead."
+                "The model's buffers are too large to keep a copy for this rank. A worker that "
+                "replaces it takes another rank's buffers."
             )
             self._publish(slot, version, private)
 

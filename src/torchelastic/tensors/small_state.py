@@ -131,8 +131,8 @@ class Hyperparameters:
     def load(self, saved: Sequence[dict[str, Any]]) -> None:
         if len(saved) > len(self._groups):
             raise ValueError(
-                f"An optimizer has {len(self._groups)} parameter groups instead of {len(saved)}: "
-                "give it the same groups on every rank before it is made part of a state."
+                f"The optimizer has {len(self._groups)} parameter groups, expected {len(saved)}: "
+                "give it the same groups on every rank before you make a TorchState of it."
             )
         del self._groups[len(saved) :]  # a group added in the step that is undone
         for group, values in zip(self._groups, saved, strict=True):

@@ -101,8 +101,8 @@ def flatten(tree: Any) -> tuple[str, list[torch.Tensor]]:
     text = json.dumps(skeleton, allow_nan=False, separators=(",", ":"))
     if len(text) > LIMIT:
         raise TransferError(
-            f"The state has {len(text)} characters besides its tensors, the limit is {LIMIT}: "
-            "keep long lists of numbers in a tensor."
+            f"The state has {len(text)} characters besides its tensors, more than the limit of "
+            f"{LIMIT}: keep long lists of numbers in a tensor."
         )
     return text, writer.tensors
 
@@ -111,7 +111,7 @@ def restore(skeleton: str, tensors: Sequence[torch.Tensor]) -> Any:
     """The tree; its tensors are those given, not copies."""
     tree, specs = _read(skeleton)
     if len(specs) != len(tensors):
-        raise TransferError(f"A state with {len(specs)} tensors came with {len(tensors)}.")
+        raise TransferError(f"Received {len(tensors)} tensors for a state of {len(specs)}.")
     for spec, tensor in zip(specs, tensors, strict=True):
         if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
             raise TransferError(
@@ -156,7 +156,9 @@ class _Writer:
     def write(self, path: str, value: Any, depth: int) -> Any:
         """The value in JSON; anything but a plain one or a list is a dict with one key."""
         if depth > DEPTH:
-            raise TypeError(f"{path} is nested more than {DEPTH} deep; does it contain itself?")
+            raise TypeError(
+                f"{path} is nested more than {DEPTH} levels deep; does it contain itself?"
+            )
         if value is None or type(value) in (bool, str):
             return value
         if isinstance(value, torch.Tensor):
@@ -198,7 +200,9 @@ class _Writer:
     def _tensor(self, path: str, tensor: torch.Tensor) -> int:
         fault = _fault_of(tensor)
         if fault is not None:
-            raise TypeError(f"{path or 'The state'} is {fault}, which cannot be sent to others.")
+            raise TypeError(
+                f"{path or 'The state'} is {fault}, which cannot be sent to other ranks."
+            )
         tensor = tensor.detach().resolve_conj().resolve_neg()
         spec = Spec.of(path, tensor)
         # Tied weights are one tensor in two places, and are sent once. Empty ones have no address.
@@ -213,7 +217,7 @@ class _Writer:
     def _numpy(self, path: str, value: Any, numpy: Any) -> Any:
         if not _NUMPY_DTYPE.fullmatch(value.dtype.str):
             raise TypeError(
-                f"{path or 'The state'} is a numpy array of {value.dtype}, not numbers."
+                f"{path or 'The state'} is a numpy array of {value.dtype}; use a numeric dtype."
             )
         array = numpy.ascontiguousarray(value)  # a 0-dimensional one becomes one-dimensional
         if not array.flags.writeable:
@@ -237,9 +241,9 @@ def _refusal(path: str, value: object) -> TypeError:
     what = "a function" if callable(value) and not isinstance(value, type) else None
     what = what or f"of type {type(value).__module__}.{type(value).__qualname__}"
     return TypeError(
-        f"{path or 'The state'} is {what}, which cannot be sent to others: a part is made of "
-        "tensors, numpy arrays, numbers, str, bool, None, lists, tuples and dicts, or has "
-        "state_dict and load_state_dict that are."
+        f"{path or 'The state'} is {what}, which cannot be sent to other ranks. Use tensors, numpy "
+        "arrays, numbers, str, bool, None, lists, tuples and dicts, or an object whose state_dict "
+        "returns these."
     )
 
 
@@ -249,12 +253,14 @@ def _refusal(path: str, value: object) -> TypeError:
 def _read(skeleton: str) -> tuple[Any, list[Spec]]:
     """The tree in JSON and the tensors it may refer to."""
     if len(skeleton) > LIMIT:
-        raise TransferError(f"A skeleton has {len(skeleton)} characters, the limit is {LIMIT}.")
+        raise TransferError(
+            f"A skeleton has {len(skeleton)} characters, more than the limit of {LIMIT}."
+        )
     try:
         read = json.loads(skeleton, parse_constant=_no_constant)
         return read["tree"], [_spec(*fields) for fields in read["tensors"]]
     except (*_UNREADABLE, RecursionError) as error:
-        raise TransferError(f"A skeleton cannot be read: {error}.") from None
+        raise TransferError(f"Cannot read a skeleton: {error}.") from None
 
 
 def _no_constant(text: str) -> None:
@@ -263,10 +269,10 @@ def _no_constant(text: str) -> None:
 
 def _spec(path: Any, dtype: Any, shape: Any, stride: Any, device: Any) -> Spec:
     if not isinstance(path, str) or dtype not in _DTYPES or device not in _DEVICES:
-        raise ValueError(f"{path!r} is no tensor that can be sent")
+        raise ValueError(f"{path!r} is not a tensor that can be sent")
     for numbers in (shape, stride):
         if any(type(number) is not int or not 0 <= number < 1 << 48 for number in numbers):
-            raise ValueError(f"{path} has sizes that no tensor has")
+            raise ValueError(f"{path} has invalid sizes")
     spec = Spec(path, _DTYPES[dtype], tuple(shape), tuple(stride), device)
     if not _is_dense_stride(spec.shape, spec.stride):
         raise ValueError(f"{path} has gaps")
@@ -295,7 +301,7 @@ class _Reader:
 
     def read(self, value: Any, depth: int) -> Any:
         if depth > DEPTH:
-            raise TransferError(f"A skeleton is nested more than {DEPTH} deep.")
+            raise TransferError(f"A skeleton is nested more than {DEPTH} levels deep.")
         if isinstance(value, list):
             return [self.read(one, depth + 1) for one in value]
         if not isinstance(value, dict):
@@ -306,9 +312,7 @@ class _Reader:
                 return self._dict(_DICTS[letter], content, value.get("m"), depth)
             return _READERS[letter](self, content, depth)
         except (*_UNREADABLE, IndexError) as error:
-            raise TransferError(
-                f"A skeleton has something unknown at {letter!r}: {error}"
-            ) from None
+            raise TransferError(f"Unknown value in a skeleton at {letter!r}: {error}") from None
 
     def _tuple(self, content: Any, depth: int) -> tuple[Any, ...]:
         return tuple(self.read(one, depth + 1) for one in content)
@@ -322,7 +326,7 @@ class _Reader:
     def _key(self, key: Any, depth: int) -> str | int:
         read = self.read(key, depth + 1)
         if type(read) not in (str, int):
-            raise ValueError("a key that is neither str nor int")
+            raise ValueError("a key is neither str nor int")
         return read  # type: ignore[no-any-return]
 
     def _int(self, content: Any, depth: int) -> int:
@@ -333,13 +337,13 @@ class _Reader:
 
     def _tensor(self, content: Any, depth: int) -> torch.Tensor:
         if type(content) is not int or content < 0:
-            raise ValueError("no number of a tensor")
+            raise ValueError("the index of a tensor is invalid")
         return self._tensors[content]
 
     def _array(self, content: Any, depth: int) -> Any:
         index, dtype, shape = content
         if not _NUMPY_DTYPE.fullmatch(dtype):
-            raise ValueError("no numbers in an array")
+            raise ValueError("an array does not hold numbers")
         elements = self._tensor(index, depth)
         return elements.cpu().numpy().view(dtype).reshape(shape)
 

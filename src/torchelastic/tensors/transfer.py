@@ -156,7 +156,7 @@ def _receive(
     specs = tensor_tree.specs(skeleton)
     sizes = [spec.nbytes for spec in specs]
     if sum(sizes) != total:
-        raise TransferError("A peer's state has another size than its skeleton says.")
+        raise TransferError("The size of a peer's state differs from the size in its skeleton.")
     tensors = [room_for(spec) for spec in specs]
     flat = [bytes_of(tensor) for tensor in tensors]
     moving = _Moving()
@@ -175,12 +175,12 @@ def _receive_skeleton(peer: int) -> tuple[str, int]:
     moving.finish()
     magic, length, checksum, total = header.tolist()
     if magic != MAGIC or not 0 < length <= tensor_tree.LIMIT:
-        raise TransferError("What came instead of a peer's state is none.")
+        raise TransferError("Received something other than a peer's state.")
     text = bytearray(length)
     moving.receive(torch.frombuffer(text, dtype=torch.uint8), peer)
     moving.finish()
     if zlib.crc32(text) != checksum:
-        raise TransferError("The skeleton of a peer's state was damaged on its way.")
+        raise TransferError("The skeleton of a peer's state was damaged in transfer.")
     return text.decode(), total
 
 

@@ -108,7 +108,7 @@ def test_nothing_committed_is_nothing_to_store(shelf, store, signals, caplog):
     leave(shelf, SAVE)
     assert steps_in(store) == []
     assert signals == [signal.SIGTERM]
-    assert "nothing is kept: this node has no snapshot." in caplog.text
+    assert "there is no snapshot to save: this node has no snapshot." in caplog.text
     finish(state)
 
 
@@ -141,7 +141,7 @@ def test_a_worker_goes_whatever_fails(shelf, store, signals, monkeypatch, caplog
     state = trained(2)
     monkeypatch.setattr(keeping_leave.checkpoint, "save_before_leaving", fail)
     leave(shelf, SAVE)
-    assert "could not be put into storage" in caplog.text
+    assert "could not save the state" in caplog.text
     assert signals == [signal.SIGTERM]
     finish(state)
 

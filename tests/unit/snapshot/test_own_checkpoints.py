@@ -121,7 +121,7 @@ def test_a_later_file_of_the_script_wins_over_older_snapshots(shelf, monkeypatch
 
 
 def test_an_unsaid_state_is_not_counted_from_0(shelf):
-    with pytest.raises(CheckpointError, match=r"restore\(start=5\) if that is the number"):
+    with pytest.raises(CheckpointError, match=r"restore\(start=5\) if that is right"):
         loaded(5).restore()
     state = loaded(5)
     assert state.restore(start=0) == 0
@@ -145,7 +145,7 @@ def test_beside_checkpoints_of_ours(shelf, make_store, caplog, stored, start, ex
     state = loaded(5)
     assert state.restore(start=start) == expected
     finish(state)
-    assert ("has replaced what the script had loaded" in caplog.text) == (start is None)
+    assert ("replaced the state that the script loaded" in caplog.text) == (start is None)
 
 
 def test_a_start_is_a_number_of_steps(shelf):
@@ -184,7 +184,7 @@ def test_ranks_that_have_loaded_less_are_sent_the_rest(world, caplog):
     assert restored(world, states, [None, 5]) == [5, 5]
     assert is_same(states[0], before)
     assert steps_taken([states[0].optimizer], []) == 5
-    assert "rank 1 calls restore(start=5), rank 0 restore(start=None)" in caplog.text
+    assert "rank 1 called restore(start=5), rank 0 called restore(start=None)" in caplog.text
 
 
 def test_each_rank_must_load_its_own_shards(world, monkeypatch):

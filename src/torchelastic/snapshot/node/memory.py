@@ -236,8 +236,8 @@ class SnapshotMemory:
         self._drop([kept for kept in replicas if kept.freshest() is None])
         if sum(bool(kept.origin) for kept in self._kept) >= MOST_REPLICAS:
             raise memory_limit.NoRoom(
-                f"No room for more copies of other nodes' snapshots: {MOST_REPLICAS} are held; "
-                "have fewer workers on a node, or fewer replicas."
+                f"This node already holds {MOST_REPLICAS} copies of other nodes' snapshots, the "
+                "limit: run fewer workers per node, or fewer replicas."
             )
 
     def _of(self, piece: str, origin: str) -> list[Kept]:

@@ -147,7 +147,7 @@ class Replicator:
             raise TransferError(str(refused)) from None
         except (*_BROKEN, stream.Closed) as error:
             self._end(called)
-            raise TransferError(f"The agent at {peer} is lost ({_words(error)}).") from error
+            raise TransferError(f"Lost the agent at {peer} ({_words(error)}).") from error
         except asyncio.CancelledError:
             called.hang_up()  # the thread may still be at it
             raise
@@ -169,10 +169,10 @@ class Replicator:
             link, answer = await knock(place, purpose=frames.SNAPSHOT, timeout=ANSWERS)
         except (OSError, asyncio.TimeoutError, NoAnswer, RendezvousError, ConfigError) as error:
             words = _words(error)
-            raise TransferError(f"The agent at {peer} does not answer ({words}).") from error
+            raise TransferError(f"The agent at {peer} did not answer ({words}).") from error
         if not isinstance(answer, frames.Welcome):
             link.abort()
-            raise TransferError(f"The agent at {peer} is not what it should be.")
+            raise TransferError(f"{peer} did not answer as an agent of this job.")
         return self._taken(link)
 
     def _taken(self, link: Link) -> SnapshotStream:
@@ -200,7 +200,7 @@ class Replicator:
         if len(self._visitors) >= MOST_VISITORS:
             self._send_one_away()
         if self._closing or len(self._visitors) >= MOST_VISITORS:
-            link.send(frames.Refusal("This agent takes no more connections for snapshots now."))
+            link.send(frames.Refusal("This agent has too many snapshot connections; retry later."))
             link.close()
             return
         link.send(frames.Welcome(frames.PROTOCOL, frames.VERSION, "", False, 0))
@@ -225,7 +225,7 @@ class Replicator:
     def _heard(self, visitor: SnapshotStream) -> None:
         asyncio.get_running_loop().remove_reader(visitor)
         del self._resting[visitor]
-        task = asyncio.create_task(self._answer(visitor), name="snapshot guest")
+        task = asyncio.create_task(self._answer(visitor), name="snapshot visitor")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -233,7 +233,7 @@ class Replicator:
         try:
             await self._serve(visitor)
         except (*_BROKEN, stream.Closed) as error:
-            logger.debug("a connection for snapshots has ended: %s", _words(error))
+            logger.debug("snapshot connection ended: %s", _words(error))
             self._end(visitor)
         except BaseException:
             self._end(visitor)
@@ -289,7 +289,7 @@ def _give(
                 _agreed(called)
             return held.version
     except KeyError:
-        raise _Refused(f"There is no version of '{piece}' here.") from None
+        raise _Refused(f"This node holds no version of '{piece}'.") from None
 
 
 def _header(kind: int, piece: str, origin: str, memory: Memory, held: Held) -> Header:
@@ -318,7 +318,7 @@ def _agreed(called: SnapshotStream, *, waits: bool = True) -> int:
     while kind == stream.WAIT:
         if not waits:
             # Others of this node, that somebody waits for, need the thread.
-            raise TransferError("The other node is busy with others: it is called again.")
+            raise TransferError("The other node is busy; retrying later.")
         kind, sentence = called.receive_reply()
     if kind == stream.NO:
         raise _Refused(sentence)
@@ -338,12 +338,12 @@ def _fetch(called: SnapshotStream, snapshot_memory: SnapshotMemory, wanted: Head
     header = called.receive_header()
     is_it = wanted.kind == stream.FRESHEST or header.version == wanted.version
     if header.kind != stream.FOUND or header.piece != wanted.piece or not is_it:
-        raise WireError("Another snapshot has come than was asked for.")
+        raise WireError("Received a different snapshot than requested.")
     # Of all its pages only those of this version are needed now, and writing them takes them.
     kept = snapshot_memory.make_room(header.piece, header.room, header.skeleton_room, take=False)
     with snapshot_memory.bringing(kept) as may:
         if not may:
-            raise TransferError(f"'{header.piece}' is just being brought by another connection.")
+            raise TransferError(f"Another connection is already bringing '{header.piece}'.")
         if wanted.kind == stream.WANT:
             # What is asked for is the base: whatever this memory has beyond it is void.
             kept.memory.settle(header.version, header.version[0] + 1)
@@ -359,7 +359,7 @@ def _serve(visitor: SnapshotStream, snapshot_memory: SnapshotMemory) -> None:
         elif header.kind in (stream.WANT, stream.FRESHEST):
             _serve_want(visitor, snapshot_memory, header)
         else:
-            raise WireError("A guest has sent what was not asked for.")
+            raise WireError("A peer sent an unexpected message.")
         if not visitor.has_more:
             return
 
@@ -385,7 +385,7 @@ def _serve_want(visitor: SnapshotStream, snapshot_memory: SnapshotMemory, wanted
 def _serve_give(visitor: SnapshotStream, snapshot_memory: SnapshotMemory, header: Header) -> None:
     if header.piece == SHARED:
         # Whoever takes it for its workers' freshest state must have asked for it.
-        raise WireError("Shared state is fetched, and never given.")
+        raise WireError("A peer pushed shared state, which nodes only fetch.")
     try:
         kept = snapshot_memory.make_room_for_replica(
             header.piece, header.origin or "?", header.room, header.skeleton_room
@@ -398,7 +398,7 @@ def _serve_give(visitor: SnapshotStream, snapshot_memory: SnapshotMemory, header
         visitor.reply(stream.HAVE)
     elif freshest is not None and freshest.version > header.version:
         # Void, if what is given now is what a generation has settled on: that is dropped soon.
-        visitor.reply(stream.NO, f"This node still holds something fresher of '{header.piece}'.")
+        visitor.reply(stream.NO, f"This node holds a newer version of '{header.piece}'.")
     else:
         with snapshot_memory.bringing(kept) as may:
             visitor.reply(*_taken_in(visitor, kept, header, may))
@@ -407,11 +407,11 @@ def _serve_give(visitor: SnapshotStream, snapshot_memory: SnapshotMemory, header
 def _taken_in(visitor: SnapshotStream, kept: Kept, header: Header, may: bool) -> tuple[int, str]:
     """Take what is given; the answer to that."""
     if not may:
-        return stream.NO, "Another connection is just bringing that piece."
+        return stream.NO, "Another connection is already bringing that piece."
     _drop_between(kept.memory, header)
     visitor.reply(stream.GO)
     whole = _take(visitor, kept, header, partial(_is_whole, visitor, kept, header))
-    return (stream.HAVE, "") if whole else (stream.NO, "It was overwritten on its way.")
+    return (stream.HAVE, "") if whole else (stream.NO, "It was overwritten during the transfer.")
 
 
 def _drop_between(memory: Memory, header: Header) -> None:
@@ -441,7 +441,7 @@ def _take(by: SnapshotStream, kept: Kept, header: Header, receive: Callable[[], 
         )
     except ValueError as error:
         # The memory has been let go of meanwhile, or holds something fresher.
-        raise WireError(f"A snapshot cannot be taken in: {error}") from error
+        raise WireError(f"Cannot store a received snapshot: {error}") from error
     return True
 
 

@@ -95,7 +95,7 @@ class Header:
             named, made_by = _text(piece), _text(origin)
             rank_of(named)
         except ValueError as error:
-            raise WireError(f"A header names no piece: {error}.") from None
+            raise WireError(f"Invalid piece in the header of a snapshot: {error}.") from None
         rank, size, room, skeleton_room, used, skeleton, summed, *before = rest
         if (
             magic != _MAGIC
@@ -103,7 +103,7 @@ class Header:
             or not (0 <= rank < size and generation >= 0 and step >= 0)
             or not (used <= room <= MOST_BYTES and skeleton <= skeleton_room <= MOST_SKELETON)
         ):
-            raise WireError("A header does not make sense.")
+            raise WireError("Invalid header of a snapshot.")
         return cls(
             kind=kind,
             piece=named,
@@ -240,7 +240,7 @@ class SnapshotStream:
         kind, length = _REPLY.unpack(self.receive(_REPLY.size))
         sentence = self.receive(length).decode(errors="replace")
         if kind not in (GO, HAVE, NO, WAIT):
-            raise WireError("A reply does not make sense.")
+            raise WireError("Invalid reply about a snapshot.")
         return kind, sentence
 
     def receive_into(self, descriptor: int, at: int, size: int) -> None:
@@ -388,4 +388,4 @@ class _Summing:
 
 
 def _is_silent() -> NoReturn:
-    raise TimeoutError("nothing moves any more")
+    raise TimeoutError("timed out: no data is moving")

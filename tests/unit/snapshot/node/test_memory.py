@@ -43,7 +43,7 @@ def test_a_piece_keeps_its_memory(snapshot_memory):
     first = snapshot_memory.make_room(SHARED, 1000, 100)
     assert snapshot_memory.make_room(SHARED, 1000, 100) is first
     assert snapshot_memory.make_room(SHARED, 900, 50) is first
-    with pytest.raises(ValueError, match="no piece"):
+    with pytest.raises(ValueError, match="is not a piece"):
         snapshot_memory.make_room("own:x", 10, 10)
 
 
@@ -218,7 +218,7 @@ def test_only_so_many_copies_are_held_and_those_that_never_came_go_first(
         snapshot_memory.make_room_for_replica(own(0), name, 10, 10)
     for name in ("b", "c"):
         write(snapshot_memory, own(0), (0, 1), origin=name)
-    with pytest.raises(NoRoom, match="3 are held"):
+    with pytest.raises(NoRoom, match="already holds 3 copies"):
         snapshot_memory.make_room_for_replica(own(0), "d", 10, 10)
     write(snapshot_memory, own(0), (0, 2), origin="c")
     assert len(held(snapshot_memory)) == 4
