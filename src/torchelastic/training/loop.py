@@ -409,7 +409,7 @@ class _Between:
         self._told_to_stop = _overrides(coordinator, "should_stop_training")
         self._told_to_meet = _overrides(coordinator, "should_rendezvous")
         hooks = self._monitored, self._reported, self._told_when, self._told_to_stop
-        #: Whether there are no hooks to call and no checkpoints to write by this state's wish.
+        #: The type of state for which there are no hooks to call and no checkpoints to write.
         asked = any(hooks) or self._told_to_meet or self._paced or _wants_to_be_asked(state)
         quiet = self._every is None and not asked
         self._quiet_with = type(state) if quiet else None

@@ -70,7 +70,7 @@ class State(ABC):
         self.apply(torch.load(stream, weights_only=False))
 
     def should_save_checkpoint(self, rank: int) -> bool:
-        """Return True to write a checkpoint. Called after every step, on every rank; rank 0 writes."""
+        """Return True for a checkpoint. Called after every step on every rank; rank 0 writes."""
         return False
 
     def _begins_at(self) -> Version:
