@@ -70,8 +70,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds to look for the newest checkpoint when there are snapshots in memory.
 STORAGE_PATIENCE = 10.0
-#: What a leaving rank of sharded state subtracts from its vote, and how many seconds the others wait
-#: for their own order to leave.
+#: What a leaving rank of sharded state subtracts from its vote, and the seconds that the others
+#: wait for their own order to leave.
 LEAVES, WORD = 10, 5.0
 #: The version at which a new training begins.
 NOTHING: Version = (-1, 0)

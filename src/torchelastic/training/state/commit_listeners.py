@@ -10,7 +10,7 @@ from torchelastic.data.progress import Progress
 
 
 def recorded(stateful: Mapping[str, Any], ledger: Ledger | None) -> list[Progress]:
-    """Return the part that records the samples of a step; None without a ledger."""
+    """Return the parts that record the samples of a step; none without a ledger."""
     found = [part for part in _told(stateful) if isinstance(part, Progress)]
     if ledger is not None and not found:
         raise TypeError(

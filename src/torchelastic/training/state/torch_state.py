@@ -106,13 +106,13 @@ class TorchState(State):
         #: The DDP models whose layout a committed step of this world may still settle.
         self._unsettled: list[DistributedDataParallel] = []
         self._version: Version = (FIRST[0], step)
-        #: None before the first world; then whether a step was undone since the last sync.
+        #: Whether no world was entered yet, and whether a step was undone since the last sync.
         self._newborn, self._interrupted = True, False
         self._values = ("epoch", *values)
         self._objects = {name: part for name, part in given.items() if part is not None} | objects
         self._copy_before_write = copy_before_write
         self._keeper: Keeper | None = None
-        #: The keeper of a script's state, once `restore` was called.
+        #: How this worker leaves, in a script with an agent.
         self._departure: Departure | None = None
         #: Parts to notify of every committed step.
         self._listeners = commit_listeners.listeners(self._stateful)
