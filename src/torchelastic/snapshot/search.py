@@ -1,8 +1,8 @@
-"""Looks for this rank's pieces of a version, wherever they are, and says what became of that.
+"""The search for this rank's pieces of a version, on this node and others.
 
-What is damaged or of another training is told apart from what could not be had just now: an agent
-that is busy, a connection that broke, a node without room. The latter is tried again, elsewhere
-where there is another holder, and nobody concludes from it that there is nothing.
+A piece that is damaged or of another training is *unusable*. A piece that could not be fetched just
+now (a busy agent, a broken connection, a node without memory) is *absent*: the search tries again,
+on another holder if there is one, and does not conclude that the piece is lost.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from torchelastic.tensors import rank_private
 
 log = logging.getLogger(__name__)
 
-#: Up to this many bytes the checksum of a snapshot is looked at before it is loaded. Of more it
-#: would take longer than to load them: it is looked at meanwhile, and before the next commit.
+#: Up to this size, verify a snapshot's checksum before loading it. For larger ones that takes longer
+#: than loading: verify it in the background, before the next commit.
 CHECKED_FIRST = 32 << 20
-#: How often a piece is asked for before it counts as absent, and seconds in between.
+#: How often to request a piece before it counts as absent, and the seconds in between.
 TRIES, PAUSE = 3, 0.5
 
 
-#: What has become of a search, and why.
+#: The outcome of a failed search, and the reason.
 Wrong = tuple[Outcome, str]
 
 
 class Absent(SnapshotError):
-    """A piece could not be had now."""
+    """A piece could not be fetched now."""
 
 
 @dataclass
 class Found:
-    """What is needed of a version, found. The memories stay open until it is loaded."""
+    """A version's pieces that this rank found. The memories stay open until it is loaded."""
 
     shared: Stored
     held: Held
     memories: list[Memory]
-    #: The tensors that are sharded, and where their parts are.
+    #: The sharded tensors, and where their parts are.
     targets: Sharded
     shards: Assembly | None = None
 
     @property
     def is_doubted(self) -> bool:
-        """Whether its bytes have yet to be checked."""
+        """Whether its bytes must still be checked."""
         return len(self.held.data) > CHECKED_FIRST
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class Found:
 
 
 class Searcher:
-    """For one rank, in one world."""
+    """Searches for one rank, in one world."""
 
     def __init__(
         self, holder: Holder | None, tree: Tree, shards: Shards, rank: int, here: str, nodes: Nodes
@@ -70,8 +70,8 @@ class Searcher:
         self._rank, self._here, self._nodes = rank, here, nodes
 
     def search(self, version: Version) -> tuple[Found | None, Said]:
-        """This rank's pieces of a version, and what it says of that. Collective if there are
-        shards."""
+        """Return this rank's pieces of a version, and its report to the others. Collective if there
+        are shards."""
         memories: list[Memory] = []
         found: Found | None = None
         wrong: Wrong | None = None
@@ -92,8 +92,8 @@ class Searcher:
         return None, Said(outcome, self._here, sentence=sentence)
 
     def own(self, version: Version) -> rank_private.Private | None:
-        """What this rank alone had at that version; None, and the log says why, if it is lost: that
-        is no reason to give up what all have."""
+        """Return this rank's private state at that version. If it is lost, log a warning and return
+        None: the shared state is still usable."""
         memories: list[Memory] = []
         try:
             if source(self._nodes, self._here, own(self._rank), version) is None:
@@ -121,7 +121,7 @@ class Searcher:
     def _add_shards(
         self, found: Found | None, version: Version, memories: list[Memory]
     ) -> Wrong | None:
-        """Collective: find this rank's parts of what is sharded, or say what is wrong."""
+        """Collective: find this rank's parts of sharded state, or return what is wrong."""
         absent: list[Wrong] = []
 
         def opened(piece: str) -> Piece:
@@ -143,7 +143,7 @@ class Searcher:
         return None
 
     def _held(self, piece: str, version: Version, memories: list[Memory]) -> Held:
-        """A piece, wherever it is: checked, if it is not large and shared."""
+        """Return a piece from any node; verified unless it is large and shared."""
         memory = self._opened(piece, version)
         memories.append(memory)
         held = memory.find(version)
@@ -171,6 +171,6 @@ class Searcher:
 
 
 def _wrong(error: SnapshotError) -> Wrong:
-    """Of the error only this is kept: its traceback would hold the memories it is about."""
+    """Return outcome and text only: the error's traceback would keep its memories alive."""
     outcome = Outcome.ABSENT if isinstance(error, Absent) else Outcome.UNUSABLE
     return outcome, str(error)

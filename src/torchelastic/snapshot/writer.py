@@ -1,15 +1,15 @@
-"""Writes snapshots into memory that the agent holds, behind the training's back.
+"""Writes snapshots into the agent's memory, in parallel with training.
 
-A commit copies what is small at once. What is large, parameters and optimizer state, is copied by a
-thread while the next forward and backward run: only `optimizer.step` writes to it, and waits
-(`before_write`). The checksum comes after the copy, when nobody waits any more, then the seal.
+A commit copies small tensors at once. A thread copies the large ones, parameters and optimizer
+state, while the next forward and backward run: only `optimizer.step` writes to them, and waits for
+the copy (`before_write`). The checksum and the seal come after the copy, when nothing waits.
 
-What this rank alone has is little, and is sealed within the commit. So when one rank is killed,
-every rank that has finished the same step has left its own piece of it.
+A rank's private state is small and is sealed within the commit. So when one rank is killed, every
+rank that has finished the same step has left its own piece of it.
 
-Shards are large, so this does not hold for them, and they are of no use unless all ranks' are of
-one version. So ranks vote in every commit (`Standing`): a version of shards is begun only when the
-one before it is sealed by all ranks and copied to other nodes. Until then steps are not kept.
+Shards are large, so this does not hold for them, and they are useless unless all ranks have the
+same version. So ranks vote in every commit (`Standing`): a version of shards is begun only when the
+one before is sealed by all ranks and copied to other nodes. Steps until then have no snapshot.
 """
 
 from __future__ import annotations
@@ -36,65 +36,65 @@ from torchelastic.worker_counters import stalls
 
 log = logging.getLogger(__name__)
 
-#: How long the commit that first needs memory waits for it. Later ones only look.
+#: Seconds that the first commit waits for memory. Later ones do not wait.
 FIRST_WAIT = 2.0
-#: How long a snapshot waits for the ledger to be written: no step is kept whose samples are not
-#: known, unless the disk hangs.
+#: Seconds that a snapshot waits for the ledger, so that it holds no step whose samples are not
+#: recorded, unless the disk is hung.
 LEDGER_PATIENCE = 5.0
-#: How long shards wait for their copies on other nodes. Then those are behind, and it is told.
+#: Seconds that shards wait for their copies on other nodes before we warn and continue.
 REPLICA_PATIENCE = 120.0
-#: Room is asked for in multiples of this.
+#: Memory is requested in multiples of this many bytes.
 _GRAIN = 64 << 10
 
-#: What an own piece says of its bytes.
+#: The skeleton of an own piece.
 OWN_SKELETON = b'{"own":1}'
 
 
 @dataclass(frozen=True)
 class Place:
-    """Who writes, and after which version its generation began."""
+    """The writing rank, and the version that its generation began with."""
 
     rank: int
     size: int
     generation: int
-    #: Whether this rank writes what is shared on its node.
+    #: Whether this rank writes its node's shared state.
     first: bool
     base: Version
 
 
 class Standing(IntEnum):
-    """What has become of a rank's shards of the last version; the smallest of all ranks counts."""
+    """The status of a rank's shards of the last version; the lowest of all ranks counts."""
 
-    #: There is no memory for them: nobody keeps any more.
+    #: There is no memory for them: no rank writes shards any more.
     NEVER = -1
-    #: They are not kept: the others' are of no use, and the next version is put in their place.
+    #: They were not written: the others' are useless, and the next version replaces them.
     FAILED = 0
-    #: They are on their way, here or to other nodes.
+    #: They are being written here or copied to other nodes.
     PENDING = 1
     DONE = 2
 
 
 @dataclass
 class _Job:
-    """A snapshot of a piece on its way."""
+    """A snapshot of a piece in progress."""
 
     room: _Room
     version: Version
     skeleton: bytes
     layout: Layout
-    #: What is not copied yet: the tensors, where they go, and how often each has been written to.
+    #: To copy: the tensors, their destinations, and the count of writes to each.
     tensors: Sequence[torch.Tensor]
     places: Sequence[int]
     watched: Sequence[torch.Tensor]
     counts: Sequence[int]
-    #: What is.
+    #: Already copied.
     staged: torch.Tensor
     #: Set when the tensors may be written to again.
     copied: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
     def of(cls, room: _Room, version: Version, flat: Flat, layout: Layout) -> _Job:
-        """Copies at once what is small, and what others than optimizers write."""
+        """Begin a snapshot: copy at once small tensors and those not written by optimizers."""
         lasting, passing = flat.lasting, flat.passing
         small = [*zip(lasting, layout.lasting, strict=True)]
         large = [(one, at) for one, at in small if one.nbytes >= SMALL]
@@ -113,7 +113,7 @@ class _Job:
         return made
 
     def was_disturbed(self) -> bool:
-        """Whether a tensor was written to since the commit: what was copied is worth nothing."""
+        """Return whether a tensor was written to since the commit, which voids the copy."""
         return any(
             version_of(tensor) != count
             for tensor, count in zip(self.watched, self.counts, strict=True)
@@ -121,7 +121,7 @@ class _Job:
 
 
 class Writer:
-    """Writes the pieces of one worker, in one generation. Used by the thread that trains."""
+    """Writes the pieces of one worker, in one generation. Used by the training thread."""
 
     def __init__(
         self,
@@ -134,29 +134,29 @@ class Writer:
         self._own = _Room(own(place.rank), holder, place, self._pool)
         self._shared = _Room(SHARED, holder, place, self._pool)
         self._shards = _Room(shard(place.rank), holder, place, self._pool)
-        #: What is on its way: until it is copied, and until it is sealed.
+        #: Snapshots in progress: those not copied yet, and those not sealed yet.
         self._copying: list[_Job] = []
         self._sealing: list[tuple[_Job, Future[None]]] = []
         #: The version of the shards that was begun last, and when.
         self._latest: tuple[Version, float] | None = None
         self._late = False
-        #: Whether what this generation began with is whole, if that is asked.
+        #: The pending check of the snapshot that this generation began with.
         self._checked: Future[bool] | None = None
-        #: Copy within the commit: in this job parameters are written to outside optimizer.step.
+        #: Copy within the commit: this job writes to parameters outside optimizer.step.
         self._at_once = False
 
     @property
     def keeps_shared(self) -> bool:
-        """Whether shared state is written by this rank, as far as it is known."""
+        """Whether this rank writes shared state, unless it was refused memory."""
         return self._place.first and not self._shared.is_refused
 
     def publish(
         self, version: Version, flat: Flat | None, private: bytes, shards: Flat | None = None
     ) -> None:
-        """Begin a snapshot; `flat` is None on a rank that does not keep shared state."""
+        """Begin a snapshot; `flat` is None on a rank that does not write shared state."""
         self.finish()
         self._publish_own(version, private)
-        # Before the shared piece: where that is found, so are the shards of whoever wrote it.
+        # Before the shared piece: where that is found, its writer's shards are too.
         if shards is not None:
             self._latest = version, time.monotonic()
             self._publish(self._shards, version, shards)
@@ -168,7 +168,7 @@ class Writer:
     # --- shards ----------------------------------------------------------------------------------
 
     def standing(self) -> Standing:
-        """What has become of this rank's shards of the version that was begun last."""
+        """Return the status of this rank's shards of the last version begun."""
         if self._shards.is_refused or self._shared.is_refused:
             return Standing.NEVER
         if self._latest is None:
@@ -188,7 +188,7 @@ class Writer:
         return Standing.PENDING
 
     def may_begin(self, least: Standing) -> bool:
-        """Whether all ranks begin a version of their shards now, if that is the least standing."""
+        """Return whether all ranks begin a version of shards, given the lowest standing."""
         if least == Standing.NEVER and not self._shards.is_refused:
             self._shards.refuse()
             log.warning(
@@ -211,12 +211,12 @@ class Writer:
     # --- around a snapshot -----------------------------------------------------------------------
 
     def check(self, held: Held) -> None:
-        """Find out, in the thread, whether a snapshot has the checksum it was sealed with."""
+        """Verify a snapshot's checksum in the thread."""
         self._checked = self._pool.submit(held.is_whole)
 
     def is_whole(self, held: Held) -> bool:
-        """What `check` has found out. A damaged one is dropped by the agent, before anybody can
-        begin with it again."""
+        """Return the result of `check`. The agent drops a damaged snapshot before any rank can
+        restore it again."""
         if self._checked is None or self._checked.result():
             return True
         try:
@@ -230,7 +230,7 @@ class Writer:
         return False
 
     def before_write(self) -> None:
-        """Parameters are about to change: wait until they are copied."""
+        """Wait until the parameters are copied: they are about to change."""
         if self._copying:
             with stalls.Counted("snapshot"):
                 self._wait_for_copies()
@@ -241,12 +241,12 @@ class Writer:
         self._copying.clear()
 
     def finish(self) -> None:
-        """Wait until the snapshot that was begun last is sealed."""
+        """Wait until the last snapshot begun is sealed."""
         under_way, self._sealing = self._sealing, []
         for job, sealing in under_way:
             try:
                 sealing.result()
-            except Exception:  # a snapshot that fails is no reason to stop training
+            except Exception:  # a failed snapshot must not stop training
                 log.exception("Could not write a snapshot; training continues without it.")
                 job.room.refuse()
 
@@ -330,26 +330,26 @@ def _copy(job: _Job, begin: int) -> None:
 
 
 def _roomy(size: int) -> int:
-    """Numbers in a skeleton grow: the same is asked for after a restart, so that it still fits."""
+    """Round up: numbers in a skeleton grow, and the memory must still fit after a restart."""
     return (size // _GRAIN + 2) * _GRAIN
 
 
 class _Room:
-    """The memory for one piece: asked for when it is needed, and not waited for twice."""
+    """The memory for one piece: requested when needed; only the first commit waits for it."""
 
     def __init__(self, piece: str, holder: Holder, place: Place, pool: ThreadPoolExecutor) -> None:
         self.piece, self._holder, self._place, self._pool = piece, holder, place, pool
         self.staging = Staging()
         self._memory: Memory | None = None
         self._asked: Future[Memory] | None = None
-        #: Whether the agent did not answer the last time.
+        #: Whether the last request timed out.
         self._is_late = False
         self.is_refused = False
         #: The memory whose other buffer needs no warming any more.
         self._warmed: Memory | None = None
 
     def memory(self, size: int, skeleton: int) -> Memory | None:
-        """Memory that this fits into; None if there is none, or none yet."""
+        """Return memory of this size, or None if there is none (yet)."""
         if self.is_refused or self._fits(size, skeleton):
             return self._memory
         if self._asked is None:
@@ -367,7 +367,7 @@ class _Room:
         return self._memory is not None and self._memory.find(version) is not None
 
     def is_replicated(self, version: Version) -> bool:
-        """Whether other nodes have their copies of it, or none is to have one."""
+        """Return whether other nodes have their copies, or none are wanted."""
         noted = self._memory.replicated() if self._memory is not None else None
         return noted is not None and noted >= version
 
@@ -381,7 +381,7 @@ class _Room:
             self._warmed = memory
 
     def refuse(self) -> None:
-        """There is no memory any more."""
+        """Stop using memory for this piece."""
         self.is_refused = True
         self.close()
 

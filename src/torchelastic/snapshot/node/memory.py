@@ -38,7 +38,7 @@ from torchelastic.system import memory_limit
 #: Versions that a node commits in a generation before all others have surely committed one: one
 #: worker may write the second while another writes the first, but never the third (`buffers_for`).
 ENOUGH = 3
-#: If less than this share of a memory is used, the rest is freed.
+#: If a memory is more than this many times too large, the rest is freed.
 WASTEFUL = 2
 #: The limit of replicas: far more than the workers on a few nodes. A faulty node must not make this
 #: one hold a file for every name that it invents.

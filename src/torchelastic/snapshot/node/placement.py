@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 
 def holders(nodes: Sequence[str], node: str, replicas: int) -> tuple[str, ...]:
-    """Return the nodes that hold this node's pieces: `count`, or all others if there are fewer.
+    """Return the nodes that hold this node's pieces: `replicas` of them, or all others.
 
     >>> holders(["a", "b", "c"], "b", 1), holders(["a", "b", "c"], "c", 5), holders(["a"], "a", 1)
     (('c',), ('a', 'b'), ())

@@ -335,7 +335,7 @@ def _write(descriptor: int, data: memoryview, at: int) -> None:
 
 
 class _Summing:
-    """Computes the checksum of received buffers in a thread, since that takes longer than receiving.
+    """Computes checksums of received buffers in a thread: that takes longer than receiving.
 
     It starts a thread only for more than one buffer.
     """
