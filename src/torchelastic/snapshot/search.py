@@ -24,8 +24,8 @@ from torchelastic.tensors import rank_private
 
 log = logging.getLogger(__name__)
 
-#: Up to this size, verify a snapshot's checksum before loading it. For larger ones that takes longer
-#: than loading: verify it in the background, before the next commit.
+#: Up to this size, verify a snapshot's checksum before loading it. For larger ones that takes
+#: longer than loading: verify it in the background, before the next commit.
 CHECKED_FIRST = 32 << 20
 #: How often to request a piece before it counts as absent, and the seconds in between.
 TRIES, PAUSE = 3, 0.5
