@@ -22,7 +22,7 @@ from torchelastic.agent.telemetry.shipper import RemoteSink
 from torchelastic.clock import SystemClock
 from torchelastic.rendezvous.embedded import EmbeddedServer, EmbeddedStore, bind_endpoint
 from torchelastic.snapshot import layout
-from torchelastic.snapshot.node.memory import Shelf
+from torchelastic.snapshot.node.memory import FakeSnapshotAgent
 from torchelastic.snapshot.node.replicator import Replicator
 from torchelastic.transport import frames
 from torchelastic.transport.auth import Credentials, Secret
@@ -116,12 +116,12 @@ def test_snapshots_travel_beside_those_who_talk_nonsense(caplog, secret_file):
     shown = Credentials(Secret(KEY))
 
     async def work(
-        ours: Replicator, theirs: Shelf, place: str, fuzzer: subprocess.Popen[str]
+        ours: Replicator, theirs: FakeSnapshotAgent, place: str, fuzzer: subprocess.Popen[str]
     ) -> int:
         rounds = 0
         while fuzzer.poll() is None:
             rounds += 1
-            kept = theirs.make_room(layout.SHARED, 100_000, 10)
+            kept = theirs.memory_for(layout.SHARED, 100_000, 10)
             buffer = kept.memory.begin((5, rounds))
             kept.memory.seal((5, rounds), b"{}", len(buffer), layout.checksum(buffer))
             await ours.fetch(layout.SHARED, (5, rounds), place)
@@ -130,7 +130,7 @@ def test_snapshots_travel_beside_those_who_talk_nonsense(caplog, secret_file):
 
     async def story() -> None:
         async with hosting(shown.secret) as listener:
-            shelves = Shelf(), Shelf()
+            shelves = FakeSnapshotAgent(), FakeSnapshotAgent()
             carriers = [Replicator(shelf, "node", JOB, shown) for shelf in shelves]
             listener.serve(frames.SNAPSHOT, carriers[0].admit)
             place = f"127.0.0.1:{listener.port}"

@@ -48,12 +48,12 @@ class Unanswered(SnapshotError):
     """The agent has not answered yet; it may be busy."""
 
 
-class Holder(Protocol):
+class SnapshotAgent(Protocol):
     """The agent as a keeper of snapshots uses it."""
 
     def inventory(self) -> Holdings: ...
 
-    def room(self, piece: str, size: int, skeleton: int) -> Memory: ...
+    def request_memory(self, piece: str, size: int, skeleton: int) -> Memory: ...
 
     def open(self, piece: str, version: Version, peer: str) -> Memory: ...
 
@@ -68,7 +68,7 @@ class Holder(Protocol):
     def listen(self, on_leave: Callable[[orders.Leave], None]) -> None: ...
 
 
-class Agent:
+class AgentClient:
     """The agent at the other end of this worker's channel."""
 
     def __init__(self, link: channel.Link) -> None:
@@ -91,7 +91,7 @@ class Agent:
             raise SnapshotError(f"The agent did not list its snapshots: {_words(answer)}")
         return answer
 
-    def room(self, piece: str, size: int, skeleton: int) -> Memory:
+    def request_memory(self, piece: str, size: int, skeleton: int) -> Memory:
         """Return memory to write a piece to. `SnapshotError`: the agent refused; `Unanswered`: ask
         again."""
         patience = PATIENCE + size / ROOM_PACE
@@ -192,7 +192,7 @@ def _words(answer: Answer) -> str:
 _connected = False
 
 
-def connect() -> Agent | None:
+def connect() -> AgentClient | None:
     """Return the client of this worker's agent, or None in a process without one."""
     global _connected
     if _connected:
@@ -202,4 +202,4 @@ def connect() -> Agent | None:
         )
     link = channel.link()
     _connected = link is not None
-    return Agent(link) if link is not None else None
+    return AgentClient(link) if link is not None else None

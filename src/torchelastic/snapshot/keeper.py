@@ -34,18 +34,17 @@ from torchelastic.checkpoint.background.saving import store_for_shards
 from torchelastic.checkpoint.manager import Saved
 from torchelastic.errors import CheckpointError, SnapshotError
 from torchelastic.snapshot import exchange as exchange
-from torchelastic.snapshot.agent_client import Holder
-from torchelastic.snapshot.kept_tree import Tree
+from torchelastic.snapshot.agent_client import SnapshotAgent
 from torchelastic.snapshot.layout import SHARED, Version
 from torchelastic.snapshot.messages import Holding, Holdings, Settled
 from torchelastic.snapshot.own_checkpoints import Loaded, checked, different_starts, unsaid_start
 from torchelastic.snapshot.restore_plan import (
+    Agreement,
     Node,
     Nodes,
     Own,
     Said,
     Storage,
-    Verdict,
     absence,
     agreed,
     bases,
@@ -58,6 +57,7 @@ from torchelastic.snapshot.restore_plan import (
 )
 from torchelastic.snapshot.search import Found, Searcher
 from torchelastic.snapshot.shards import Shards
+from torchelastic.snapshot.state_tree import Tree
 from torchelastic.snapshot.writer import Place, Standing, Writer
 from torchelastic.tensors import rank_private, transfer
 from torchelastic.tensors.buffers import Buffers
@@ -86,7 +86,7 @@ class Keeper:
         tree: Tree,
         buffers: Buffers,
         optimizers: Sequence[Optimizer],
-        holder: Holder | None,
+        agent: SnapshotAgent | None,
         *,
         shards: Shards,
         before_seal: Callable[[float], bool] | None = None,
@@ -99,7 +99,7 @@ class Keeper:
         faults.load()
         self._steps_taken = steps_taken
         self._before_seal, self._waits = before_seal, waits
-        self._state, self._tree, self._buffers, self._holder = state, tree, buffers, holder
+        self._state, self._tree, self._buffers, self._agent = state, tree, buffers, agent
         self._private = rank_private.Reader(buffers).read
         self._shards = shards
         #: The group that votes on whether to snapshot shards; None: the default group.
@@ -118,7 +118,7 @@ class Keeper:
         self._unchecked: Found | None = None
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_write)
-        if holder is None:
+        if agent is None:
             log.info("This process has no agent to hold snapshots: commit() only counts steps.")
 
     def _before_write(self, *_: object) -> None:
@@ -154,10 +154,10 @@ class Keeper:
             self._waits.committed()
         if faults.planned:
             faults.position(rank=self.rank, step=step, generation=self.generation)
-        if self._holder is not None and self._writer is not None:
+        if self._agent is not None and self._writer is not None:
             with stalls.Counted("snapshot"):
                 self._keep(self._writer, version)
-            self._holder.progress(version, self.rank)
+            self._agent.progress(version, self.rank)
         if self._someone_leaves:
             self._save_before_leaving(step)
         else:
@@ -190,11 +190,11 @@ class Keeper:
         if order is not None:
             os.kill(os.getpid(), order.signum)
 
-    def _listen(self, holder: Holder) -> None:
+    def _listen(self, agent: SnapshotAgent) -> None:
         """Listen for the order to leave. Other nodes do not wait for those that leave."""
         if not self._listens:
             self._listens = True
-            holder.listen(self._told_to_leave)
+            agent.listen(self._told_to_leave)
 
     def _told_to_leave(self, order: Leave) -> None:
         """Handle the agent's order to leave, in any thread."""
@@ -250,10 +250,10 @@ class Keeper:
         with stalls.Counted("restore"):
             base = self._restore(start)
         self._begin(base or NOTHING)
-        if self._holder is not None and self.rank == 0 and (base is None or base[0] < 0):
+        if self._agent is not None and self.rank == 0 and (base is None or base[0] < 0):
             # A script that passes `start` has its own checkpoints.
             stored = start is not None or checkpoint.get_checkpoint_manager() is not None
-            self._holder.begins(orders.Begins(self.generation, base[1] if base else 0, stored))
+            self._agent.begins(orders.Begins(self.generation, base[1] if base else 0, stored))
         return base[1] if base is not None else None
 
     def _restore(self, start: int | None) -> Version | None:
@@ -264,7 +264,7 @@ class Keeper:
         here, nodes, stored, loaded = self._tell_each_other(start)
         self._first = nodes[here].first == self.rank
         self._is_one_node = len(nodes) == 1
-        searcher = Searcher(self._holder, self._tree, self._shards, self.rank, here, nodes)
+        searcher = Searcher(self._agent, self._tree, self._shards, self.rank, here, nodes)
         versions = bases(nodes, self.size, sharded=self._shards.any)
         for choice in choices(versions, stored, loaded.step):
             match choice:
@@ -296,16 +296,16 @@ class Keeper:
         self._committed = max(self._committed, (self.generation, base[1]))
         if self.rank == 0:
             checkpoint.entered(self.generation, base[1])
-        if self._holder is None:
+        if self._agent is None:
             return
-        self._holder.tell(Settled(base, self.generation))
-        self._holder.progress((self.generation, base[1]), self.rank)
+        self._agent.tell(Settled(base, self.generation))
+        self._agent.progress((self.generation, base[1]), self.rank)
         place = Place(self.rank, self.size, self.generation, self._first, base)
-        self._writer = Writer(self._holder, place, self._before_seal)
+        self._writer = Writer(self._agent, place, self._before_seal)
         if self._unchecked is not None:
             self._writer.check(self._unchecked.held)
         if self._shards.any and self._is_one_node and store_for_shards() is not None:
-            self._listen(self._holder)
+            self._listen(self._agent)
 
     def _prepare_shards(self) -> None:
         store_for_shards()
@@ -331,8 +331,8 @@ class Keeper:
 
     def _inventory(self) -> Holdings:
         # No answer is an error: without this agent's snapshots all ranks would go back.
-        if self._holder is not None:
-            return self._holder.inventory()
+        if self._agent is not None:
+            return self._agent.inventory()
         return Holdings(0, (), node=f"rank {self.rank}")
 
     # --- from memory -----------------------------------------------------------------------------
@@ -341,15 +341,15 @@ class Keeper:
         """Collective: load a version; return False if no rank can use it."""
         found, mine = searcher.search(version)
         said = [Said.from_json(one) for one in exchange.gather(mine.to_json())]
-        verdict = agreed(said, holding(nodes, SHARED, version), sharded=self._shards.any)
-        if verdict is Verdict.LOAD:
+        agreement = agreed(said, holding(nodes, SHARED, version), sharded=self._shards.any)
+        if agreement is Agreement.LOAD:
             self._load(found, said)
             self._load_own(version, nodes, searcher)
             log.info("Resuming from step %d, found in memory.", version[1])
             return True
         if found is not None:
             found.close()
-        if verdict is Verdict.TRY_AGAIN:
+        if agreement is Agreement.TRY_AGAIN:
             raise SnapshotError(absence(version, said))
         return False
 

@@ -26,10 +26,10 @@ import torch
 
 from torchelastic import checkpoint
 from torchelastic.errors import SnapshotError
-from torchelastic.snapshot.agent_client import Holder
+from torchelastic.snapshot.agent_client import SnapshotAgent
 from torchelastic.snapshot.keeper import NOTHING, Keeper
-from torchelastic.snapshot.kept_tree import Tree
 from torchelastic.snapshot.layout import SHARED, Held, Memory, Version
+from torchelastic.snapshot.state_tree import Tree
 from torchelastic.tensors import tensor_tree
 from torchelastic.worker.orders import Leave
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 #: Seconds to wait for the leader's choice of who saves, for a commit in progress, and for the last
 #: snapshot to be sealed.
-VERDICT, COMMIT, SEAL = 2.0, 1.0, 5.0
+CHOICE, COMMIT, SEAL = 2.0, 1.0, 5.0
 #: How often to copy: a snapshot may be overwritten meanwhile; then copy the next one.
 TRIES = 3
 
@@ -65,8 +65,8 @@ class Copy:
 class Departure:
     """Saves the state when the worker that writes its node's shared state must leave."""
 
-    def __init__(self, holder: Holder, tree: Tree, stored: Stored, keeper: Keeper) -> None:
-        self._holder, self._tree, self._stored, self._keeper = holder, tree, stored, keeper
+    def __init__(self, agent: SnapshotAgent, tree: Tree, stored: Stored, keeper: Keeper) -> None:
+        self._agent, self._tree, self._stored, self._keeper = agent, tree, stored, keeper
         #: Held during a commit; never released once this worker leaves.
         self.commit = threading.Lock()
         self._prepared = False
@@ -79,7 +79,7 @@ class Departure:
         there_is_storage = checkpoint.get_checkpoint_manager() is not None
         if there_is_storage and self._keeper.writes_whole_state and not self._prepared:
             self._prepared = True
-            self._holder.listen(self.told)
+            self._agent.listen(self.told)
 
     def told(self, order: Leave) -> None:
         """Handle the agent's order. The first begins the departure, the second decides who saves.
@@ -94,7 +94,7 @@ class Departure:
 
     def _leave(self) -> None:
         self.commit.acquire(timeout=COMMIT)
-        self._decided.wait(VERDICT)
+        self._decided.wait(CHOICE)
         assert self._order is not None
         order = self._order
         try:
@@ -122,7 +122,7 @@ class Departure:
             version = self._freshest()
             if version == NOTHING:
                 raise SnapshotError("this node has no snapshot.")
-            memory = self._holder.open(SHARED, version, "")
+            memory = self._agent.open(SHARED, version, "")
             try:
                 held = memory.find(version)
                 if held is not None and (copy := self._copy_of(memory, held)) is not None:
@@ -139,7 +139,7 @@ class Departure:
 
     def _freshest(self) -> Version:
         """Return the freshest version held, or `NOTHING`."""
-        held = self._holder.inventory().holdings
+        held = self._agent.inventory().holdings
         return max((one.version for one in held if one.piece == SHARED), default=NOTHING)
 
     def _copy_of(self, memory: Memory, held: Held) -> Copy | None:

@@ -227,7 +227,7 @@ class Said:
         return cls(Outcome(told[0]), *told[1:])
 
 
-class Verdict(Enum):
+class Agreement(Enum):
     #: All ranks have it, or those that have it send it to the others.
     LOAD = "load"
     #: No rank can ever use it.
@@ -235,7 +235,7 @@ class Verdict(Enum):
     TRY_AGAIN = "try again"
 
 
-def agreed(said: Sequence[Said], holding: Collection[str], *, sharded: bool) -> Verdict:
+def agreed(said: Sequence[Said], holding: Collection[str], *, sharded: bool) -> Agreement:
     """Decide what all ranks do with a version whose shared state these nodes hold.
 
     Every rank needs its own part of sharded state. Of unsharded state one copy is enough; if no
@@ -243,14 +243,14 @@ def agreed(said: Sequence[Said], holding: Collection[str], *, sharded: bool) -> 
     """
     outcomes = [one.outcome for one in said]
     if all(one is Outcome.FOUND for one in outcomes):
-        return Verdict.LOAD
+        return Agreement.LOAD
     if sharded:
         absent = any(one is Outcome.ABSENT for one in outcomes)
-        return Verdict.TRY_AGAIN if absent else Verdict.PASS_OVER
+        return Agreement.TRY_AGAIN if absent else Agreement.PASS_OVER
     if any(one is Outcome.FOUND for one in outcomes):
-        return Verdict.LOAD
+        return Agreement.LOAD
     bad = all(one.outcome is Outcome.UNUSABLE for one in said if one.node in holding)
-    return Verdict.PASS_OVER if bad else Verdict.TRY_AGAIN
+    return Agreement.PASS_OVER if bad else Agreement.TRY_AGAIN
 
 
 def absence(version: Version, said: Sequence[Said]) -> str:

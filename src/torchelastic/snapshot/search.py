@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from torchelastic.errors import SnapshotError
 from torchelastic.snapshot import reshard
-from torchelastic.snapshot.agent_client import FETCH_PATIENCE, Holder
+from torchelastic.snapshot.agent_client import FETCH_PATIENCE, SnapshotAgent
 from torchelastic.snapshot.dtensors import Sharded
-from torchelastic.snapshot.kept_tree import Stored, Tree
 from torchelastic.snapshot.layout import SHARED, Held, Memory, Version, own
 from torchelastic.snapshot.reshard import Assembly
 from torchelastic.snapshot.restore_plan import Nodes, Outcome, Said, source
 from torchelastic.snapshot.shards import Piece, Shards
+from torchelastic.snapshot.state_tree import Stored, Tree
 from torchelastic.tensors import rank_private
 
 log = logging.getLogger(__name__)
@@ -64,9 +64,15 @@ class Searcher:
     """Searches for one rank, in one world."""
 
     def __init__(
-        self, holder: Holder | None, tree: Tree, shards: Shards, rank: int, here: str, nodes: Nodes
+        self,
+        agent: SnapshotAgent | None,
+        tree: Tree,
+        shards: Shards,
+        rank: int,
+        here: str,
+        nodes: Nodes,
     ) -> None:
-        self._holder, self._tree, self._shards = holder, tree, shards
+        self._agent, self._tree, self._shards = agent, tree, shards
         self._rank, self._here, self._nodes = rank, here, nodes
 
     def search(self, version: Version) -> tuple[Found | None, Said]:
@@ -156,13 +162,13 @@ class Searcher:
         began, wrong = time.monotonic(), "no node that holds it can be reached"
         for tried in range(TRIES):
             name = source(self._nodes, self._here, piece, version, tried)
-            if name is None or self._holder is None:
+            if name is None or self._agent is None:
                 break
             if tried:
                 time.sleep(PAUSE)
             try:
                 peer = "" if name == self._here else self._nodes[name].peer
-                return self._holder.open(piece, version, peer)
+                return self._agent.open(piece, version, peer)
             except SnapshotError as error:
                 wrong = str(error)
             if time.monotonic() > began + FETCH_PATIENCE:

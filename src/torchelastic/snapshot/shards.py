@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from torchelastic import torch_private
 from torchelastic.errors import SnapshotError, TransferError
 from torchelastic.snapshot.dtensors import Sharded, box_of, is_sharded, local_of
-from torchelastic.snapshot.kept_tree import Flat, Layout
 from torchelastic.snapshot.shard_boxes import Box, Index, Shape, Take, within
+from torchelastic.snapshot.state_tree import Flat, Layout
 from torchelastic.tensors import module_state, tensor_tree
 from torchelastic.tensors.tensor_bytes import SMALL
 from torchelastic.tensors.tensor_tree import Spec

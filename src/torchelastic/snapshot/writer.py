@@ -26,10 +26,10 @@ import torch
 
 from torchelastic import faults
 from torchelastic.errors import SnapshotError
-from torchelastic.snapshot.agent_client import Holder, Unanswered
-from torchelastic.snapshot.kept_tree import Flat, Layout, Staging
+from torchelastic.snapshot.agent_client import SnapshotAgent, Unanswered
 from torchelastic.snapshot.layout import SHARED, Held, Memory, Version, checksum, own, shard
 from torchelastic.snapshot.messages import Sealed
+from torchelastic.snapshot.state_tree import Flat, Layout, Staging
 from torchelastic.tensors.tensor_bytes import SMALL, address_of, copy_out
 from torchelastic.torch_private import version_of
 from torchelastic.worker_counters import stalls
@@ -78,7 +78,7 @@ class Standing(IntEnum):
 class _Job:
     """A snapshot of a piece in progress."""
 
-    room: _Room
+    target: _PieceMemory
     version: Version
     skeleton: bytes
     layout: Layout
@@ -93,7 +93,7 @@ class _Job:
     copied: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
-    def of(cls, room: _Room, version: Version, flat: Flat, layout: Layout) -> _Job:
+    def of(cls, target: _PieceMemory, version: Version, flat: Flat, layout: Layout) -> _Job:
         """Begin a snapshot: copy at once small tensors and those not written by optimizers."""
         lasting, passing = flat.lasting, flat.passing
         small = [*zip(lasting, layout.lasting, strict=True)]
@@ -101,13 +101,13 @@ class _Job:
         small = [(one, at) for one, at in small if one.nbytes < SMALL]
         small.extend(zip(passing, layout.passing, strict=True))
         places = [at - layout.small_at for _, at in small]
-        room.staging.copy([one for one, _ in small], places, layout.size - layout.small_at)
+        target.staging.copy([one for one, _ in small], places, layout.size - layout.small_at)
         tensors = [one for one, _ in large]
         watched = tensors if flat.watched is None else flat.watched
         counts = [version_of(one) for one in watched]
         places = [at for _, at in large]
-        block = room.staging.block
-        made = cls(room, version, flat.skeleton, layout, tensors, places, watched, counts, block)
+        block = target.staging.block
+        made = cls(target, version, flat.skeleton, layout, tensors, places, watched, counts, block)
         if not tensors:
             made.copied.set()
         return made
@@ -125,15 +125,15 @@ class Writer:
 
     def __init__(
         self,
-        holder: Holder,
+        agent: SnapshotAgent,
         place: Place,
         before_seal: Callable[[float], bool] | None = None,
     ) -> None:
-        self._holder, self._place, self._before_seal = holder, place, before_seal
+        self._agent, self._place, self._before_seal = agent, place, before_seal
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="torchelastic-keep")
-        self._own = _Room(own(place.rank), holder, place, self._pool)
-        self._shared = _Room(SHARED, holder, place, self._pool)
-        self._shards = _Room(shard(place.rank), holder, place, self._pool)
+        self._own = _PieceMemory(own(place.rank), agent, place, self._pool)
+        self._shared = _PieceMemory(SHARED, agent, place, self._pool)
+        self._shards = _PieceMemory(shard(place.rank), agent, place, self._pool)
         #: Snapshots in progress: those not copied yet, and those not sealed yet.
         self._copying: list[_Job] = []
         self._sealing: list[tuple[_Job, Future[None]]] = []
@@ -176,15 +176,15 @@ class Writer:
         if not all(sealing.done() for _, sealing in self._sealing):
             return Standing.PENDING
         self.finish()
-        (version, began), rooms = self._latest, [self._shards]
+        (version, began), targets = self._latest, [self._shards]
         if self._place.first:
-            rooms.append(self._shared)
-        if not all(room.holds(version) for room in rooms):
+            targets.append(self._shared)
+        if not all(target.holds(version) for target in targets):
             return Standing.FAILED
         if self._shards.is_replicated(version) or time.monotonic() > began + REPLICA_PATIENCE:
             self._tell_late(not self._shards.is_replicated(version))
             return Standing.DONE
-        self._holder.tell(Sealed(self._shards.piece, version))  # in case it was not heard
+        self._agent.tell(Sealed(self._shards.piece, version))  # in case it was not heard
         return Standing.PENDING
 
     def may_begin(self, least: Standing) -> bool:
@@ -220,7 +220,7 @@ class Writer:
         if self._checked is None or self._checked.result():
             return True
         try:
-            self._holder.drop(SHARED, held.version)
+            self._agent.drop(SHARED, held.version)
         except SnapshotError as error:
             log.error(
                 "Could not drop a damaged snapshot of step %d; it may be found again: %s",
@@ -248,13 +248,13 @@ class Writer:
                 sealing.result()
             except Exception:  # a failed snapshot must not stop training
                 log.exception("Could not write a snapshot; training continues without it.")
-                job.room.refuse()
+                job.target.refuse()
 
     def close(self) -> None:
         self.finish()
         self._pool.shutdown()
-        for room in (self._own, self._shared, self._shards):
-            room.close()
+        for target in (self._own, self._shared, self._shards):
+            target.close()
 
     def _publish_own(self, version: Version, private: bytes) -> None:
         memory = self._own.memory(len(private), len(OWN_SKELETON))
@@ -263,12 +263,12 @@ class Writer:
             summed = checksum(private)
             self._seal(self._own, memory, version, OWN_SKELETON, len(private), summed)
 
-    def _publish(self, room: _Room, version: Version, flat: Flat) -> None:
+    def _publish(self, target: _PieceMemory, version: Version, flat: Flat) -> None:
         sizes = [one.nbytes for one in flat.lasting], [one.nbytes for one in flat.passing]
         layout = Layout.of(*sizes)
-        memory = room.memory(layout.size, len(flat.skeleton))
+        memory = target.memory(layout.size, len(flat.skeleton))
         if memory is not None:
-            job = _Job.of(room, version, flat, layout)
+            job = _Job.of(target, version, flat, layout)
             self._copying.append(job)
             self._sealing.append((job, self._pool.submit(self._write, memory, job)))
 
@@ -287,8 +287,8 @@ class Writer:
         used = job.layout.size
         summed = checksum(data[:used])
         self._wait_for_ledger()
-        self._seal(job.room, memory, job.version, job.skeleton, used, summed)
-        job.room.warm(memory)
+        self._seal(job.target, memory, job.version, job.skeleton, used, summed)
+        job.target.warm(memory)
 
     def _wait_for_ledger(self) -> None:
         if self._before_seal is not None and not self._before_seal(LEDGER_PATIENCE):
@@ -300,7 +300,7 @@ class Writer:
 
     def _seal(
         self,
-        room: _Room,
+        target: _PieceMemory,
         memory: Memory,
         version: Version,
         skeleton: bytes,
@@ -309,7 +309,7 @@ class Writer:
     ) -> None:
         rank, size = self._place.rank, self._place.size
         memory.seal(version, skeleton, used, summed, rank=rank, size=size)
-        self._holder.tell(Sealed(room.piece, version))
+        self._agent.tell(Sealed(target.piece, version))
 
     def _copy_at_once_from_now_on(self, version: Version) -> None:
         self._at_once = True
@@ -329,16 +329,18 @@ def _copy(job: _Job, begin: int) -> None:
     copy_out(job.staged, begin + job.layout.small_at)
 
 
-def _roomy(size: int) -> int:
+def _rounded_up(size: int) -> int:
     """Round up: numbers in a skeleton grow, and the memory must still fit after a restart."""
     return (size // _GRAIN + 2) * _GRAIN
 
 
-class _Room:
+class _PieceMemory:
     """The memory for one piece: requested when needed; only the first commit waits for it."""
 
-    def __init__(self, piece: str, holder: Holder, place: Place, pool: ThreadPoolExecutor) -> None:
-        self.piece, self._holder, self._place, self._pool = piece, holder, place, pool
+    def __init__(
+        self, piece: str, agent: SnapshotAgent, place: Place, pool: ThreadPoolExecutor
+    ) -> None:
+        self.piece, self._agent, self._place, self._pool = piece, agent, place, pool
         self.staging = Staging()
         self._memory: Memory | None = None
         self._asked: Future[Memory] | None = None
@@ -353,8 +355,8 @@ class _Room:
         if self.is_refused or self._fits(size, skeleton):
             return self._memory
         if self._asked is None:
-            wanted = _roomy(size), _roomy(skeleton)
-            self._asked = self._pool.submit(self._holder.room, self.piece, *wanted)
+            wanted = _rounded_up(size), _rounded_up(skeleton)
+            self._asked = self._pool.submit(self._agent.request_memory, self.piece, *wanted)
             if not self._is_late:
                 wait([self._asked], FIRST_WAIT)
         if not self._asked.done():

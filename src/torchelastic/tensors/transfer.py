@@ -62,7 +62,7 @@ def share(world: Receiver, tree: Any, *, holders: Sequence[int], into: Any = Non
         _send(tree, _Share(holders.index(world.rank), len(holders)), lacking)
         return None
     began = time.monotonic()
-    received, count = _receive(holders, lacking.index(world.rank), _room(into))
+    received, count = _receive(holders, lacking.index(world.rank), _destination(into))
     world.received += count
     took = time.monotonic() - began
     log.info("Received %d bytes of state from %d peers in %.3f s.", count, len(holders), took)
@@ -202,7 +202,7 @@ def _spread(joined: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
         begin += len(piece)
 
 
-def _room(into: Any) -> Callable[[Spec], torch.Tensor]:
+def _destination(into: Any) -> Callable[[Spec], torch.Tensor]:
     """Return the tensor to receive into: the existing one if its bytes fit, or a new one."""
     own = dict(tensor_tree.tensors_by_path(into)) if into is not None else {}
 

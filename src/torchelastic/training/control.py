@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar, cast
 
 from torchelastic.errors import ChannelLost
-from torchelastic.training.gate import Gate, Verdict
+from torchelastic.training.gate import Gate, GateDecision
 from torchelastic.training.inbox import Inbox
 from torchelastic.worker import orders, status_page
 from torchelastic.worker.channel import Link
@@ -89,12 +89,12 @@ class Control:
         with self._changed:
             return self._inbox.gate(generation)
 
-    def wait_at(self, gate: Gate, step: int) -> Verdict:
+    def wait_at(self, gate: Gate, step: int) -> GateDecision:
         """Wait for the decision on an announced step."""
 
-        def known() -> Verdict | None:
-            verdict = gate.verdict(step)
-            return None if verdict is Verdict.WAIT else verdict
+        def known() -> GateDecision | None:
+            decision = gate.decision(step)
+            return None if decision is GateDecision.WAIT else decision
 
         return self._wait(known)
 

@@ -32,7 +32,7 @@ import enum
 import sys
 
 
-class Verdict(enum.Enum):
+class GateDecision(enum.Enum):
     """The training thread's next action at a step boundary."""
 
     GO = "enter the step"
@@ -69,15 +69,15 @@ class Gate:
         self.entered = step  # before the next line, see above
         return not self.asked
 
-    def verdict(self, step: int) -> Verdict:
+    def decision(self, step: int) -> GateDecision:
         """Decide whether the announced step may run."""
         if self.over:
-            return Verdict.OVER
+            return GateDecision.OVER
         if self.last is not None:
-            return Verdict.GO if step <= self.last else Verdict.STOP
+            return GateDecision.GO if step <= self.last else GateDecision.STOP
         if self.answer is None or step <= self.answer:
-            return Verdict.GO
-        return Verdict.WAIT
+            return GateDecision.GO
+        return GateDecision.WAIT
 
     def ask(self) -> int:
         """Return the last step entered; no later one is entered until `run_through` allows it.

@@ -36,7 +36,7 @@ from torchelastic.tensors.module_state import form_number
 from torchelastic.training import session, world_entry
 from torchelastic.training.control import Control
 from torchelastic.training.coordinator import Coordinator, CoordinatorP2P
-from torchelastic.training.gate import Gate, Verdict
+from torchelastic.training.gate import Gate, GateDecision
 from torchelastic.training.group.group import GenerationOver, Group
 from torchelastic.training.outcome import (
     Action,
@@ -94,7 +94,7 @@ class Options:
             raise ConfigError(f"max_failures must be 0 or more, not {self.max_failures}.")
 
 
-class _Kept(NamedTuple):
+class _RollbackPoint(NamedTuple):
     """The result of `State.snapshot`, and the state's version at that time."""
 
     version: Version
@@ -114,7 +114,7 @@ class Loop:
         self._rank = -1
         self._where = Where.BUILD
         #: The rollback point, and whether the state is unusable where there is none.
-        self._kept: _Kept | None = None
+        self._rollback: _RollbackPoint | None = None
         self._half_written = False
         #: The furthest step committed, and the errors of user code since.
         self._furthest = 0
@@ -223,8 +223,8 @@ class Loop:
 
     def _synchronise(self, here: Session) -> None:
         """Give all ranks the freshest state in memory, or a checkpoint if none has trained."""
-        self._where, self._kept, self._half_written = Where.SYNC, None, False
-        self._kept = _Kept(self._version, self._state.snapshot())
+        self._where, self._rollback, self._half_written = Where.SYNC, None, False
+        self._rollback = _RollbackPoint(self._version, self._state.snapshot())
         if here.freshest[0] < 0:
             self._load_checkpoint(here)
         base = here.freshest
@@ -242,7 +242,7 @@ class Loop:
         here.group.settle()
         faults.at("sync.end")
         self._version = here.version = (here.generation, base[1])
-        self._kept = None
+        self._rollback = None
         self._steps.restart(self._state)
         if here.rank == 0:
             checkpoint.entered(here.generation, base[1])
@@ -282,7 +282,9 @@ class Loop:
             if faults.planned:
                 faults.position(rank=rank, step=step, generation=generation)
             if step == first or step % every == 0:
-                self._kept = tuple.__new__(_Kept, (self._version, self._state.snapshot()))
+                self._rollback = tuple.__new__(
+                    _RollbackPoint, (self._version, self._state.snapshot())
+                )
             self._where = Where.STEP
             if faults.planned:
                 faults.at("step.begin")
@@ -300,10 +302,10 @@ class Loop:
     def _may_enter(self, gate: Gate, step: int) -> bool:
         """Wait at a shut gate for the decision; return False if the last step is done."""
         with stalls.Counted(stalls.PEERS):
-            verdict = self._control.wait_at(gate, step)
-        if verdict is Verdict.OVER:
+            decision = self._control.wait_at(gate, step)
+        if decision is GateDecision.OVER:
             raise GenerationOver(f"Generation {gate.generation} is over: {self._control.reason}.")
-        return verdict is Verdict.GO
+        return decision is GateDecision.GO
 
     # --- when it fails ---------------------------------------------------------------------------
 
@@ -344,8 +346,12 @@ class Loop:
 
     def _report(self, action: Action, error: BaseException, generation: int) -> None:
         step = self._version[1]
-        if self._where is Where.STEP and self._kept is not None and self._kept.content is not None:
-            step = self._kept.version[1]
+        if (
+            self._where is Where.STEP
+            and self._rollback is not None
+            and self._rollback.content is not None
+        ):
+            step = self._rollback.version[1]
         if action is Action.HINT:
             self._control.tell(PeerLost(generation, step, _one_line(error)))
         elif action is Action.FINISH:
@@ -377,15 +383,17 @@ class Loop:
 
     def _roll_back(self) -> None:
         """Undo the step or synchronisation in flight."""
-        if self._where not in (Where.STEP, Where.SYNC) or self._kept is None:
+        if self._where not in (Where.STEP, Where.SYNC) or self._rollback is None:
             return
-        if self._kept.content is None:  # rollback not supported: the user handles a half-done step
+        if (
+            self._rollback.content is None
+        ):  # rollback not supported: the user handles a half-done step
             if self._where is Where.SYNC and self._half_written:
                 self._version = TORN
             return
         try:
-            self._state.apply(self._kept.content)
-            self._version = self._kept.version
+            self._state.apply(self._rollback.content)
+            self._version = self._rollback.version
         except Torn as error:
             log.warning("Cannot roll back the state (it will be fetched from a peer): %s", error)
             self._version = TORN

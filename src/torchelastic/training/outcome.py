@@ -10,7 +10,7 @@ import enum
 from collections.abc import Iterator
 
 from torchelastic.errors import ConfigError, NonRetryableException, StopException, UnfitError
-from torchelastic.training.group.waits import GenerationOver, PeerLostError
+from torchelastic.training.group.abortable_waits import GenerationOver, PeerLostError
 
 
 class AnotherWorld(Exception):

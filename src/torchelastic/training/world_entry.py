@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torchelastic import env, torch_backends
 from torchelastic.torch_private import Store, TCPStore
 from torchelastic.training.control import Control
+from torchelastic.training.group.abortable_waits import Waits
 from torchelastic.training.group.gloo import no_answer
 from torchelastic.training.group.group import GenerationOver, Group
 from torchelastic.training.group.sockets import is_silent
-from torchelastic.training.group.waits import Waits
 from torchelastic.training.state.state import Version
 from torchelastic.worker.orders import Enter
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.training.keep_support import Shelf, build, finish, train
+from tests.unit.training.keep_support import FakeSnapshotAgent, build, finish, train
 from tests.unit.training.rank_support import Ranks
 from torchelastic.checkpoint import finish as finish_checkpoints
 from torchelastic.errors import SnapshotError
@@ -21,11 +21,11 @@ def nodes(monkeypatch):
     monkeypatch.setattr(search, "PAUSE", 0.0)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     peers = {}
-    made = [Shelf(name, peers) for name in ("a", "b")]
-    peers.update({shelf.name: shelf for shelf in made})
+    made = [FakeSnapshotAgent(name, peers) for name in ("a", "b")]
+    peers.update({snapshot_agent.name: snapshot_agent for snapshot_agent in made})
     yield made
-    for shelf in made:
-        shelf.close()
+    for snapshot_agent in made:
+        snapshot_agent.close()
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from torchelastic import torch_private
 from torchelastic.errors import ConfigError
 from torchelastic.training.group import gloo, sockets
 from torchelastic.training.group import threads as group_threads
+from torchelastic.training.group.abortable_waits import OwnedWork, Waits, _Failed
 from torchelastic.training.group.gloo import OwnedGloo
 from torchelastic.training.group.group import GenerationOver, Group
-from torchelastic.training.group.waits import OwnedWork, Waits, _Failed
 
 SOON = timedelta(seconds=20)
 

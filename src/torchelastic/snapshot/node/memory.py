@@ -46,7 +46,7 @@ MOST_REPLICAS = 512
 
 
 @dataclass(eq=False)
-class Kept:
+class MemoryEntry:
     """One memory of this node: a piece, its versions, and its readers."""
 
     piece: str
@@ -113,7 +113,7 @@ class SnapshotMemory:
         #: Whether copies go to other nodes: then a generation needs its replicas too.
         self.awaits_replicas = False
         self._lock = threading.Lock()
-        self._kept: list[Kept] = []
+        self._kept: list[MemoryEntry] = []
         #: Pieces, with their origins, whose memory is being made; notifies waiting threads.
         self._in_making: set[tuple[str, str]] = set()
         self._is_made = threading.Condition(self._lock)
@@ -126,13 +126,13 @@ class SnapshotMemory:
 
     # --- room ------------------------------------------------------------------------------------
 
-    def make_room(self, piece: str, size: int, skeleton: int, *, take: bool = True) -> Kept:
+    def memory_for(self, piece: str, size: int, skeleton: int, *, take: bool = True) -> MemoryEntry:
         """Return the memory for a worker of this node to write a piece to. A new one gets its pages
         now unless the caller postpones that."""
         buffers = buffers_for(piece, replicated=self._replicated)
         return self._place(piece, "", Sizes(size, skeleton, buffers), take=take)
 
-    def make_room_for_replica(self, piece: str, origin: str, size: int, skeleton: int) -> Kept:
+    def memory_for_replica(self, piece: str, origin: str, size: int, skeleton: int) -> MemoryEntry:
         """Return the memory for replicas of a piece; `NoRoom` also if there are too many."""
         with self._lock:
             if not self._of(piece, origin):
@@ -142,40 +142,40 @@ class SnapshotMemory:
     def grant(self, piece: str, size: int, skeleton: int) -> int:
         """Do the same for another process: return a descriptor, which the caller closes."""
         while True:
-            kept = self.make_room(piece, size, skeleton)
+            entry = self.memory_for(piece, size, skeleton)
             with self._lock:
-                if kept in self._kept:  # else it was let go of in between
-                    return os.dup(kept.descriptor)
+                if entry in self._kept:  # else it was let go of in between
+                    return os.dup(entry.descriptor)
 
     @contextmanager
-    def bringing(self, kept: Kept) -> Iterator[bool]:
+    def bringing(self, entry: MemoryEntry) -> Iterator[bool]:
         """Yield whether a version may be copied into this memory now; hold it meanwhile."""
         with self._lock:
-            may = kept in self._kept and kept.writing.acquire(blocking=False)
+            may = entry in self._kept and entry.writing.acquire(blocking=False)
             if may:
-                kept.tear_void()
+                entry.tear_void()
         try:
             yield may
         finally:
             if may:
-                kept.writing.release()
+                entry.writing.release()
 
-    def _place(self, piece: str, origin: str, wanted: Sizes, *, take: bool) -> Kept:
+    def _place(self, piece: str, origin: str, wanted: Sizes, *, take: bool) -> MemoryEntry:
         rank_of(piece)  # a bad name is refused here
         with self._making(piece, origin):
             with self._lock:
-                kept = self._fitting(piece, origin, wanted)
-                if kept is None:
+                entry = self._fitting(piece, origin, wanted)
+                if entry is None:
                     self._drop(self._empty(piece, origin))
                     memory_limit.check(
                         wanted.total, f"snapshots of '{piece}'", promised=self._promised
                     )
                     self._promised += wanted.total
-            if kept is None:
+            if entry is None:
                 return self._make(piece, origin, wanted, take=take)
-            if take and not kept.is_taken:
-                self._take_pages(kept)
-            return kept
+            if take and not entry.is_taken:
+                self._take_pages(entry)
+            return entry
 
     @contextmanager
     def _making(self, piece: str, origin: str) -> Iterator[None]:
@@ -191,22 +191,22 @@ class SnapshotMemory:
                 self._in_making.remove((piece, origin))
                 self._is_made.notify_all()
 
-    def _fitting(self, piece: str, origin: str, wanted: Sizes) -> Kept | None:
-        for kept in self._of(piece, origin):
-            if kept.fits(wanted):
+    def _fitting(self, piece: str, origin: str, wanted: Sizes) -> MemoryEntry | None:
+        for entry in self._of(piece, origin):
+            if entry.fits(wanted):
                 # The last one is written to; those before it wait to be dropped.
-                self._kept.remove(kept)
-                self._kept.append(kept)
-                return kept
+                self._kept.remove(entry)
+                self._kept.append(entry)
+                return entry
         return None
 
-    def _make(self, piece: str, origin: str, sizes: Sizes, *, take: bool) -> Kept:
+    def _make(self, piece: str, origin: str, sizes: Sizes, *, take: bool) -> MemoryEntry:
         left = _Left(sizes.total)
         try:
             descriptor = create(sizes, take=take, taken=lambda size: self._taken(left, size))
         finally:
             self._taken(left, left.bytes)
-        made = Kept(piece, origin, sizes, descriptor, Memory(descriptor), take)
+        made = MemoryEntry(piece, origin, sizes, descriptor, Memory(descriptor), take)
         with self._lock:
             self._kept.append(made)
         return made
@@ -216,34 +216,34 @@ class SnapshotMemory:
             self._promised -= size
             left.bytes -= size
 
-    def _take_pages(self, kept: Kept) -> None:
+    def _take_pages(self, entry: MemoryEntry) -> None:
         with self._lock:
-            if kept not in self._kept:
+            if entry not in self._kept:
                 return
-            descriptor = os.dup(kept.descriptor)
+            descriptor = os.dup(entry.descriptor)
         try:
-            layout.take_pages(descriptor, kept.sizes)
-            kept.is_taken = True
+            layout.take_pages(descriptor, entry.sizes)
+            entry.is_taken = True
         finally:
             os.close(descriptor)
 
     def _make_way(self) -> None:
         """If there are too many replicas, drop the empty ones: each is a file, too."""
-        replicas = [kept for kept in self._kept if kept.origin]
+        replicas = [entry for entry in self._kept if entry.origin]
         if len(replicas) < MOST_REPLICAS:
             return
-        self._drop([kept for kept in replicas if kept.freshest() is None])
-        if sum(bool(kept.origin) for kept in self._kept) >= MOST_REPLICAS:
+        self._drop([entry for entry in replicas if entry.freshest() is None])
+        if sum(bool(entry.origin) for entry in self._kept) >= MOST_REPLICAS:
             raise memory_limit.NoRoom(
                 f"This node already holds {MOST_REPLICAS} copies of other nodes' snapshots, the "
                 "limit: run fewer workers per node, or fewer replicas."
             )
 
-    def _of(self, piece: str, origin: str) -> list[Kept]:
-        return [kept for kept in self._kept if (kept.piece, kept.origin) == (piece, origin)]
+    def _of(self, piece: str, origin: str) -> list[MemoryEntry]:
+        return [entry for entry in self._kept if (entry.piece, entry.origin) == (piece, origin)]
 
-    def _empty(self, piece: str, origin: str) -> list[Kept]:
-        return [kept for kept in self._of(piece, origin) if kept.freshest() is None]
+    def _empty(self, piece: str, origin: str) -> list[MemoryEntry]:
+        return [entry for entry in self._of(piece, origin) if entry.freshest() is None]
 
     # --- looking ---------------------------------------------------------------------------------
 
@@ -252,15 +252,15 @@ class SnapshotMemory:
         with self._lock:
             return tuple(
                 Holding(
-                    kept.piece,
+                    entry.piece,
                     held.version,
                     len(held.data),
                     held.rank,
                     held.size,
-                    replica=bool(kept.origin),
+                    replica=bool(entry.origin),
                 )
-                for kept in self._kept
-                for held in kept.holdings()
+                for entry in self._kept
+                for held in entry.holdings()
             )
 
     def open(self, piece: str, version: Version) -> int | None:
@@ -277,10 +277,10 @@ class SnapshotMemory:
             found = self._find(piece, version)
             if found is None:
                 raise KeyError(piece)
-            kept, held = found
-            descriptor = os.dup(kept.descriptor)
-            kept.readers[held.index] += 1
-            kept.memory.pin(held)
+            entry, held = found
+            descriptor = os.dup(entry.descriptor)
+            entry.readers[held.index] += 1
+            entry.memory.pin(held)
         memory = Memory(descriptor)
         try:
             found_there = memory.find(held.version)
@@ -288,24 +288,24 @@ class SnapshotMemory:
                 raise KeyError(piece)
             yield memory, descriptor, found_there
         finally:
-            self._end_reading(kept, memory, held)
+            self._end_reading(entry, memory, held)
             memory.close()
             os.close(descriptor)
 
-    def _end_reading(self, kept: Kept, memory: Memory, held: Held) -> None:
+    def _end_reading(self, entry: MemoryEntry, memory: Memory, held: Held) -> None:
         with self._lock:
-            kept.readers[held.index] -= 1
-            if not kept.readers[held.index]:
+            entry.readers[held.index] -= 1
+            if not entry.readers[held.index]:
                 memory.unpin(held)
 
-    def _find(self, piece: str, version: Version | None) -> tuple[Kept, Held] | None:
+    def _find(self, piece: str, version: Version | None) -> tuple[MemoryEntry, Held] | None:
         """Find a version, own memories before replicas; the freshest if none is given."""
         found = [
-            (kept, held)
-            for kept in self._kept
-            for held in kept.holdings()
-            if kept.piece == piece and version in (None, held.version)
-            if version is not None or not kept.origin
+            (entry, held)
+            for entry in self._kept
+            for held in entry.holdings()
+            if entry.piece == piece and version in (None, held.version)
+            if version is not None or not entry.origin
         ]
         order = sorted(found, key=lambda pair: (bool(pair[0].origin), -pair[1].number))
         if version is None:
@@ -316,7 +316,7 @@ class SnapshotMemory:
         """Return this node's own pieces with a version fresher than the given ones, without the
         shared one, which every node writes for itself."""
         with self._lock:
-            pieces = dict.fromkeys(kept.piece for kept in self._kept if not kept.origin)
+            pieces = dict.fromkeys(entry.piece for entry in self._kept if not entry.origin)
             return [
                 piece
                 for piece in pieces
@@ -348,8 +348,8 @@ class SnapshotMemory:
 
     def _note_replicated(self, pieces: Sequence[tuple[str, Version]]) -> None:
         for piece, version in pieces:
-            for kept in self._of(piece, ""):
-                kept.memory.note_replicated(version)
+            for entry in self._of(piece, ""):
+                entry.memory.note_replicated(version)
 
     def _let_go(self, generation: int) -> None:
         """Drop memories of older generations that this one no longer needs.
@@ -359,7 +359,7 @@ class SnapshotMemory:
         """
         if max(self._in(generation), default=0) < ENOUGH:
             return
-        noted = [kept.memory.replicated() for kept in self._kept if not kept.origin]
+        noted = [entry.memory.replicated() for entry in self._kept if not entry.origin]
         safe = not self.awaits_replicas or any(item and item[0] >= generation for item in noted)
         self._drop(self._stale(generation if safe else generation - 1))
         for key in [key for key in self._sealed if key[0] < generation]:
@@ -368,12 +368,12 @@ class SnapshotMemory:
     def _in(self, generation: int) -> list[int]:
         return [count for (number, _), count in self._sealed.items() if number == generation]
 
-    def _stale(self, generation: int) -> list[Kept]:
+    def _stale(self, generation: int) -> list[MemoryEntry]:
         """Return memories with nothing of this or a later generation: they are not needed."""
         return [
-            kept
-            for kept in self._kept
-            if (held := kept.memory.freshest()) is not None and held.version[0] < generation
+            entry
+            for entry in self._kept
+            if (held := entry.memory.freshest()) is not None and held.version[0] < generation
         ]
 
     def settle(self, base: Version, generation: int, *, outside: bool = False) -> None:
@@ -383,42 +383,44 @@ class SnapshotMemory:
         older than the base: no node will ask for it.
         """
         with self._lock:
-            for kept in self._kept:
-                kept.settle(base, generation)
+            for entry in self._kept:
+                entry.settle(base, generation)
             if outside:
                 self._drop(self._older_than(base))
 
-    def _older_than(self, base: Version) -> list[Kept]:
+    def _older_than(self, base: Version) -> list[MemoryEntry]:
         """Return memories with nothing as fresh as this."""
         return [
-            kept for kept in self._kept if (held := kept.freshest()) is None or held.version < base
+            entry
+            for entry in self._kept
+            if (held := entry.freshest()) is None or held.version < base
         ]
 
     def adopt(self, alive: Collection[str]) -> bool:
         """Take over replicas of nodes that are not among these: they may be the last copies, and
         nobody else replicates them now. Return whether there were any."""
         with self._lock:
-            orphans = [kept for kept in self._kept if kept.origin and kept.origin not in alive]
-            for kept in orphans:
-                kept.origin = ""
+            orphans = [entry for entry in self._kept if entry.origin and entry.origin not in alive]
+            for entry in orphans:
+                entry.origin = ""
             return bool(orphans)
 
     def drop_damaged(self, piece: str, version: Version) -> None:
         """Check all copies of a version and drop the damaged ones."""
         with self._lock:
             found = [
-                (kept, os.dup(kept.descriptor))
-                for kept in self._kept
-                if kept.piece == piece and kept.find(version) is not None
+                (entry, os.dup(entry.descriptor))
+                for entry in self._kept
+                if entry.piece == piece and entry.find(version) is not None
             ]
-        for kept, descriptor in found:
+        for entry, descriptor in found:
             if not _is_whole(descriptor, version):
                 with self._lock:
-                    kept.void.add(version)
+                    entry.void.add(version)
 
-    def _drop(self, kept: Iterable[Kept]) -> None:
+    def _drop(self, entry: Iterable[MemoryEntry]) -> None:
         """Drop these, except those that are being copied in."""
-        for item in kept:
+        for item in entry:
             if not item.writing.locked():
                 self._kept.remove(item)
                 item.close()

@@ -36,7 +36,7 @@ from torchelastic.errors import ConfigError, RendezvousError, TransferError, Wir
 from torchelastic.snapshot.layout import SHARED, Held, Memory, Version
 from torchelastic.snapshot.node import stream
 from torchelastic.snapshot.node.bandwidth import Bucket
-from torchelastic.snapshot.node.memory import Kept, SnapshotMemory
+from torchelastic.snapshot.node.memory import MemoryEntry, SnapshotMemory
 from torchelastic.snapshot.node.stream import Header, SnapshotStream
 from torchelastic.system.memory_limit import NoRoom
 from torchelastic.transport import frames
@@ -340,14 +340,14 @@ def _fetch(called: SnapshotStream, snapshot_memory: SnapshotMemory, wanted: Head
     if header.kind != stream.FOUND or header.piece != wanted.piece or not is_it:
         raise WireError("Received a different snapshot than requested.")
     # Only the pages of this version are needed now, and writing allocates them.
-    kept = snapshot_memory.make_room(header.piece, header.room, header.skeleton_room, take=False)
-    with snapshot_memory.bringing(kept) as may:
+    entry = snapshot_memory.memory_for(header.piece, header.room, header.skeleton_room, take=False)
+    with snapshot_memory.bringing(entry) as may:
         if not may:
             raise TransferError(f"Another connection is already bringing '{header.piece}'.")
         if wanted.kind == stream.WANT:
             # The requested version is the base: whatever this memory has beyond it is void.
-            kept.memory.settle(header.version, header.version[0] + 1)
-        _take(called, kept, header, partial(_is_confirmed, called, kept, header))
+            entry.memory.settle(header.version, header.version[0] + 1)
+        _take(called, entry, header, partial(_is_confirmed, called, entry, header))
 
 
 def _serve(visitor: SnapshotStream, snapshot_memory: SnapshotMemory) -> None:
@@ -387,30 +387,32 @@ def _serve_give(visitor: SnapshotStream, snapshot_memory: SnapshotMemory, header
         # A node that uses it as its workers' freshest state must have requested it.
         raise WireError("A peer pushed shared state, which nodes only fetch.")
     try:
-        kept = snapshot_memory.make_room_for_replica(
+        entry = snapshot_memory.memory_for_replica(
             header.piece, header.origin or "?", header.room, header.skeleton_room
         )
     except NoRoom as error:
         visitor.reply(stream.NO, str(error))
         return
-    freshest = kept.freshest()
-    if kept.find(header.version) is not None:
+    freshest = entry.freshest()
+    if entry.find(header.version) is not None:
         visitor.reply(stream.HAVE)
     elif freshest is not None and freshest.version > header.version:
         # Ours is void if the given version is a generation's base: then it is dropped soon.
         visitor.reply(stream.NO, f"This node holds a newer version of '{header.piece}'.")
     else:
-        with snapshot_memory.bringing(kept) as may:
-            visitor.reply(*_taken_in(visitor, kept, header, may))
+        with snapshot_memory.bringing(entry) as may:
+            visitor.reply(*_taken_in(visitor, entry, header, may))
 
 
-def _taken_in(visitor: SnapshotStream, kept: Kept, header: Header, may: bool) -> tuple[int, str]:
+def _taken_in(
+    visitor: SnapshotStream, entry: MemoryEntry, header: Header, may: bool
+) -> tuple[int, str]:
     """Take a given version; return the reply."""
     if not may:
         return stream.NO, "Another connection is already bringing that piece."
-    _drop_between(kept.memory, header)
+    _drop_between(entry.memory, header)
     visitor.reply(stream.GO)
-    whole = _take(visitor, kept, header, partial(_is_whole, visitor, kept, header))
+    whole = _take(visitor, entry, header, partial(_is_whole, visitor, entry, header))
     return (stream.HAVE, "") if whole else (stream.NO, "It was overwritten during the transfer.")
 
 
@@ -423,15 +425,17 @@ def _drop_between(memory: Memory, header: Header) -> None:
                 memory.drop(version)
 
 
-def _take(by: SnapshotStream, kept: Kept, header: Header, receive: Callable[[], bool]) -> bool:
+def _take(
+    by: SnapshotStream, entry: MemoryEntry, header: Header, receive: Callable[[], bool]
+) -> bool:
     """Receive a version into a memory; return whether it is undamaged, as `receive` finds while it
     reads the bytes."""
     skeleton = by.receive(header.skeleton)
     try:
-        kept.memory.begin(header.version)
+        entry.memory.begin(header.version)
         if not receive():
             return False
-        kept.memory.seal(
+        entry.memory.seal(
             header.version,
             skeleton,
             header.used,
@@ -445,14 +449,14 @@ def _take(by: SnapshotStream, kept: Kept, header: Header, receive: Callable[[], 
     return True
 
 
-def _is_whole(by: SnapshotStream, kept: Kept, header: Header) -> bool:
-    summed = by.receive_summed(kept.descriptor, kept.memory.begun_at, header.used)
+def _is_whole(by: SnapshotStream, entry: MemoryEntry, header: Header) -> bool:
+    summed = by.receive_summed(entry.descriptor, entry.memory.begun_at, header.used)
     return summed == header.checksum
 
 
-def _is_confirmed(called: SnapshotStream, kept: Kept, header: Header) -> bool:
+def _is_confirmed(called: SnapshotStream, entry: MemoryEntry, header: Header) -> bool:
     """Return whether the other end confirms; raise its refusal."""
-    called.receive_into(kept.descriptor, kept.memory.begun_at, header.used)
+    called.receive_into(entry.descriptor, entry.memory.begun_at, header.used)
     called.reply(stream.GO)
     _agreed(called)
     return True

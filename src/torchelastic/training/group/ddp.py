@@ -38,7 +38,7 @@ Layout = tuple[tuple[int, ...], ...]
 
 
 @dataclass
-class _Kept:
+class _Layouts:
     """The bucket layouts of one DDP."""
 
     first: Layout
@@ -50,7 +50,7 @@ class _Kept:
     before_forward: torch.utils.hooks.RemovableHandle | None = None
 
 
-_KEPT: WeakKeyDictionary[DistributedDataParallel, _Kept] = WeakKeyDictionary()
+_KEPT: WeakKeyDictionary[DistributedDataParallel, _Layouts] = WeakKeyDictionary()
 
 
 def wrap(module: torch.nn.Module, **options: Any) -> DistributedDataParallel:
@@ -63,23 +63,23 @@ def wrap(module: torch.nn.Module, **options: Any) -> DistributedDataParallel:
     ddp = DistributedDataParallel(module, **options)
     if ddp.static_graph:
         _dictate(ddp, _by_size(ddp))
-    _KEPT[ddp] = _Kept(first=_by_size(ddp) if _is_fixed(ddp) else _all_in_one(ddp))
+    _KEPT[ddp] = _Layouts(first=_by_size(ddp) if _is_fixed(ddp) else _all_in_one(ddp))
     _watch(ddp)
     return ddp
 
 
 def committed(ddp: DistributedDataParallel) -> bool:
     """Note that a step is done. Call after each step, in every world, until it returns True."""
-    kept = _KEPT[ddp]
-    if kept.base is not None or _is_fixed(ddp):
+    layouts = _KEPT[ddp]
+    if layouts.base is not None or _is_fixed(ddp):
         return True
-    if kept.now is None:
+    if layouts.now is None:
         # If DDP cannot lay out its buckets (a parameter has no gradient, for example), it raises in
         # the next forward, where the user sees it.
         with contextlib.suppress(RuntimeError):
-            kept.now = _rebuild(ddp, None)
-    kept.base = kept.now
-    return kept.base is not None
+            layouts.now = _rebuild(ddp, None)
+    layouts.base = layouts.now
+    return layouts.base is not None
 
 
 def swap(ddp: DistributedDataParallel, *, interrupted: bool = True) -> None:
@@ -109,9 +109,9 @@ def adopt(ddp: DistributedDataParallel, layout: Layout | None) -> None:
     """Use this layout, in new memory, whatever state a backward was left in."""
     if _is_fixed(ddp):
         return
-    kept = _KEPT[ddp]
-    _dictate(ddp, kept.first if layout is None else layout)
-    kept.now = kept.base = layout
+    layouts = _KEPT[ddp]
+    _dictate(ddp, layouts.first if layout is None else layout)
+    layouts.now = layouts.base = layout
     if layout is None:
         torch_private.forget_backward(ddp)  # so that it lays out its buckets again after the step
     _watch(ddp)
@@ -226,34 +226,34 @@ def _renew(ddp: DistributedDataParallel) -> None:
 
 def _watch(ddp: DistributedDataParallel) -> None:
     """Lay out the buckets before DDP does: its own broadcast cannot be aborted."""
-    kept = _KEPT[ddp]
-    if not _is_fixed(ddp) and kept.before_forward is None:
+    layouts = _KEPT[ddp]
+    if not _is_fixed(ddp) and layouts.before_forward is None:
         settle: Any = torch.compiler.disable(_settle)  # type: ignore[no-untyped-call]
-        kept.before_forward = ddp.register_forward_pre_hook(settle)
+        layouts.before_forward = ddp.register_forward_pre_hook(settle)
 
 
-def _unwatch(kept: _Kept) -> None:
-    if kept.before_forward is not None:
-        kept.before_forward.remove()
-        kept.before_forward = None
+def _unwatch(layouts: _Layouts) -> None:
+    if layouts.before_forward is not None:
+        layouts.before_forward.remove()
+        layouts.before_forward = None
 
 
 def _settle(ddp: DistributedDataParallel, inputs: object) -> None:
     """Collective, like the backward before it: give all ranks the layout of rank 0."""
     if not torch.is_grad_enabled():
         return
-    kept = _KEPT[ddp]
-    if kept.now is None:
-        kept.now = _rebuild(ddp, None)
-    if kept.now is None:
+    layouts = _KEPT[ddp]
+    if layouts.now is None:
+        layouts.now = _rebuild(ddp, None)
+    if layouts.now is None:
         return
-    theirs = _broadcast(ddp, kept.now, source=0) or kept.now
-    if theirs != kept.now:
+    theirs = _broadcast(ddp, layouts.now, source=0) or layouts.now
+    if theirs != layouts.now:
         _dictate(ddp, theirs)
-    kept.now = theirs
-    if kept.base is not None:  # else this is the second backward of the first step
-        kept.base = theirs
-    _unwatch(kept)
+    layouts.now = theirs
+    if layouts.base is not None:  # else this is the second backward of the first step
+        layouts.base = theirs
+    _unwatch(layouts)
 
 
 def _broadcast(ddp: DistributedDataParallel, mine: Layout | None, source: int) -> Layout | None:

@@ -15,7 +15,8 @@ item, when a release changes it):
 * DDP's reducer waits at the end of a backward (`backward`).
 * The ranks' listening addresses are in the store, under device and rank
   (`sockets.listening_address`).
-* DDP pickles what a future of a Python group holds to find the tensors in it (`waits._Failed`).
+* DDP pickles what a future of a Python group holds to find the tensors in it
+  (`abortable_waits._Failed`).
 * The destructor of `ProcessGroupGloo` joins its threads without the interpreter's lock.
 """
 
@@ -34,7 +35,7 @@ from torchelastic.config import format_endpoint
 from torchelastic.events.analysis.hangs import listed
 from torchelastic.torch_private import Store
 from torchelastic.training.group import backward, sockets
-from torchelastic.training.group.waits import Operation, OwnedWork, Waits
+from torchelastic.training.group.abortable_waits import Operation, OwnedWork, Waits
 from torchelastic.worker.collective_log import NO_ROW, Mark
 
 

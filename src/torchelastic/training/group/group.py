@@ -33,8 +33,8 @@ from torchelastic import torch_backends, torch_private
 from torchelastic.errors import ConfigError
 from torchelastic.torch_private import PrefixStore, Store
 from torchelastic.training.group import gloo, native_groups, parked, sockets
+from torchelastic.training.group.abortable_waits import GenerationOver, PeerLostError, Waits
 from torchelastic.training.group.gloo import OwnedGloo
-from torchelastic.training.group.waits import GenerationOver, PeerLostError, Waits
 from torchelastic.worker.collective_log import NO_ROW
 
 __all__ = ["GenerationOver", "Group", "PeerLostError"]

@@ -15,7 +15,7 @@ import threading
 import time
 from typing import Any, NamedTuple
 
-from torchelastic.training.group.waits import Waits
+from torchelastic.training.group.abortable_waits import Waits
 
 #: How long the connections of a cleanly left group stay open for the other ranks, in seconds.
 GRACE = 1.0

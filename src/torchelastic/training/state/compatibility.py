@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchelastic.errors import UnfitError
 from torchelastic.tensors.module_state import Form, form_text
-from torchelastic.training.group.waits import GenerationOver, PeerLostError
+from torchelastic.training.group.abortable_waits import GenerationOver, PeerLostError
 
 if TYPE_CHECKING:
     from torchelastic.training.session import Session

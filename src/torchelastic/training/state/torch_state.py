@@ -18,10 +18,10 @@ from torchelastic.data.ledger import Ledger
 from torchelastic.snapshot import agent_client
 from torchelastic.snapshot.dtensors import is_plain, is_sharded, put_in, shape_of, take_out
 from torchelastic.snapshot.keeper import Keeper
-from torchelastic.snapshot.kept_tree import Tree
 from torchelastic.snapshot.leave import Departure
 from torchelastic.snapshot.own_checkpoints import steps_taken
 from torchelastic.snapshot.shards import Shards
+from torchelastic.snapshot.state_tree import Tree
 from torchelastic.tensors import module_state, rank_private, tensor_tree, transfer
 from torchelastic.tensors.buffers import Buffers
 from torchelastic.tensors.checkpoint_tree import flatten
@@ -32,7 +32,7 @@ from torchelastic.training.group import ddp
 from torchelastic.training.session import Session
 from torchelastic.training.state import commit_listeners
 from torchelastic.training.state.state import FIRST, TORN, State, Torn, Version
-from torchelastic.training.undo.undo import Snapshot, Undo
+from torchelastic.training.undo.undo import Undo, UndoRecord
 from torchelastic.worker.backward_waits import BackwardWaits
 
 #: The format name in a checkpoint of this class.
@@ -160,11 +160,11 @@ class TorchState(State):
 
     # --- a step ----------------------------------------------------------------------------------
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> UndoRecord:
         """Return an undo record of the step that begins. Only the latest can be applied."""
         return self._undo.begin(self._version)
 
-    def apply(self, snapshot: Snapshot) -> None:
+    def apply(self, snapshot: UndoRecord) -> None:
         """Undo the step. Raises Torn if it failed in or after a write without a copy."""
         self._interrupted = True
         self.step = snapshot.version[1]

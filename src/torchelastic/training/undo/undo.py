@@ -22,7 +22,7 @@ from torchelastic.training.undo.gradients import Gradients
 from torchelastic.training.undo.writes import Writes
 
 
-class Snapshot(NamedTuple):
+class UndoRecord(NamedTuple):
     """The small state at the beginning of a step. Only the latest record can be applied."""
 
     version: Version
@@ -48,7 +48,7 @@ class Undo:
         self._savers = list(savers)
         self._saves = [saver.save for saver in savers]
         self._publisher: Publisher | None = None
-        self._latest: Snapshot | None = None
+        self._latest: UndoRecord | None = None
         #: The version at the end of this step; None outside of a step.
         self._next: Version | None = None
         #: The generation of these steps; None from an undone step to the next world.
@@ -73,7 +73,7 @@ class Undo:
         """Note that the following collectives belong to no step."""
         self._next = None
 
-    def begin(self, version: Version) -> Snapshot:
+    def begin(self, version: Version) -> UndoRecord:
         """Begin a step; return its undo record."""
         now = self._private()
         if self.buffers.heavy:
@@ -85,7 +85,7 @@ class Undo:
         for save in self._saves:
             small.append(save())
         # Not Snapshot(...), here and below with other tuples: that is a call of Python code.
-        self._latest = tuple.__new__(Snapshot, (version, now, small))
+        self._latest = tuple.__new__(UndoRecord, (version, now, small))
         if self._generation is not None:
             self._next = (self._generation, version[1] + 1)
             if self._publisher is not None:
@@ -108,7 +108,7 @@ class Undo:
         if self._publisher is not None:
             self._publisher.in_flight(ending, self._private())
 
-    def undo(self, snapshot: Snapshot) -> None:
+    def undo(self, snapshot: UndoRecord) -> None:
         """Undo the step. If only the small state can be restored, do that and raise Torn."""
         if snapshot is not self._latest:
             raise ValueError("Only the latest undo record of a TorchState can be applied.")
@@ -126,7 +126,7 @@ class Undo:
         if why is not None:
             raise Torn(why)
 
-    def _restore_small(self, snapshot: Snapshot) -> None:
+    def _restore_small(self, snapshot: UndoRecord) -> None:
         for saver, saved in zip(self._savers, snapshot.small, strict=True):
             saver.restore(saved)
         rank_private.restore(snapshot.private, self.buffers)

@@ -188,11 +188,11 @@ class _Copy:
 
 def _copy_all(live: Sequence[torch.Tensor], rooms: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return copies of all tensors, in the old copies' memory where they fit."""
-    fitting = len(rooms) == len(live) and all(
+    reused = len(rooms) == len(live) and all(
         room.shape == one.shape and room.dtype == one.dtype
         for room, one in zip(rooms, live, strict=True)
     )
-    if not fitting:
+    if not reused:
         rooms = [torch.empty_like(one) for one in live]
     if rooms:
         torch_private.copy_all(rooms, list(live))

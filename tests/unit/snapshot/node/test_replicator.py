@@ -45,7 +45,7 @@ class Node:
 
     def write(self, piece, version, size=SIZE, summed=None):
         """What a worker does."""
-        kept = self.snapshot_memory.make_room(piece, size, 100)
+        kept = self.snapshot_memory.memory_for(piece, size, 100)
         buffer = kept.memory.begin(version)
         buffer[:] = content(version, size)
         checksum = layout.checksum(buffer) if summed is None else summed

@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 from torchelastic import TorchState
 from torchelastic.errors import UnfitError
 from torchelastic.tensors.module_state import form_number
-from torchelastic.training.group.waits import GenerationOver, Waits
+from torchelastic.training.group.abortable_waits import GenerationOver, Waits
 from torchelastic.training.session import Session
 from torchelastic.training.state import compatibility
 

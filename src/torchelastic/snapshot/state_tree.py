@@ -134,7 +134,7 @@ class Tree:
         live = self._lasting()
         dtensors.take_out(live)
         own = dict(tensor_tree.tensors_by_path(live))
-        tensors = stored.tensors(lambda spec: _room(spec, own.get(spec.path)))
+        tensors = stored.tensors(lambda spec: _destination(spec, own.get(spec.path)))
         count = len(stored.lasting_specs)
         lasting = tensor_tree.restore(stored.lasting, tensors[:count])
         dtensors.put_in(lasting, sharded)
@@ -206,7 +206,7 @@ class Stored:
         return found
 
 
-def _room(spec: Spec, own: torch.Tensor | None) -> torch.Tensor:
+def _destination(spec: Spec, own: torch.Tensor | None) -> torch.Tensor:
     """Return the existing tensor if the bytes fit, since optimizers and DDP refer to it."""
     return own.detach() if own is not None and spec.describes(own) else spec.empty()
 
