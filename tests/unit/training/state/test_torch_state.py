@@ -109,7 +109,7 @@ class Wire:
             self.sent = skeleton, [tensor.clone() for tensor in tensors]
             return None
         skeleton, tensors = self.sent
-        room = transfer._room(into)
+        room = transfer._destination(into)
         specs = tensor_tree.specs(skeleton)
         received = [room(spec).copy_(one) for spec, one in zip(specs, tensors, strict=True)]
         return tensor_tree.restore(skeleton, received)
