@@ -53,11 +53,11 @@ def _hold(size: int, tell: int, wait: int) -> None:
 
 async def _serve(size: int, tell: int, wait: int) -> None:
     async with _node("holder") as (shelf, replicator):
-        room = shelf.make_room(SHARED, size, 100).memory.begin(_VERSION)
+        room = shelf.memory_for(SHARED, size, 100).memory.begin(_VERSION)
         for begin in range(0, size, 1 << 20):
             part = room[begin : begin + (1 << 20)]
             part[:] = b"." * len(part)
-        shelf.make_room(SHARED, size, 100).memory.seal(_VERSION, b"{}", size, 0)
+        shelf.memory_for(SHARED, size, 100).memory.seal(_VERSION, b"{}", size, 0)
         listener = Listener(_JOB)
         listener.serve(frames.SNAPSHOT, replicator.admit)
         port = await listener.listen(bind_endpoint("127.0.0.1", 0))

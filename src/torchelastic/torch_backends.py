@@ -1,7 +1,7 @@
-"""Back ends of torch.distributed: the only place that knows any of them by name.
+"""Backends of torch.distributed: the only place that knows any of them by name.
 
-Everything else follows from what a back end says it can do. Names say little: in torch 2.15 `nccl`
-is another implementation than before, and `nccl2`, `nccl-lazy` and `nccl-legacy` are NCCL as well.
+Everything else follows from a backend's capabilities. Names say little: in torch 2.15 `nccl` is
+another implementation than before, and `nccl2`, `nccl-lazy` and `nccl-legacy` are NCCL as well.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ HOST = "gloo"
 
 
 def device_of(backend: str) -> str:
-    """Where tensors of a collective of this back end live: on the host if it can have them there.
+    """Return the device for tensors of this backend's collectives: the CPU if supported.
 
     >>> device_of("gloo"), device_of("nccl"), device_of("cpu:gloo,cuda:nccl")
     ('cpu', 'cuda', 'cpu')
@@ -28,10 +28,10 @@ def device_of(backend: str) -> str:
 
 
 def here(group: dist.ProcessGroup | None = None) -> str:
-    """The same, of a group: the default one if none is given."""
+    """Return the device for a group's collectives; by default of the default group."""
     return device_of(dist.get_backend(group))
 
 
 def is_on_host(backend: str) -> bool:
-    """Whether no device has to be waited for when a small collective of it is."""
+    """Return whether waiting for a small collective does not wait for a device."""
     return backend == HOST

@@ -3,9 +3,9 @@
 No other module touches a private name of torch (tests/test_architecture.py). Every name here has a
 test of what we rely on (tests/unit/test_torch_private.py): run it on a new release of torch first.
 
-Two classes have to use torch's own names, because torch calls them back:
-`training.group_gloo.OwnedGloo` and `training.waits.OwnedWork`. For those and for gloo's behaviour
-there is tests/unit/training/test_torch_contract.py.
+Two classes have to use torch's own names, because torch calls them back: `OwnedGloo` in
+`training.group.gloo` and `OwnedWork` in `training.group.abortable_waits`. For those and for gloo's
+behaviour there is tests/unit/training/test_torch_contract.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _c10d: Any = torch._C._distributed_c10d
 #: Copy many tensors in one call: destinations, sources.
 copy_all: Callable[..., None] = torch._foreach_copy_
 
-#: How often a tensor was written to in place, as far as autograd sees it.
+#: The number of in-place writes to a tensor that autograd has seen.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 #: The buffers of one module by name: the dictionary itself.
@@ -54,7 +54,7 @@ address_of: Callable[[Any], int] = attrgetter("_cdata")
 
 
 def box_of(tensor: Any) -> tuple[Sequence[int], Sequence[int]]:
-    """The offset and the size of the part of a DTensor that this rank has."""
+    """Return the offset and the size of this rank's part of a DTensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     size, offset = compute_local_shape_and_global_offset(
@@ -64,7 +64,7 @@ def box_of(tensor: Any) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def layer_versions(state_dict: Any) -> Any:
-    """What a module's state_dict says about the versions of its layers; None for other mappings."""
+    """Return the layer versions in a module's state_dict; None for other mappings."""
     return getattr(state_dict, "_metadata", None)
 
 
@@ -79,7 +79,7 @@ SCALER_TENSORS = ("_scale", "_growth_tracker")
 
 
 def scaler_stages(scaler: Any) -> Any:
-    """By optimizer, what was done since the last update, which makes another dictionary."""
+    """Return a GradScaler's per-optimizer stages; each update creates a new dictionary."""
     return scaler._per_optimizer_states
 
 
@@ -91,7 +91,7 @@ _variable: Any = torch.autograd.Variable
 Engine: Any = type(_variable._execution_engine)
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 
-#: Have the engine call this at the end of the present backward.
+#: Make the engine call this at the end of the current backward.
 at_end_of_backward: Callable[[Callable[[], object]], None] = (
     _variable._execution_engine.queue_callback
 )
@@ -103,7 +103,7 @@ RUN_BACKWARD = getattr(
 
 
 def use_engine(kind: Any) -> None:
-    """Have all backwards run by an engine of this class, a subclass of `Engine`."""
+    """Run all backwards in an engine of this class, a subclass of `Engine`."""
     if type(_variable._execution_engine) is not kind:
         _variable._execution_engine = kind()
 
@@ -115,42 +115,42 @@ Gloo: Any = distributed_c10d.ProcessGroupGloo
 
 
 def make_gloo_of(group_class: Any) -> None:
-    """From now on torch makes its groups of backend "gloo" by calling this."""
+    """Make torch create its groups of backend "gloo" by calling this."""
     distributed_c10d.ProcessGroupGloo = group_class  # type: ignore[misc]
 
 
 def groups() -> list[Any]:
-    """All process groups of this process."""
+    """Return all process groups of this process."""
     return list(distributed_c10d._world.pg_map)
 
 
 def count_groups() -> int:
-    """How many there are, in no time."""
+    """Return the number of process groups, cheaply."""
     return len(distributed_c10d._world.pg_map)
 
 
 def name_of_group(group: Any) -> str:
-    """The same on all ranks; empty for a group that torch.distributed does not know."""
+    """Return a group's name, the same on all ranks; empty if torch.distributed lacks it."""
     return str(distributed_c10d._world.pg_names.get(group, ""))
 
 
 def count_groups_anew() -> None:
-    """Have the next group named as the first one is: ranks meet under these names."""
+    """Restart the numbering of groups: ranks find each other under these names."""
     distributed_c10d._world.group_count = 0
 
 
 def launched_in(group: Any) -> int:
-    """How many collectives were launched in a group; RuntimeError where that is not counted."""
+    """Return the number of collectives launched in a group; RuntimeError if not counted."""
     return int(group._get_sequence_number_for_group())
 
 
 def backend_of(group: Any, device: str) -> Any:
-    """What performs the collectives of a group that have their tensors there."""
+    """Return a group's backend for tensors on this device."""
     return group._get_backend(torch.device(device))
 
 
 def group_of_backend(store: Store, backend: Any, rank: int, size: int) -> dist.ProcessGroup:
-    """A group of C++ around a gloo that is there already."""
+    """Return a C++ group around an existing gloo backend."""
     kind = dist.ProcessGroup.BackendType.GLOO
     group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(kind)
@@ -163,17 +163,17 @@ def timeout_of(gloo: Any) -> Any:
 
 
 def source_of(work: Any) -> int:
-    """Whom a receive from anybody has heard."""
+    """Return the source rank of a receive from any rank."""
     return int(work._source_rank())
 
 
 def unwrap_by(future: Any, function: Callable[[Any], Any]) -> None:
-    """Have readers in Python get what this makes of the future's value, or what it raises."""
+    """Make Python readers of the future get the result of this function, or its error."""
     future._set_unwrap_func(function)
 
 
 def work_of(future: Any) -> Any:
-    """A work that C++ can wait for, done when the future is."""
+    """Return a work that C++ can wait for, done when the future is."""
     return _c10d._create_work_from_future(future)
 
 
@@ -181,7 +181,7 @@ def work_of(future: Any) -> Any:
 
 
 def parameters_of_ddp(ddp: Any) -> tuple[list[torch.Tensor], list[bool]]:
-    """In the order of their numbers; and whether each has sparse gradients."""
+    """Return DDP's parameters in order, and whether each has sparse gradients."""
     parameters, sparse = ddp._build_params_for_reducer()
     return parameters, sparse
 
@@ -189,7 +189,7 @@ def parameters_of_ddp(ddp: Any) -> tuple[list[torch.Tensor], list[bool]]:
 def assign_buckets(
     parameters: list[torch.Tensor], limits: Iterable[int], sparse: list[bool]
 ) -> list[list[int]]:
-    """The numbers of the parameters by bucket, as DDP would lay them out with these limits."""
+    """Return the parameters' indices by bucket, as DDP lays them out with these limits."""
     buckets: list[list[int]] = _c10d._compute_bucket_assignment_by_size(
         parameters, list(limits), sparse
     )[0]
@@ -197,7 +197,7 @@ def assign_buckets(
 
 
 def bucket_limits(ddp: DistributedDataParallel) -> list[int]:
-    """In bytes, the last for all further buckets."""
+    """Return the bucket limits in bytes; the last is for all further buckets."""
     if by_hand := limits_by_hand(ddp):
         return by_hand
     first = [_c10d._DEFAULT_FIRST_BUCKET_BYTES] if ddp.bucket_bytes_cap_default else []
@@ -205,27 +205,27 @@ def bucket_limits(ddp: DistributedDataParallel) -> list[int]:
 
 
 def limits_by_hand(ddp: DistributedDataParallel) -> list[int]:
-    """DDP's option bucket_cap_mb_list, which torch before 2.13 does not have."""
+    """Return DDP's option bucket_cap_mb_list, which torch before 2.13 does not have."""
     return list(getattr(ddp, "bucket_bytes_cap_list", ()))
 
 
 def show_group(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
-    """The group for the next collectives of the reducer."""
+    """Set the group for the next collectives of the reducer."""
     ddp.reducer._update_process_group(group)
 
 
 def forget_backward(ddp: DistributedDataParallel) -> None:
-    """Have the reducer lay out its buckets anew by the next backward."""
+    """Make the reducer lay out its buckets again by the next backward."""
     ddp.reducer._reset_state()
 
 
 def count_all_ready(ddp: DistributedDataParallel) -> None:
-    """Let the reducer believe that all gradients have come, in the order of their numbers."""
+    """Mark all gradients as ready in the reducer, in the order of their indices."""
     ddp.reducer._push_all_rebuilt_params()
 
 
 def rebuild_buckets(ddp: Any) -> bool:
-    """Have the reducer lay out its buckets; False if it has seen no gradients to do so by."""
+    """Make the reducer lay out its buckets; return False if it has seen no gradients."""
     if not ddp.reducer._rebuild_buckets():
         return False
     ddp._has_rebuilt_buckets = True
@@ -233,7 +233,7 @@ def rebuild_buckets(ddp: Any) -> bool:
 
 
 def renew_reducer(ddp: Any) -> None:
-    """A new reducer, with the hooks of the old one."""
+    """Create a new reducer with the hooks of the old one."""
     static = ddp.static_graph
     ddp.reducer._remove_autograd_hooks()
     parameters, sparse = parameters_of_ddp(ddp)

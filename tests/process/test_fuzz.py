@@ -121,7 +121,7 @@ def test_snapshots_travel_beside_those_who_talk_nonsense(caplog, secret_file):
         rounds = 0
         while fuzzer.poll() is None:
             rounds += 1
-            kept = theirs.make_room(layout.SHARED, 100_000, 10)
+            kept = theirs.memory_for(layout.SHARED, 100_000, 10)
             buffer = kept.memory.begin((5, rounds))
             kept.memory.seal((5, rounds), b"{}", len(buffer), layout.checksum(buffer))
             await ours.fetch(layout.SHARED, (5, rounds), place)

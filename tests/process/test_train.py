@@ -287,9 +287,9 @@ def test_the_end_of_the_process_that_holds_the_stores_disturbs_nobody(tmp_path):
 # --- another model -------------------------------------------------------------------------------
 
 UNFIT = (
-    "UnfitError: This worker's state does not fit into the training: parameter '0.weight' is "
-    "float32 of shape (64, 16) here and float32 of shape (32, 16) in the others. Start it with "
-    "the script and the arguments that the others have."
+    "UnfitError: This worker's state differs from the other workers': parameter '0.weight' is "
+    "float32 of shape (64, 16) here and float32 of shape (32, 16) on the others. Start all "
+    "workers with the same script and arguments."
 )
 
 

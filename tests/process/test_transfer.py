@@ -68,10 +68,14 @@ GOOD = b'{"tree":null,"tensors":[]}'
 @pytest.mark.parametrize(
     ("header", "text", "message"),
     [
-        ([1, 2, 3, 4], GOOD, "What came instead of a peer's state is none."),
-        ([transfer.MAGIC, 1 << 40, 0, 0], GOOD, "What came instead of a peer's state is none."),
-        ([transfer.MAGIC, len(GOOD), 7, 0], GOOD, "was damaged on its way"),
-        ([transfer.MAGIC, len(GOOD), zlib.crc32(GOOD), 9], GOOD, "has another size"),
+        ([1, 2, 3, 4], GOOD, "Received something other than a peer's state."),
+        ([transfer.MAGIC, 1 << 40, 0, 0], GOOD, "Received something other than a peer's state."),
+        ([transfer.MAGIC, len(GOOD), 7, 0], GOOD, "was damaged in transfer"),
+        (
+            [transfer.MAGIC, len(GOOD), zlib.crc32(GOOD), 9],
+            GOOD,
+            "The size of a peer's state differs",
+        ),
     ],
     ids=["magic", "length", "checksum", "size"],
 )

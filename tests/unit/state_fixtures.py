@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.training.fake_agent import Coordinator, FakeAgent, store
-from tests.unit.training.keep_support import Shelf
+from tests.unit.training.keep_support import FakeSnapshotAgent
 from tests.unit.training.loop_support import Counting
 from torchelastic.checkpoint import CheckpointStore, finish, set_checkpoint_manager
 from torchelastic.snapshot import agent_client
@@ -58,9 +58,9 @@ def run(monkeypatch):
 
 
 @pytest.fixture
-def shelf(monkeypatch):
+def snapshot_agent(monkeypatch):
     """The memory of the agent that every state of the test connects to."""
-    made = Shelf()
+    made = FakeSnapshotAgent()
     monkeypatch.setattr(agent_client, "connect", lambda: made)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     yield made

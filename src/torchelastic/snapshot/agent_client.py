@@ -1,7 +1,7 @@
-"""The worker's agent, as the one who holds snapshots: asked with patience, never waited for long.
+"""The client of the agent that holds this worker's snapshots; every request has a timeout.
 
-For a worker that runs a script: it is alone on its channel. A resident one has a control thread
-there (`control`).
+For a worker that runs a script: nothing else uses its channel. In a resident worker the control
+thread does (`training.control`).
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from torchelastic.snapshot.messages import (
 from torchelastic.worker import channel, optimizer_steps, orders
 from torchelastic.worker.status_page import StatusPage
 
-#: How long an agent may take to answer, and to bring a snapshot from another node.
+#: Seconds for an agent to answer, and to fetch a snapshot from another node.
 PATIENCE, FETCH_PATIENCE = 30.0, 600.0
-#: Bytes of room that it finds in a second at least: the pages of all workers of a node are taken
-#: one after the other.
+#: The least bytes per second at which the agent allocates memory: it takes the pages of all workers
+#: of a node one after the other.
 ROOM_PACE = 50e6
 
 
 class Unanswered(SnapshotError):
-    """The agent is busy, for all that is known: what was asked for may come yet."""
+    """The agent has not answered yet; it may be busy."""
 
 
-class Holder(Protocol):
-    """What a keeper asks of an agent."""
+class SnapshotAgent(Protocol):
+    """The agent as a keeper of snapshots uses it."""
 
     def inventory(self) -> Holdings: ...
 
-    def room(self, piece: str, size: int, skeleton: int) -> Memory: ...
+    def request_memory(self, piece: str, size: int, skeleton: int) -> Memory: ...
 
     def open(self, piece: str, version: Version, peer: str) -> Memory: ...
 
@@ -68,45 +68,45 @@ class Holder(Protocol):
     def listen(self, on_leave: Callable[[orders.Leave], None]) -> None: ...
 
 
-class Agent:
-    """A `Holder` at the other end of this worker's channel."""
+class AgentClient:
+    """The agent at the other end of this worker's channel."""
 
     def __init__(self, link: channel.Link) -> None:
         self._link = link
-        #: Held by the thread that asks until it has its answer, and by the one that listens.
+        #: Held by a requesting thread until it has its answer, and by the listening thread.
         self._asking = threading.Lock()
         self._on_leave: Callable[[orders.Leave], None] | None = None
         self._numbers = count(1)
         self._status_page: StatusPage | None = None
 
     def inventory(self) -> Holdings:
-        """What this node holds. The first time, the slate comes before the answer."""
+        """Return what this node holds. The first time, the status page precedes the answer."""
         if self._status_page is None:
-            optimizer_steps.stop()  # what is committed counts from now on
+            optimizer_steps.stop()  # from now on commits are counted
             channel.send(orders.to_json(orders.Keeps()))
         answer, descriptor = self._ask(Inventory(next(self._numbers)), PATIENCE)
         if descriptor is not None:
             os.close(descriptor)
         if not isinstance(answer, Holdings):
-            raise SnapshotError(f"The agent does not say what it holds: {_words(answer)}")
+            raise SnapshotError(f"The agent did not list its snapshots: {_words(answer)}")
         return answer
 
-    def room(self, piece: str, size: int, skeleton: int) -> Memory:
-        """Memory to write a piece to; `SnapshotError` says why there is none, `Unanswered` that it
-        may be asked for again."""
+    def request_memory(self, piece: str, size: int, skeleton: int) -> Memory:
+        """Return memory to write a piece to. `SnapshotError`: the agent refused; `Unanswered`: ask
+        again."""
         patience = PATIENCE + size / ROOM_PACE
         return self._memory(Room(next(self._numbers), piece, size, skeleton), patience)
 
     def open(self, piece: str, version: Version, peer: str) -> Memory:
-        """Memory that holds a piece; `peer` is where another node has it, empty if this one has."""
+        """Return memory that holds a piece; `peer` is the node that has it, empty for this one."""
         number = next(self._numbers)
         if peer:
             return self._memory(Fetch(number, piece, version, peer), FETCH_PATIENCE)
         return self._memory(Open(number, piece, version), PATIENCE)
 
     def drop(self, piece: str, version: Version) -> None:
-        """Have it look at a version that is damaged, and offer it no more: when this returns, it
-        does not. `SnapshotError` if it does not answer."""
+        """Make the agent check a damaged version and stop offering it before this returns.
+        `SnapshotError` if it does not answer."""
         answer, descriptor = self._ask(Drop(next(self._numbers), piece, version), FETCH_PATIENCE)
         if descriptor is not None:
             os.close(descriptor)
@@ -114,22 +114,22 @@ class Agent:
             raise SnapshotError(_words(answer))
 
     def tell(self, message: Sealed | Settled) -> None:
-        """Without waiting; it may get lost."""
+        """Send without waiting; the message may get lost."""
         channel.send(to_json(message))
 
     def begins(self, begins: orders.Begins) -> None:
-        """Nobody had anything to go on from."""
+        """Report that training begins from scratch."""
         channel.send(orders.to_json(begins))
 
     def progress(self, version: Version, rank: int) -> None:
-        """So many steps are committed: it is named with a failure, and refills the restarts."""
+        """Report the number of committed steps, for failure reports and the restart budget."""
         if self._status_page is not None:
             self._status_page.rank = rank
             self._status_page.entered(*version)
 
     def listen(self, on_leave: Callable[[orders.Leave], None]) -> None:
-        """Say that the state can be put into storage, and call this, in any thread, when this
-        worker is told to leave. From then on somebody listens when nobody asks."""
+        """Report that the state can be saved, and call this, in any thread, when this worker must
+        leave. From then on a thread listens between requests."""
         self._on_leave = on_leave
         threading.Thread(target=self._listen, name="torchelastic-agent", daemon=True).start()
         self._link.tell(orders.to_json(orders.CanSave()))
@@ -143,7 +143,7 @@ class Agent:
                         self._overhear(*received)
 
     def _overhear(self, message: Mapping[str, Any], descriptor: int | None) -> None:
-        """What answers no question of ours, or comes too late for that."""
+        """Handle a message that answers no request, or a late one."""
         order = orders.from_json(message)
         if descriptor is not None:
             if isinstance(order, orders.StatusPage) and self._status_page is None:
@@ -159,7 +159,7 @@ class Agent:
         try:
             return Memory(descriptor, writable=isinstance(answer, Granted))
         except (OSError, ValueError) as error:
-            raise SnapshotError(f"The memory from the agent cannot be used: {error}.") from None
+            raise SnapshotError(f"Cannot use the memory from the agent: {error}.") from None
         finally:
             os.close(descriptor)
 
@@ -172,7 +172,7 @@ class Agent:
             raise SnapshotError(str(error)) from None
 
     def _answer(self, number: int, deadline: float) -> tuple[Answer, int | None]:
-        """The answer to this request; one that came too late for an earlier one is dropped."""
+        """Return the answer to this request; drop late answers to earlier ones."""
         while (left := deadline - time.monotonic()) > 0:
             received = self._link.receive(patience=left)
             if received is None:
@@ -182,7 +182,7 @@ class Agent:
             if isinstance(answer, Answer) and answer.request == number:
                 return answer, descriptor
             self._overhear(message, descriptor)
-        raise Unanswered("The agent has not answered in time.")
+        raise Unanswered("Timed out waiting for the agent's answer.")
 
 
 def _words(answer: Answer) -> str:
@@ -192,14 +192,14 @@ def _words(answer: Answer) -> str:
 _connected = False
 
 
-def connect() -> Agent | None:
-    """The agent of this worker; None in a process that has none."""
+def connect() -> AgentClient | None:
+    """Return the client of this worker's agent, or None in a process without one."""
     global _connected
     if _connected:
         raise RuntimeError(
-            "Another TorchState of this process is kept already: make one TorchState of all models "
-            "and optimizers."
+            "This process already keeps snapshots of another TorchState. Put all models and "
+            "optimizers into one TorchState."
         )
     link = channel.link()
     _connected = link is not None
-    return Agent(link) if link is not None else None
+    return AgentClient(link) if link is not None else None

@@ -1,6 +1,6 @@
-"""DTensors in a state, as FSDP2's `fully_shard` makes them: tensors that each rank has a part of.
+"""DTensors in a state, as FSDP2's `fully_shard` makes them: each rank holds a part of the tensor.
 
-A tensor is known by where it is in the state: `parameters/0/layer.weight`, `state/0/3/exp_avg`.
+A tensor's name is its place in the state: `parameters/0/layer.weight`, `state/0/3/exp_avg`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 from torchelastic import torch_private
 from torchelastic.snapshot.shard_boxes import Box, Shape
 
-#: DTensors by name. (The class is not named here: to import it takes a second.)
+#: DTensors by name. (The type is not named here: importing it takes a second.)
 Sharded = Mapping[str, Any]
 
 
 def is_sharded(value: object) -> bool:
-    """Whether it is a DTensor. Where nobody has imported the module there are none."""
+    """Return whether it is a DTensor. If the module was never imported, there are none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def is_plain(value: object) -> bool:
-    """Whether it is a tensor that is known by its elements alone, sharded or not."""
+    """Return whether its elements alone define the tensor, sharded or not."""
     if is_sharded(value):
         return True
     if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, torch.nn.Parameter):
@@ -36,7 +36,7 @@ def is_plain(value: object) -> bool:
 def take_out(
     lasting: Mapping[str, Any], which: Callable[[object], bool] = is_sharded
 ) -> dict[str, Any]:
-    """Take the DTensors out of this tree of parameters and optimizer state; None stays there."""
+    """Remove the DTensors from this tree of parameters and optimizer state, leaving None."""
     found = {}
     for name, entries, key in _slots(lasting):
         value = entries[key]
@@ -48,14 +48,14 @@ def take_out(
 
 
 def put_in(lasting: Mapping[str, Any], tensors: Sharded) -> None:
-    """The reverse of `take_out`."""
+    """Reverse `take_out`."""
     for name, entries, key in _slots(lasting):
         if name in tensors:
             entries[key] = tensors[name]
 
 
 def _slots(lasting: Mapping[str, Any]) -> Iterator[tuple[str, dict[Any, Any], Any]]:
-    """Every place a tensor may be at: its name, and the dict and the key that lead there."""
+    """Yield every place for a tensor: its name, and the dict and key that lead there."""
     for number, parameters in enumerate(lasting["parameters"]):
         for key in parameters:
             yield f"parameters/{number}/{key}", parameters, key
@@ -65,17 +65,17 @@ def _slots(lasting: Mapping[str, Any]) -> Iterator[tuple[str, dict[Any, Any], An
                 yield f"state/{number}/{parameter}/{key}", entries, key
 
 
-#: What to do about placements that cannot be kept.
+#: Advice for placements that cannot be snapshotted.
 _ADVICE = {
-    "_StridedShard": "FSDP2 and tensor parallelism split the same dimension of it; have them split "
-    "different ones, or use one of them",
-    "Partial": "redistribute it by Shard or Replicate first",
+    "_StridedShard": "FSDP2 and tensor parallelism split the same dimension; let them split "
+    "different dimensions, or use only one of them",
+    "Partial": "redistribute it to Shard or Replicate first",
 }
 
 
 def _refuse_placements(name: str, tensor: Any) -> None:
-    """A rank must have a box of it. Summands are none, and neither is every strided shard, as FSDP2
-    on top of tensor parallelism in the same dimension makes them."""
+    """Refuse placements of which a rank may not hold one box: partial sums, and the strided shards
+    of FSDP2 on top of tensor parallelism in the same dimension."""
     if not is_sharded(tensor):
         return
     from torch.distributed.tensor import Replicate, Shard
@@ -84,8 +84,8 @@ def _refuse_placements(name: str, tensor: Any) -> None:
         if type(placement) not in (Shard, Replicate):
             kind = type(placement).__name__
             raise TypeError(
-                f"{name} is a DTensor that cannot be kept, since a rank need not have one block of "
-                f"what is placed by {kind}: {_ADVICE.get(kind, 'place it by Shard or Replicate')}."
+                f"Cannot snapshot the DTensor {name}: with placement {kind}, a rank may not hold "
+                f"one contiguous block. Fix: {_ADVICE.get(kind, 'use Shard or Replicate')}."
             )
 
 
@@ -94,7 +94,7 @@ def shape_of(size: Sequence[int], dtype: torch.dtype) -> Shape:
 
 
 def shapes_of(tensors: Sharded) -> dict[str, Any]:
-    """What the shared piece says of tensors that are not in it."""
+    """Return the shapes of sharded tensors, which the shared piece records."""
     return {
         name: [str(one.dtype).removeprefix("torch."), list(one.shape)]
         for name, one in tensors.items()
@@ -106,11 +106,11 @@ def read_shapes(said: Mapping[str, Any]) -> dict[str, Shape]:
 
 
 def box_of(tensor: Any) -> Box:
-    """Which part of a DTensor this rank has."""
+    """Return the box of a DTensor that this rank holds."""
     offset, size = torch_private.box_of(tensor)
     return Box(tuple(offset), tuple(size))
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """This rank's part: the memory itself."""
+    """Return this rank's part: the memory itself."""
     return torch_private.local_of(tensor).detach()

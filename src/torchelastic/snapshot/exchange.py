@@ -1,4 +1,4 @@
-"""What ranks of a script tell each other before one of them overwrites anything."""
+"""Collectives between the ranks of a script, before any of them overwrites its state."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torchelastic import env, torch_backends
 
 
 def place() -> tuple[int, int]:
-    """This rank, and how many there are."""
+    """Return this rank and the world size."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     if int(env.get("WORLD_SIZE", "1")) > 1:
         raise RuntimeError(
-            "All ranks must agree on where to go on: call torch.distributed.init_process_group "
-            "before restore()."
+            "Call torch.distributed.init_process_group before restore(): all ranks must agree on "
+            "the step to restore."
         )
     return 0, 1
 
 
 def gather(said: Any) -> list[Any]:
-    """Collective: what every rank says, by rank. JSON, so that nothing in it is run."""
+    """Collective: return every rank's value, by rank. Sent as JSON, so that no code is run."""
     _, size = place()
     text = json.dumps(said).encode()
     if size == 1:
@@ -41,12 +41,12 @@ def gather(said: Any) -> list[Any]:
 
 
 def all_of_them(well: bool) -> bool:
-    """Collective: whether every rank says that it is well."""
+    """Collective: return whether the value is true on every rank."""
     return bool(least(int(well)))
 
 
 def least(number: int, group: dist.ProcessGroup | None = None) -> int:
-    """Collective: the smallest of what the ranks say."""
+    """Collective: return the smallest value of all ranks."""
     _, size = place()
     if size == 1:
         return number
@@ -56,7 +56,7 @@ def least(number: int, group: dist.ProcessGroup | None = None) -> int:
 
 
 def quick_group() -> dist.ProcessGroup | None:
-    """Collective: a group whose votes no GPU has to be waited for; None: the default one is."""
+    """Collective: return a group for votes that needs no GPU; None if the default one does."""
     _, size = place()
     if size == 1 or torch_backends.is_on_host(dist.get_backend()):
         return None

@@ -1,8 +1,8 @@
-"""Copies a state out of the agent's memory into tensors, as fast as the cores of a worker can.
+"""Copies a state from the agent's memory into tensors, in parallel on the worker's cores.
 
-Hardly any of that is copying. A worker that has just been started has touched neither the pages of
-the memory it maps nor those of tensors that are made for what its optimizer had, and to be given a
-page takes longer than to fill it. So threads wait for pages side by side.
+Copying is the smaller part of the time. A new worker has touched neither the pages of the memory
+it maps nor those of its new optimizer tensors, and getting a page takes longer than filling it. So
+several threads wait for pages at the same time.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from torchelastic import env
 from torchelastic.tensors.tensor_bytes import PIECE, copy_in
 
-#: More than these wait for memory itself.
+#: More threads than this are limited by memory bandwidth.
 MOST_THREADS = 8
 
 #: A tensor without gaps, and the address of its bytes.
 Source = tuple[torch.Tensor, int]
-#: To where, from where, and how many bytes.
+#: Destination, source, and number of bytes.
 Move = tuple[int, int, int]
 
 
@@ -43,7 +43,7 @@ def load(sources: Sequence[Source]) -> None:
 
 
 def threads_of(cores: set[int]) -> int:
-    """How many threads this worker may have, of the cores that it shares with others of its node.
+    """Return this worker's share of the cores, which it shares with others on its node.
 
     >>> threads_of({0, 1})
     2
@@ -53,7 +53,7 @@ def threads_of(cores: set[int]) -> int:
 
 
 def shared_out(sources: Sequence[Source]) -> Iterator[list[Move]]:
-    """What is to be moved, in shares of about as many bytes each."""
+    """Split the moves into shares of about equal size."""
     share: list[Move] = []
     left = PIECE
     for tensor, address in sources:
@@ -71,6 +71,6 @@ def shared_out(sources: Sequence[Source]) -> Iterator[list[Move]]:
 
 
 def _perform(share: Sequence[Move]) -> None:
-    """Without the interpreter's lock."""
+    """Copy without holding the GIL."""
     for move in share:
         ctypes.memmove(*move)

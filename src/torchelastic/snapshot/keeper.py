@@ -1,19 +1,18 @@
-"""Run + keep: a script's state, kept in memory of its agent's and taken from there after a restart.
+"""Run + keep: holds a script's state in its agent's memory, and restores it after a restart.
 
-    restore   all ranks tell what their nodes hold, and rank 0 what is in storage; `keeping_plan`
-              says what to try, by step
-              each rank looks for its pieces (`keeping_search`), and says what became of that; of
-              tensors that are sharded it takes its parts out of all ranks' pieces
-              (`keeping_reshard`)
-              all have theirs: everybody loads.  Of what is not sharded one is enough: it is sent.
-              It is there, but was not to be had: an error, and the next generation tries again
-              It is of no use to anybody: everybody tries the next
-              a checkpoint is read by rank 0 and sent to all
-              the script has loaded a later step itself: that is kept (`keeping_start`)
-              something, but nobody can use it, and no checkpoint: an error, not step 0
-    commit    `keeping_writer`
+    restore   all ranks exchange what their nodes hold, rank 0 the newest checkpoint's step;
+              `restore_plan` orders the candidates by step
+              each rank looks for its pieces of a candidate (`search`) and reports the outcome; it
+              takes its parts of sharded tensors from all ranks' pieces (`reshard`)
+              all found theirs: all load. Of unsharded state one copy is enough: it is sent
+              it exists, but could not be fetched: an error, and the next generation tries again
+              no rank can use it: all try the next candidate
+              rank 0 reads a checkpoint and sends it to all
+              the script has loaded a later step itself: keep that (`own_checkpoints`)
+              snapshots exist, none usable, and no checkpoint: an error, not step 0
+    commit    `writer`
 
-A worker without an agent keeps nothing: it counts its steps, and checkpoints are loaded.
+A worker without an agent has no snapshots: it counts steps, and loads checkpoints.
 """
 
 from __future__ import annotations
@@ -35,18 +34,17 @@ from torchelastic.checkpoint.background.saving import store_for_shards
 from torchelastic.checkpoint.manager import Saved
 from torchelastic.errors import CheckpointError, SnapshotError
 from torchelastic.snapshot import exchange as exchange
-from torchelastic.snapshot.agent_client import Holder
-from torchelastic.snapshot.kept_tree import Tree
+from torchelastic.snapshot.agent_client import SnapshotAgent
 from torchelastic.snapshot.layout import SHARED, Version
 from torchelastic.snapshot.messages import Holding, Holdings, Settled
 from torchelastic.snapshot.own_checkpoints import Loaded, checked, different_starts, unsaid_start
 from torchelastic.snapshot.restore_plan import (
+    Agreement,
     Node,
     Nodes,
     Own,
     Said,
     Storage,
-    Verdict,
     absence,
     agreed,
     bases,
@@ -59,6 +57,7 @@ from torchelastic.snapshot.restore_plan import (
 )
 from torchelastic.snapshot.search import Found, Searcher
 from torchelastic.snapshot.shards import Shards
+from torchelastic.snapshot.state_tree import Tree
 from torchelastic.snapshot.writer import Place, Standing, Writer
 from torchelastic.tensors import rank_private, transfer
 from torchelastic.tensors.buffers import Buffers
@@ -69,17 +68,17 @@ from torchelastic.worker_counters import stalls
 
 log = logging.getLogger(__name__)
 
-#: How long the newest checkpoint is looked for while there are snapshots in memory to go on from.
+#: Seconds to look for the newest checkpoint when there are snapshots in memory.
 STORAGE_PATIENCE = 10.0
-#: What a rank of sharded state that is to leave takes off its vote, and how many seconds the others
-#: wait for their own word.
+#: What a leaving rank of sharded state subtracts from its vote, and the seconds that the others
+#: wait for their own order to leave.
 LEAVES, WORD = 10, 5.0
-#: Where a training begins that nothing is known of.
+#: The version at which a new training begins.
 NOTHING: Version = (-1, 0)
 
 
 class Keeper:
-    """Keeps one state, in one worker of one generation."""
+    """Restores and commits one state, in one worker of one generation."""
 
     def __init__(
         self,
@@ -87,41 +86,40 @@ class Keeper:
         tree: Tree,
         buffers: Buffers,
         optimizers: Sequence[Optimizer],
-        holder: Holder | None,
+        agent: SnapshotAgent | None,
         *,
         shards: Shards,
         before_seal: Callable[[float], bool] | None = None,
         waits: BackwardWaits | None = None,
         steps_taken: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`before_seal` is called in a thread before a snapshot counts, with seconds to wait at
-        most; false if they were not enough. `waits` counts what is waited for other ranks,
-        `steps_taken` those that the state has seen before the first `restore`."""
+        """`before_seal` is called in a thread before a snapshot counts, with the most seconds to
+        wait; it returns False on timeout. `waits` counts the time spent waiting for other ranks,
+        `steps_taken` the state's steps before the first `restore`."""
         faults.load()
         self._steps_taken = steps_taken
         self._before_seal, self._waits = before_seal, waits
-        self._state, self._tree, self._buffers, self._holder = state, tree, buffers, holder
+        self._state, self._tree, self._buffers, self._agent = state, tree, buffers, agent
         self._private = rank_private.Reader(buffers).read
         self._shards = shards
-        #: Those who vote on whether shards are kept; None: the default group.
+        #: The group that votes on whether to snapshot shards; None: the default group.
         self._voters: ProcessGroup | None = None
         self.rank, self.size = exchange.place()
         self.generation = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._first = False
-        #: Of sharded state: the word to leave, if it has come; whether any rank has it.
+        #: For sharded state: the order to leave, if it has come; whether any rank has it.
         self._leave: Leave | None = None
         self._word = threading.Event()
         self._someone_leaves = self._is_one_node = self._listens = False
         self._writer: Writer | None = None
         self._committed: Version = NOTHING
-        #: Whether what all went on from is yet to be checked; and, if this rank does it, where that
-        #: was found.
+        #: Whether the restored snapshot must still be checked; and its place, if this rank checks.
         self._doubted = False
         self._unchecked: Found | None = None
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_write)
-        if holder is None:
-            log.info("No agent holds memory for this process: commit() only counts steps.")
+        if agent is None:
+            log.info("This process has no agent to hold snapshots: commit() only counts steps.")
 
     def _before_write(self, *_: object) -> None:
         if self._waits is not None:
@@ -131,42 +129,42 @@ class Keeper:
 
     @property
     def committed(self) -> Version:
-        """The last version that was committed, or gone on from."""
+        """The last version that was committed or restored."""
         return self._committed
 
     @property
     def writes_whole_state(self) -> bool:
-        """Whether this worker writes what is shared on its node, and that is all there is."""
+        """Whether this worker writes its node's shared state, and there is no other state."""
         return self._first and not self._shards.any
 
     # --- commit ----------------------------------------------------------------------------------
 
     def check(self, step: int) -> None:
-        """`ValueError` unless this step may be committed."""
+        """Raise `ValueError` unless this step may be committed."""
         if (self.generation, step) <= self._committed:
             raise ValueError(
-                f"Step {step} cannot be committed after step {self._committed[1]}: steps are "
-                "committed in order, and each once."
+                f"Cannot commit step {step} after step {self._committed[1]}: commit each step "
+                "once, in order."
             )
 
     def commit(self, step: int) -> None:
-        """So many steps are done, which `check` has let pass: publish the state."""
+        """Publish the state after `step` steps, which `check` has allowed."""
         self._committed = version = (self.generation, step)
         if self._waits is not None:
             self._waits.committed()
         if faults.planned:
             faults.position(rank=self.rank, step=step, generation=self.generation)
-        if self._holder is not None and self._writer is not None:
+        if self._agent is not None and self._writer is not None:
             with stalls.Counted("snapshot"):
                 self._keep(self._writer, version)
-            self._holder.progress(version, self.rank)
+            self._agent.progress(version, self.rank)
         if self._someone_leaves:
             self._save_before_leaving(step)
         else:
             self._save_if_due(step)
 
     def _save_if_due(self, step: int) -> None:
-        """Of what is the same on all ranks rank 0 takes checkpoints, of shards all together."""
+        """Save a checkpoint if due: rank 0 alone, or all ranks together if sharded."""
         if not self._shards.any:
             if self.rank == 0 and checkpoint.is_due(step):
                 checkpoint.save(self._state, step, self.generation)
@@ -179,7 +177,7 @@ class Keeper:
         checkpoint.save_together(self._state, step, self.generation, own)
 
     def _save_before_leaving(self, step: int) -> None:
-        """Collective: all ranks leave after this commit, and all have a part of the state."""
+        """Collective: save sharded state before all ranks leave after this commit."""
         self._word.wait(WORD)  # which has come to another rank already
         order, grace = self._leave, None
         if order is not None and order.deadline is not None:
@@ -192,14 +190,14 @@ class Keeper:
         if order is not None:
             os.kill(os.getpid(), order.signum)
 
-    def _listen(self, holder: Holder) -> None:
-        """For the word to leave. Where there are other nodes they do not wait for those that go."""
+    def _listen(self, agent: SnapshotAgent) -> None:
+        """Listen for the order to leave. Other nodes do not wait for those that leave."""
         if not self._listens:
             self._listens = True
-            holder.listen(self._told_to_leave)
+            agent.listen(self._told_to_leave)
 
     def _told_to_leave(self, order: Leave) -> None:
-        """By the agent, in any thread."""
+        """Handle the agent's order to leave, in any thread."""
         self._leave = order
         self._word.set()
 
@@ -217,7 +215,7 @@ class Keeper:
         writer.publish(version, flat, rank_private.pack(self._private()), shards)
 
     def _all_may_begin(self, writer: Writer) -> bool:
-        """Collective: whether a version of the shards is begun; all ranks come to the same."""
+        """Collective: decide whether to begin a version of the shards, the same on all ranks."""
         standing = writer.standing()
         least = exchange.least(standing - LEAVES * (self._leave is not None), self._voters)
         self._someone_leaves = least < min(Standing)
@@ -226,8 +224,8 @@ class Keeper:
         return writer.may_begin(Standing(least))
 
     def _resolve_doubt(self, writer: Writer) -> None:
-        """Collective, once: nothing is committed by anybody that was made from a damaged snapshot,
-        be it on another node."""
+        """Collective, once: raise if the restored snapshot is damaged on any node, so that no rank
+        commits a step made from it."""
         if not self._doubted:
             return
         self._doubted = False
@@ -238,35 +236,35 @@ class Keeper:
         said = exchange.gather(whole)
         if damaged := [str(rank) for rank, well in enumerate(said) if not well]:
             raise SnapshotError(
-                "The snapshot that all ranks went on from is damaged on the node of rank "
-                f"{', '.join(damaged)}. It is dropped there: the next generation goes on from "
+                "The restored snapshot is damaged on the node of rank "
+                f"{', '.join(damaged)}. It was dropped there; the next generation restores "
                 "another one."
             )
 
     # --- restore ---------------------------------------------------------------------------------
 
     def restore(self, start: int | None = None) -> int | None:
-        """Bring all ranks to the freshest state there is; its step, None if there is none."""
+        """Bring all ranks to the freshest state; return its step, or None if there is none."""
         start = checked(start)
         checkpoint.before_write()
         with stalls.Counted("restore"):
             base = self._restore(start)
         self._begin(base or NOTHING)
-        if self._holder is not None and self.rank == 0 and (base is None or base[0] < 0):
-            # Who says where it starts has checkpoints of its own.
+        if self._agent is not None and self.rank == 0 and (base is None or base[0] < 0):
+            # A script that passes `start` has its own checkpoints.
             stored = start is not None or checkpoint.get_checkpoint_manager() is not None
-            self._holder.begins(orders.Begins(self.generation, base[1] if base else 0, stored))
+            self._agent.begins(orders.Begins(self.generation, base[1] if base else 0, stored))
         return base[1] if base is not None else None
 
     def _restore(self, start: int | None) -> Version | None:
-        """Collective: the version that all have now; None if there is none."""
+        """Collective: return the version that all have now, or None if there is none."""
         self._end_writing()
         if self._shards.any:
             self._prepare_shards()
         here, nodes, stored, loaded = self._tell_each_other(start)
         self._first = nodes[here].first == self.rank
         self._is_one_node = len(nodes) == 1
-        searcher = Searcher(self._holder, self._tree, self._shards, self.rank, here, nodes)
+        searcher = Searcher(self._agent, self._tree, self._shards, self.rank, here, nodes)
         versions = bases(nodes, self.size, sharded=self._shards.any)
         for choice in choices(versions, stored, loaded.step):
             match choice:
@@ -294,20 +292,20 @@ class Keeper:
         self._doubted, self._unchecked = False, None
 
     def _begin(self, base: Version) -> None:
-        """All ranks go on from here."""
+        """Begin this generation at the version that all ranks have."""
         self._committed = max(self._committed, (self.generation, base[1]))
         if self.rank == 0:
             checkpoint.entered(self.generation, base[1])
-        if self._holder is None:
+        if self._agent is None:
             return
-        self._holder.tell(Settled(base, self.generation))
-        self._holder.progress((self.generation, base[1]), self.rank)
+        self._agent.tell(Settled(base, self.generation))
+        self._agent.progress((self.generation, base[1]), self.rank)
         place = Place(self.rank, self.size, self.generation, self._first, base)
-        self._writer = Writer(self._holder, place, self._before_seal)
+        self._writer = Writer(self._agent, place, self._before_seal)
         if self._unchecked is not None:
             self._writer.check(self._unchecked.held)
         if self._shards.any and self._is_one_node and store_for_shards() is not None:
-            self._listen(self._holder)
+            self._listen(self._agent)
 
     def _prepare_shards(self) -> None:
         store_for_shards()
@@ -315,10 +313,10 @@ class Keeper:
         self._voters = exchange.quick_group()
 
     def _tell_each_other(self, start: int | None) -> tuple[str, Nodes, int | None, Loaded]:
-        """Collective: the name of this node, what all of them hold, the step of the newest
-        checkpoint as far as rank 0 knows, and what the script has loaded on each rank."""
+        """Collective: return this node's name, what all nodes hold, the newest checkpoint's step
+        (if rank 0 knows it), and what the script loaded on each rank."""
         holdings = self._inventory()
-        # With --virtual-local-rank all are 0, and say the same.
+        # With --virtual-local-rank all are 0, and report the same.
         speaks = env.get("LOCAL_RANK", "0") == "0"
         told = [
             [held.piece, *held.version, held.bytes, held.rank, held.size]
@@ -332,31 +330,31 @@ class Keeper:
         return holdings.node, nodes_of(said), said[0][3][0], Loaded(starts, takens)
 
     def _inventory(self) -> Holdings:
-        # An agent that does not answer is an error: without what it holds all would go back.
-        if self._holder is not None:
-            return self._holder.inventory()
+        # No answer is an error: without this agent's snapshots all ranks would go back.
+        if self._agent is not None:
+            return self._agent.inventory()
         return Holdings(0, (), node=f"rank {self.rank}")
 
     # --- from memory -----------------------------------------------------------------------------
 
     def _from_memory(self, version: Version, nodes: Nodes, searcher: Searcher) -> bool:
-        """Collective: load a version, if all ranks can come to have it; false if nobody can."""
+        """Collective: load a version; return False if no rank can use it."""
         found, mine = searcher.search(version)
         said = [Said.from_json(one) for one in exchange.gather(mine.to_json())]
-        verdict = agreed(said, holding(nodes, SHARED, version), sharded=self._shards.any)
-        if verdict is Verdict.LOAD:
+        agreement = agreed(said, holding(nodes, SHARED, version), sharded=self._shards.any)
+        if agreement is Agreement.LOAD:
             self._load(found, said)
             self._load_own(version, nodes, searcher)
-            log.info("Going on from step %d, found in memory.", version[1])
+            log.info("Resuming from step %d, found in memory.", version[1])
             return True
         if found is not None:
             found.close()
-        if verdict is Verdict.TRY_AGAIN:
+        if agreement is Agreement.TRY_AGAIN:
             raise SnapshotError(absence(version, said))
         return False
 
     def _load(self, found: Found | None, said: Sequence[Said]) -> None:
-        """Collective: from memory on ranks that have found it, and from those on all others."""
+        """Collective: load from memory on ranks that found it, and send it to all others."""
         if found is not None:
             if found.shards is not None:
                 found.shards.copy()
@@ -379,8 +377,8 @@ class Keeper:
         lost = lacking(nodes, version, self.size)
         if lost and self.rank == 0:
             log.warning(
-                "What ranks %s had of their own at step %d is lost: their random states are those "
-                "the script has made.",
+                "The per-rank state of ranks %s at step %d is lost. Their random number generators "
+                "keep the state that the script gave them.",
                 ", ".join(map(str, lost)),
                 version[1],
             )
@@ -388,35 +386,37 @@ class Keeper:
     # --- from the script -------------------------------------------------------------------------
 
     def _from_script(self, loaded: Loaded) -> None:
-        """Collective: keep what the script has loaded; where not all ranks have, it is sent."""
+        """Collective: use the state that the script loaded; send it to ranks without it."""
         if len(loaded.ranks) < self.size:
             different = different_starts(loaded)
             if self._shards.any:
                 raise CheckpointError(
-                    f"{different}. Each has shards of its own: load the same step on all ranks."
+                    f"{different}. The state is sharded: load the same step on all ranks."
                 )
             if self.rank == 0:
-                log.warning("%s. All ranks get the state of rank %d.", different, loaded.ranks[0])
+                log.warning(
+                    "%s. All ranks receive the state of rank %d.", different, loaded.ranks[0]
+                )
             self._share(loaded.ranks)
         self._buffers.find()
-        log.info("Going on from step %d, which the script has loaded.", loaded.step)
+        log.info("Resuming from step %d, loaded by the script.", loaded.step)
 
     def _warn_if_replaced(self, loaded: Loaded, step: int) -> None:
         if loaded.unsaid and self.rank == 0:
             log.warning(
-                "The checkpoint of step %d has replaced what the script had loaded before "
-                "restore(). To keep whichever is newer, say how many steps that has done: "
-                "restore(start=...).",
+                "The checkpoint of step %d replaced the state that the script loaded before "
+                "restore(). To keep whichever is newer, pass the number of steps that state has "
+                "done: restore(start=...).",
                 step,
             )
 
     # --- from storage ----------------------------------------------------------------------------
 
     def _from_checkpoint(self, beyond: int) -> int | None:
-        """Collective: the step of the newest, if it is beyond this one.
+        """Collective: load the newest checkpoint if it is beyond this step; return its step.
 
-        Rank 0 reads it and sends it: storage need not be shared, nor be read by all. But of what is
-        sharded each rank reads its part.
+        Rank 0 reads it and sends it: storage need not be shared. But each rank reads its own part
+        of sharded state.
         """
         if self._shards.any:
             return self._shards_from_checkpoint(beyond)
@@ -428,7 +428,7 @@ class Keeper:
             except CheckpointError as error:
                 wrong = str(error)
             except Exception as error:  # of any storage; the others wait for an answer
-                wrong = f"The checkpoints cannot be read: {error!r}."
+                wrong = f"Checkpoints cannot be read: {error!r}."
         step, wrong = exchange.gather([step, wrong])[0]
         if wrong:
             raise CheckpointError(wrong)
@@ -453,7 +453,7 @@ class Keeper:
         return step
 
     def _share(self, holders: Sequence[int]) -> None:
-        """Collective: give the state of these ranks, which is the same, to all others."""
+        """Collective: send the state of these ranks, which is the same, to all others."""
         world: Any = SimpleNamespace(rank=self.rank, size=self.size, received=0)
         mine, has_it = self._tree.whole(), self.rank in holders
         received = transfer.share(
@@ -464,8 +464,8 @@ class Keeper:
 
 
 def newest_stored() -> int | None:
-    """The step of the newest checkpoint; None if there is none. It is looked for as long as memory
-    may be waited for: storage that hangs must not keep anybody from going on."""
+    """Return the newest checkpoint's step, or None. With snapshots in memory the search has a
+    timeout: hung storage must not block a restore."""
     if checkpoint.get_checkpoint_manager() is None:
         return None
     asked: Future[int | None] = Future()
@@ -481,33 +481,33 @@ def newest_stored() -> int | None:
         return asked.result(STORAGE_PATIENCE)
     except Exception as error:
         log.warning(
-            "Storage does not say what it has (%r): a snapshot in memory is taken for fresher than "
-            "any checkpoint.",
+            "Checkpoint storage did not respond (%r); using the snapshot in memory, assumed to be "
+            "newer than any checkpoint.",
             error,
         )
         return None
 
 
 def _refuse_to_begin_anew(unusable: Sequence[Version], lost: Sequence[Version]) -> None:
-    """Nobody begins at step 0 while there are snapshots."""
+    """Raise if snapshots exist: training must not silently begin again at step 0."""
     if unusable:
         raise SnapshotError(
-            f"There are snapshots up to step {unusable[0][1]}, but not all ranks can use one "
-            "(their logs say why), and there is no checkpoint. To begin anew is for you to "
-            "decide: end the job and start it again. To go on from a checkpoint of your own, load "
-            "it and call restore(start=...)."
+            f"Snapshots up to step {unusable[0][1]} exist, but some ranks cannot use them (see "
+            "their logs), and there is no checkpoint. To start from scratch, end the job and "
+            "start it again. To resume from your own checkpoint, load it and call "
+            "restore(start=...)."
         )
     if lost:
         raise SnapshotError(
-            f"There are snapshots up to step {lost[0][1]}, but shards of them were lost with their "
-            "nodes, and there is no checkpoint. To begin anew is for you to decide: end the job "
-            "and start it again. To go on from a checkpoint of your own, load it and call "
+            f"Snapshots up to step {lost[0][1]} exist, but some of their shards were lost with "
+            "their nodes, and there is no checkpoint. To start from scratch, end the job and "
+            "start it again. To resume from your own checkpoint, load it and call "
             "restore(start=...)."
         )
 
 
 def nodes_of(said: Sequence[Any]) -> dict[str, Node]:
-    """The nodes of a world, by what each rank says: its node, the agent's address, what is held."""
+    """Return the nodes of a world from each rank's report: node, agent address, holdings."""
     found: dict[str, Node] = {}
     for rank, (name, peer, told, _) in enumerate(said):
         holdings = tuple(

@@ -1,21 +1,21 @@
-"""How snapshots lie in a memory that several processes map: written by a worker, kept by its agent.
+"""The layout of snapshots in shared memory: written by a worker, held by its agent.
 
 A memory is a memfd of a fixed size:
 
-    header        one page: what the sizes are, and a record for each buffer
-    skeletons     one area for each buffer: JSON that says what lies where in it
+    header        one page: the sizes, and a record for each buffer
+    skeletons     one area for each buffer: JSON that describes its content
     buffers       raw bytes
 
-A buffer's record begins with one byte that says whether the buffer is whole. `begin` takes that
-byte away from the oldest buffer, and `seal` gives it back when everything else is written: a
-writer that is killed at any instruction leaves the other buffers as they were, and the one it was
-at recognisably torn. A store of one byte cannot be half done. The rest of a record, and the
-skeleton, have a checksum of their own, so that a reader that looks while it is written does not
-believe it; the bytes of the buffer have the checksum that the writer gives to `seal`.
+A buffer's record begins with one byte that marks the buffer as whole. `begin` clears that byte of
+the oldest buffer, and `seal` sets it when everything else is written. If the writer is killed at
+any instruction, the other buffers are unchanged, and its current one is recognisably torn: a
+one-byte store cannot be half done. The rest of a record and the skeleton have a checksum, so that a
+reader rejects them while they are being written; the writer passes the checksum of the buffer's
+bytes to `seal`.
 
-There is one writer at a time. A version that was sealed is found again until as many others have
-been begun as there are buffers. Whoever reads may `pin` one, which is then overwritten last, and
-the agent notes in the header what has its replicas.
+There is one writer at a time. A sealed version can be read until as many others have been begun as
+there are buffers. A reader may `pin` one, which is then overwritten last, and the agent notes in
+the header which version has its replicas.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torchelastic import faults
 #: (generation, step); the freshest is the largest.
 Version = tuple[int, int]
 
-#: The piece that every node has one of: state that is the same on all workers.
+#: The piece that every node has: state that is the same on all workers.
 SHARED = "shared"
 _OWN = "own:"
 _SHARD = "shard:"
@@ -49,17 +49,16 @@ _SUM = struct.Struct("=I")
 #: generation, step of the freshest version that has its replicas, and their checksum.
 _REPLICATED = struct.Struct("=qqI")
 _REPLICATED_AT = _SIZES.size
-#: What comes before a record: the byte that says whether the buffer is whole, and one that says
-#: whether it is in use.
+#: The bytes before a record: one marks the buffer as whole, one as in use.
 _WHOLE, _PINNED = 8, 1
 _FIRST_RECORD = 64
 _RECORD_ROOM = 128
 _HEADER = mmap.PAGESIZE
 
-#: `MADV_POPULATE_WRITE`, which Python's mmap has no name for, and how much of it at a time.
+#: `MADV_POPULATE_WRITE`, which Python's mmap does not name, and the bytes per call.
 _POPULATE_WRITE = 23
 _WARMED = 4 << 20
-#: Pages are taken so many bytes at a time.
+#: Bytes of pages to allocate at a time.
 _TAKEN = 64 << 20
 
 _TORN, _SEALED = b"\0", b"\1"
@@ -68,7 +67,7 @@ MOST_BUFFERS = (_HEADER - _FIRST_RECORD) // _RECORD_ROOM
 
 
 def own(rank: int) -> str:
-    """The piece that holds what only the worker of this rank has.
+    """Return the piece that holds the private state of this rank.
 
     >>> own(3)
     'own:3'
@@ -77,7 +76,7 @@ def own(rank: int) -> str:
 
 
 def shard(rank: int) -> str:
-    """The piece that holds this rank's parts of tensors that are sharded over ranks.
+    """Return the piece that holds this rank's parts of sharded tensors.
 
     >>> shard(3)
     'shard:3'
@@ -90,7 +89,7 @@ def is_shard(piece: str) -> bool:
 
 
 def rank_of(piece: str) -> int | None:
-    """The rank that writes it; None for the shared one, `ValueError` for no piece at all.
+    """Return the rank that writes a piece; None for the shared one, `ValueError` if invalid.
 
     >>> rank_of("own:3"), rank_of("shard:4"), rank_of("shared")
     (3, 4, None)
@@ -100,20 +99,20 @@ def rank_of(piece: str) -> int | None:
     digits = piece.removeprefix(_SHARD if is_shard(piece) else _OWN)
     if piece == digits or not (digits.isascii() and digits.isdigit()) or len(digits) > 9:
         raise ValueError(
-            f"'{piece[:40]}' is no piece: it is '{SHARED}', or '{_OWN}' or '{_SHARD}' and a rank."
+            f"'{piece[:40]}' is not a piece: write '{SHARED}', '{_OWN}RANK' or '{_SHARD}RANK'."
         )
     return int(digits)
 
 
 def buffers_for(piece: str, *, replicated: bool = False) -> int:
-    """How many versions a piece needs room for; `replicated`: copies are sent from it.
+    """Return how many versions of a piece to hold; `replicated`: copies are sent from it.
 
-    Shared state is the same everywhere: whoever has the freshest can give it to all, and while it
-    is written the one before is there. Of own pieces all must be of one version, and workers write
-    at different speeds. One may write version n + 1 while another still writes n, though never
-    n - 1: a step joins them all. With three buffers both then have n - 1. One more is for a copy
-    on its way, which no worker writes to then. Of shards a new version is begun only when the last
-    one is complete, copies and all (`training.keeping_writer`), so that two will do.
+    Shared state is the same everywhere: any node with the freshest version can send it to all, and
+    while that is written the one before is still there. Own pieces must all be of one version, and
+    workers write at different speeds. One may write version n + 1 while another still writes n,
+    but never n - 1: a step joins them all. With three buffers both then have n - 1. One more is
+    for a copy being sent, which no worker overwrites meanwhile. A new version of shards is begun
+    only when the last one is complete, including its copies (`writer`), so two are enough.
     """
     if piece == SHARED or is_shard(piece):
         return 2
@@ -122,7 +121,7 @@ def buffers_for(piece: str, *, replicated: bool = False) -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a memory has room for."""
+    """The capacity of a memory."""
 
     #: In a buffer.
     bytes: int
@@ -132,7 +131,7 @@ class Sizes:
 
     def __post_init__(self) -> None:
         if not 2 <= self.buffers <= MOST_BUFFERS or self.bytes < 0 or self.skeleton < 0:
-            raise ValueError(f"No memory has such sizes: {self}.")
+            raise ValueError(f"Invalid sizes of a snapshot memory: {self}.")
 
     @property
     def total(self) -> int:
@@ -160,31 +159,31 @@ class Held:
     rank: int
     size: int
     skeleton: bytes
-    #: The bytes, where they lie: not a copy, and another version's once this one is overwritten.
+    #: A view of the bytes, not a copy: another version's once this one is overwritten.
     data: memoryview
     checksum: int
-    #: Which buffer, and how many have been begun before.
+    #: The buffer's index, and how many versions were begun before.
     index: int
     number: int
 
     def is_whole(self) -> bool:
-        """Whether the bytes have the checksum that they were sealed with."""
+        """Return whether the bytes match the checksum they were sealed with."""
         return checksum(self.data) == self.checksum
 
 
 def checksum(data: memoryview | bytes, before: int = 0) -> int:
-    """Of bytes that follow those with the checksum `before`. Lets other threads run."""
+    """Return the checksum of bytes that follow those with checksum `before`. Frees the GIL."""
     return zlib.crc32(data, before)
 
 
 def create(
     sizes: Sizes, *, take: bool = True, taken: Callable[[int], None] = lambda size: None
 ) -> int:
-    """A new memory, its pages taken at once unless told otherwise (`take_pages` does it later, or
-    here); the descriptor is the caller's.
+    """Create a memory; return its descriptor, which the caller owns. Its pages are allocated now,
+    or later by `take_pages`.
 
-    Not in /dev/shm, which is 64 MB in an ordinary pod. Nobody can change its size any more: a
-    shorter one would kill whoever reads it.
+    It is not in /dev/shm, which has 64 MB in an ordinary pod. Its size is sealed: shrinking it
+    would kill its readers.
     """
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     descriptor = os.memfd_create("torchelastic-snapshot", flags)
@@ -205,8 +204,8 @@ def create(
 def take_pages(
     descriptor: int, sizes: Sizes, taken: Callable[[int], None] = lambda size: None
 ) -> None:
-    """Have all pages of a memory now, when it can still be refused, rather than as it is written:
-    then the kernel would kill whoever writes. `taken` is told of every few of them."""
+    """Allocate all pages of a memory now, when that can still fail cleanly; later the kernel would
+    kill the writer. Calls `taken` with the progress."""
     for begin in range(0, sizes.total, _TAKEN):
         length = min(_TAKEN, sizes.total - begin)
         os.posix_fallocate(descriptor, begin, length)
@@ -214,19 +213,19 @@ def take_pages(
 
 
 def sizes_of(descriptor: int) -> Sizes:
-    """What a memory has room for; `ValueError` if it is no memory of ours."""
+    """Return the capacity of a memory; `ValueError` if it does not hold snapshots."""
     head = os.pread(descriptor, _SIZES.size, 0)
     if len(head) != _SIZES.size or not head.startswith(_MAGIC):
-        raise ValueError("This is no memory for snapshots.")
+        raise ValueError("This memory does not hold snapshots.")
     _, buffers, room, skeleton = _SIZES.unpack(head)
     sizes = Sizes(room, skeleton, buffers)
     if os.fstat(descriptor).st_size != sizes.total:
-        raise ValueError("A memory for snapshots has another size than it says.")
+        raise ValueError("The size of a snapshot memory differs from the size in its header.")
     return sizes
 
 
 class Memory:
-    """One process's view of a memory. The descriptor stays the caller's, who may close it."""
+    """One process's view of a memory. The caller owns the descriptor and may close it."""
 
     def __init__(self, descriptor: int, *, writable: bool = True) -> None:
         self.sizes = sizes_of(descriptor)
@@ -237,16 +236,16 @@ class Memory:
         self._begun: tuple[int, int] | None = None
 
     def close(self) -> None:
-        """Let go of it. What is still in use of it (`begin`, `Held.data`) stays valid until then:
-        the mapping goes with the last view."""
+        """Release the mapping. Views still in use (`begin`, `Held.data`) stay valid: the mapping
+        ends with the last one."""
         self._view.release()
         with contextlib.suppress(BufferError):  # views are out
             self._map.close()
 
     def warm(self) -> None:
-        """Have all pages in this process's tables: the first write to each would wait for that.
+        """Map all pages into this process now, so that the first write to each does not wait.
 
-        A little at a time, since other threads of the interpreter wait meanwhile.
+        Works in small portions, since other Python threads wait meanwhile.
         """
         for start in range(0, self.sizes.total, _WARMED):
             length = min(_WARMED, self.sizes.total - start)
@@ -258,15 +257,15 @@ class Memory:
     # --- writing ---------------------------------------------------------------------------------
 
     def begin(self, version: Version) -> memoryview:
-        """Where to write the bytes of a version: the oldest buffer, which is torn from now on.
+        """Begin a version; return the oldest buffer to write to, which is torn from now on.
 
-        `ValueError` if one is held that is as fresh: readers would take that for the freshest.
+        `ValueError` if the memory holds one as fresh: readers would take that for the freshest.
         """
         held = self.holdings()
         if held and version <= held[0].version:
             raise ValueError(
                 f"A snapshot of {_words(version)} cannot follow one of {_words(held[0].version)}: "
-                "steps are committed in order, and each once."
+                "commit each step once, in order."
             )
         index = self._next(held)
         number = 1 + max((item.number for item in held), default=0)
@@ -277,19 +276,19 @@ class Memory:
 
     @property
     def begun_at(self) -> int:
-        """Where the buffer that was begun is in the memory, for who writes to its descriptor."""
+        """The offset of the begun buffer in the memory, for writing to its descriptor."""
         if self._begun is None:
-            raise ValueError("Nothing was begun.")
+            raise ValueError("No snapshot was begun.")
         return self.sizes.buffer_at(self._begun[0])
 
     def _next(self, held: list[Held]) -> int:
-        """The buffer to write next, if the freshest first is what is held."""
+        """Return the buffer to write next, given what is held, the freshest first."""
         taken = {item.index for item in held}
         free = [index for index in range(self.sizes.buffers) if index not in taken]
         if free:
             return free[0]
         older = [item.index for item in reversed(held[1:])]
-        # All in use: rather has somebody to begin a copy anew than training to wait.
+        # All in use: better that a reader restarts its copy than that training waits.
         return next((index for index in older if not self._is_pinned(index)), older[0])
 
     def seal(
@@ -302,17 +301,16 @@ class Memory:
         rank: int = 0,
         size: int = 1,
     ) -> None:
-        """The first `used` bytes of the buffer that was begun are this version, from now on.
+        """Seal the first `used` bytes of the begun buffer as this version.
 
-        `checksum` is that of those bytes (the function of that name); rank and size are the
-        writer's.
+        `checksum` is the result of the function of that name; rank and size are the writer's.
         """
         if self._begun is None:
-            raise ValueError("Nothing was begun that could be sealed.")
+            raise ValueError("No snapshot was begun, so none can be sealed.")
         if used > self.sizes.bytes or len(skeleton) > self.sizes.skeleton:
             raise ValueError(
                 f"A snapshot of {used} bytes with a skeleton of {len(skeleton)} does not fit into "
-                f"a memory for {self.sizes.bytes} and {self.sizes.skeleton}: ask for more room."
+                f"memory for {self.sizes.bytes} and {self.sizes.skeleton}: request more memory."
             )
         index, number = self._begun
         record = _RECORD.pack(number, *version, rank, size, used, len(skeleton), checksum)
@@ -334,10 +332,10 @@ class Memory:
                 self._store(self._record_at(held.index), _TORN)
 
     def settle(self, base: Version, generation: int) -> None:
-        """Forget what is void: what generations before this one did beyond the base it began with.
+        """Drop void versions: those of earlier generations beyond this generation's base.
 
-        To be called before the first `begin` of a generation, which would otherwise overwrite the
-        base itself, older than what is void.
+        Call before the first `begin` of a generation, which would otherwise overwrite the base,
+        since it is older than the void versions.
         """
         for held in self.holdings():
             if is_void(held.version, base, generation):
@@ -346,7 +344,7 @@ class Memory:
     # --- what readers note -----------------------------------------------------------------------
 
     def pin(self, held: Held) -> None:
-        """Have this overwritten last: it is being read. `unpin` does not count how often."""
+        """Mark this version as being read: it is overwritten last. Pins are not counted."""
         self._store(self._record_at(held.index) + _PINNED, _IN_USE)
 
     def unpin(self, held: Held) -> None:
@@ -357,12 +355,12 @@ class Memory:
         return bytes(self._view[at : at + 1]) == _IN_USE
 
     def note_replicated(self, version: Version) -> None:
-        """Of the agent: all replicas of this version are where they should be."""
+        """Agent only: note that all replicas of this version are in place."""
         summed = zlib.crc32(repr(version).encode())
         self._store(_REPLICATED_AT, _REPLICATED.pack(*version, summed))
 
     def replicated(self) -> Version | None:
-        """The freshest version that is known to have its replicas; None: none has."""
+        """Return the freshest version known to have its replicas, or None."""
         generation, step, summed = _REPLICATED.unpack_from(self._view, _REPLICATED_AT)
         version = (int(generation), int(step))
         return version if zlib.crc32(repr(version).encode()) == summed else None
@@ -370,19 +368,19 @@ class Memory:
     # --- reading ---------------------------------------------------------------------------------
 
     def holdings(self) -> list[Held]:
-        """Everything that is sealed, the freshest first."""
+        """Return all sealed versions, the freshest first."""
         found = sorted(self._sealed(), key=lambda held: (held.version, held.number), reverse=True)
         return found
 
     def freshest(self) -> Held | None:
-        """The freshest that is sealed; a torn one is passed over. Its bytes are not looked at."""
+        """Return the freshest sealed version, without checking its bytes."""
         return next(iter(self.holdings()), None)
 
     def find(self, version: Version) -> Held | None:
         return next((held for held in self.holdings() if held.version == version), None)
 
     def still_holds(self, held: Held) -> bool:
-        """Whether it has not been overwritten, nor begun to be, since it was found."""
+        """Return whether no write to it has begun since it was found."""
         now = self._read(held.index)
         # A number is used again once a version was dropped.
         return now is not None and (now.number, now.version) == (held.number, held.version)
@@ -394,7 +392,7 @@ class Memory:
                 yield held
 
     def _read(self, index: int) -> Held | None:
-        """A buffer's version; None if it is torn, or if what its record says cannot be."""
+        """Return a buffer's version; None if it is torn or its record is invalid."""
         at = self._record_at(index)
         if self._view[at : at + 1] != _SEALED:
             return None
@@ -423,7 +421,7 @@ def _words(version: Version) -> str:
 
 
 def is_void(version: Version, base: Version, generation: int) -> bool:
-    """Whether a generation that began with this base has left a version behind.
+    """Return whether a version is void in a generation that began with this base.
 
     >>> is_void((0, 11), (0, 10), 1), is_void((0, 10), (0, 10), 1), is_void((1, 11), (0, 10), 1)
     (True, False, False)

@@ -1,17 +1,17 @@
-"""What a worker and its agent say to each other about snapshots: the messages, as data.
+"""The messages between a worker and its agent about snapshots, as data.
 
-One JSON object a message over the worker's channel, its `type` is `snapshot.` and the class's name
-in lower case. What a worker asks has a number, and so has the answer to it:
+Each message is one JSON object on the worker's channel; its `type` is `snapshot.` and the class's
+name in lower case. A request has a number, which its answer repeats:
 
     worker  Room(1, piece, ...)      agent  Granted(1) with a memory, or Refused(1, sentence)
     worker  Inventory(2)             agent  Holdings(2, ...)
     worker  Open(3, piece, version)  agent  Opened(3) with a memory, or Refused
     worker  Fetch(4, ..., peer)      agent  the same, once it has a copy from another agent
     worker  Drop(5, piece, version)  agent  Dropped(5)
-    worker  Sealed(...), Settled(...): no answer; what is not heard does no harm
+    worker  Sealed(...), Settled(...): no answer; a lost one does no harm
 
-The memory comes as a descriptor (`layout.Memory`). The one of `Granted` is to be written to, the
-one of `Opened` to be read: which version it is of is found there.
+The memory comes as a descriptor (`layout.Memory`). `Granted` brings one to write to, `Opened` one
+to read from; the version is in the memory itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Holding:
     #: Of the worker that wrote it, and of its world.
     rank: Count
     size: Count
-    #: A copy of another node's, rather than what a worker of this node has written.
+    #: Whether it is a copy of another node's piece, not written by a worker of this node.
     replica: bool = False
 
 
@@ -44,7 +44,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class Room:
-    """Memory to write a piece to: the same that it had, if the sizes fit and it is there."""
+    """Request memory to write a piece to: the piece's old memory if the sizes fit."""
 
     request: Count
     piece: str
@@ -54,14 +54,14 @@ class Room:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What does this node hold?"""
+    """Request the list of what this node holds."""
 
     request: Count
 
 
 @dataclass(frozen=True)
 class Open:
-    """A memory of this node that holds this version of a piece."""
+    """Request a memory of this node that holds this version of a piece."""
 
     request: Count
     piece: str
@@ -70,7 +70,7 @@ class Open:
 
 @dataclass(frozen=True)
 class Fetch:
-    """The same, copied from the node whose agent is reached at `peer` if this node lacks it."""
+    """Request the same, copied from the agent at `peer` if this node lacks it."""
 
     request: Count
     piece: str
@@ -80,7 +80,7 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Drop:
-    """A version of a piece is damaged here: look, and do not offer it any more."""
+    """Report a damaged version of a piece: check it, and stop offering it."""
 
     request: Count
     piece: str
@@ -89,7 +89,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class Sealed:
-    """There is a new version. May get lost: the agent finds it as well by looking."""
+    """Report a new version. May get lost: the agent also finds it by looking."""
 
     piece: str
     version: Version
@@ -97,7 +97,7 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Settled:
-    """This generation has begun with that base: what older ones did beyond it is void."""
+    """Report this generation's base: versions of older generations beyond it are void."""
 
     base: Version
     generation: Count
@@ -108,28 +108,28 @@ class Settled:
 
 @dataclass(frozen=True)
 class Granted:
-    """The memory comes with this; nobody else writes to it."""
+    """The requested memory, to which no other worker writes."""
 
     request: Count
 
 
 @dataclass(frozen=True)
 class Opened:
-    """The memory comes with this, for reading."""
+    """The requested memory, for reading."""
 
     request: Count
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """What is damaged of that version is not held any more."""
+    """The damaged copies of that version are dropped."""
 
     request: Count
 
 
 @dataclass(frozen=True)
 class Refused:
-    """It cannot be had; the sentence says why and what to do."""
+    """The request failed; the sentence gives the reason and the remedy."""
 
     request: Count
     sentence: str
@@ -137,7 +137,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What this node holds, and where other agents reach its agent (empty: nowhere)."""
+    """What this node holds, and its agent's address for other agents (empty: none)."""
 
     request: Count
     holdings: tuple[Holding, ...]

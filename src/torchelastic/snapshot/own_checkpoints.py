@@ -1,7 +1,7 @@
-"""A script that has checkpoints of its own, and what `restore` does beside them.
+"""`restore` in a script with its own checkpoints.
 
-The script loads its file, which has done N steps, and calls `restore(start=N)`. S is the newest
-step that torchelastic has, in memory or in storage:
+The script loads its file of step N and calls `restore(start=N)`. S is the newest step that
+torchelastic has, in memory or in storage:
 
     restore(start=N)   S >= N           load S: a worker that was restarted has loaded an older file
                        S < N, or no S   keep what the script has loaded, and count from N
@@ -14,8 +14,8 @@ step that torchelastic has, in memory or in storage:
     about N            else             the ranks with the largest N send their state to the others;
                                         an error where each rank has shards of its own
 
-Whether the script has loaded something is seen by its optimizers and schedulers: they have taken
-steps. Plain SGD has no state to see it by.
+We notice that the script has loaded a state by the steps of its optimizers and schedulers. Plain
+SGD has no state to notice it by.
 """
 
 from __future__ import annotations
@@ -34,58 +34,58 @@ from torchelastic.snapshot.dtensors import is_sharded, local_of
 
 @dataclass(frozen=True)
 class Loaded:
-    """What each rank says when it calls `restore`, by rank."""
+    """Each rank's arguments to `restore`, by rank."""
 
-    #: How many steps the state has done that the script has loaded; None: it has not said.
+    #: The `start` argument: the steps done by the loaded state; None if not given.
     starts: Sequence[int | None]
-    #: How many steps its optimizers and schedulers have taken at least.
+    #: The least number of steps that its optimizers and schedulers have taken.
     taken: Sequence[int]
 
     @property
     def step(self) -> int:
-        """The furthest that a rank has loaded; 0: none has loaded anything, for all they say."""
+        """The furthest step that a rank reports as loaded; 0 if none does."""
         return max(start or 0 for start in self.starts)
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that have loaded that."""
+        """The ranks that have loaded that step."""
         return [rank for rank, start in enumerate(self.starts) if start == self.step]
 
     @property
     def unsaid(self) -> int:
-        """How many steps a state has taken of which no rank has said what it is; 0: it is new."""
+        """The steps taken by a state for which no rank passed `start`; 0 if it is new."""
         return max(self.taken) if all(start is None for start in self.starts) else 0
 
 
 def checked(start: int | None) -> int | None:
-    """The `start` of a user, as a plain number."""
+    """Return the user's `start` as a plain number."""
     if start is None:
         return None
     if (number := operator.index(start)) < 0:
-        raise ValueError(f"restore(start={number}): a number of steps is 0 or more.")
+        raise ValueError(f"restore(start={number}): start must be 0 or more.")
     return number
 
 
 def unsaid_start(taken: int) -> CheckpointError:
     return CheckpointError(
-        "restore() found no snapshot and no checkpoint, but the script has loaded a state of its "
-        f"own: optimizer or scheduler have taken {taken} steps or more. Say how many steps it has "
-        f"done: restore(start={taken}) if that is the number, or start=0 to count from 0."
+        "restore() found no snapshot and no checkpoint, but the script has loaded a state: the "
+        f"optimizer or scheduler has taken at least {taken} steps. Pass the number of steps done: "
+        f"restore(start={taken}) if that is right, or start=0 to count from 0."
     )
 
 
 def different_starts(loaded: Loaded) -> str:
-    """What is wrong where not all ranks have loaded the same."""
+    """Describe the difference if ranks have loaded different steps."""
     first = loaded.ranks[0]
     other = next(rank for rank in range(len(loaded.starts)) if rank not in loaded.ranks)
     return (
-        f"Ranks have loaded different states: rank {first} calls restore(start={loaded.step}), "
-        f"rank {other} restore(start={loaded.starts[other]})"
+        f"Ranks loaded different states: rank {first} called restore(start={loaded.step}), "
+        f"rank {other} called restore(start={loaded.starts[other]})"
     )
 
 
 def steps_taken(optimizers: Iterable[Optimizer], parts: Iterable[Any]) -> int:
-    """How many steps optimizers and schedulers have taken, at least; 0: they are new."""
+    """Return the least number of steps that optimizers and schedulers have taken."""
     states = (entry for optimizer in optimizers for entry in optimizer.state.values())
     taken = [_steps_of(entry) for entry in states if isinstance(entry, Mapping)]
     epochs = [getattr(part, "last_epoch", 0) for part in parts]
@@ -93,7 +93,7 @@ def steps_taken(optimizers: Iterable[Optimizer], parts: Iterable[Any]) -> int:
 
 
 def _steps_of(entry: Mapping[str, Any]) -> int:
-    """Of one parameter. Some optimizers make their state at once, of zeros, and count from 0."""
+    """Return one parameter's steps. Some optimizers create their state at once, with step 0."""
     step = entry.get("step")
     if isinstance(step, int | float):
         return int(step)

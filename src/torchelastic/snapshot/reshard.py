@@ -1,7 +1,7 @@
-"""How ranks find the shards they need in what another world has kept.
+"""Resharding: ranks find the shards they need in the pieces of another world.
 
-A rank of a world that is as it was finds all it needs in its own piece. If one rank does not, all
-tell each other what lies in which piece, and each opens those that it needs.
+In an unchanged world, a rank finds all it needs in its own piece. If one rank does not, all ranks
+exchange the contents of their pieces, and each opens those that it needs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Opener = Callable[[str], Piece]
 
 @dataclass(frozen=True)
 class Assembly:
-    """All that a rank needs, found."""
+    """The pieces and boxes that a rank loads its shards from."""
 
     takes: list[Take]
     pieces: Mapping[str, Piece]
@@ -40,8 +40,8 @@ class Assembly:
 def find(
     targets: Sharded | None, rank: int, nodes: Nodes, version: Version, opener: Opener
 ) -> Assembly | None:
-    """Collective: what this rank needs for these tensors; None, and the log says why, if it cannot
-    have it. `targets` is None on a rank that has failed already, and helps others to see that."""
+    """Collective: find this rank's shards of these tensors; return None, with a warning, if some
+    are missing. `targets` is None on a rank that has already failed; it still takes part."""
     needs = {name: box_of(one) for name, one in (targets or {}).items()}
     pieces = _Pieces(opener)
     found = _in_own(needs, rank, nodes, version, pieces) if targets is not None else None
@@ -55,7 +55,7 @@ def find(
 def _in_own(
     needs: Index, rank: int, nodes: Nodes, version: Version, pieces: _Pieces
 ) -> list[Take] | None:
-    """Everything from the piece of the same rank; None if that is not enough."""
+    """Find everything in the piece of the same rank; None if that is not enough."""
     mine = shard(rank)
     if mine not in shards_of(nodes, version) or not pieces.can_open(mine):
         return None
@@ -66,13 +66,13 @@ def _in_own(
 def _in_all(
     needs: Index, rank: int, nodes: Nodes, version: Version, pieces: _Pieces
 ) -> list[Take] | None:
-    """Collective: the same, from whatever pieces there are."""
+    """Collective: find everything in the pieces of all ranks."""
     mine = shard(rank)
     indexes = _tell_each_other(rank, nodes, version, pieces)
     ordered = sorted(indexes.items(), key=lambda item: item[0] != mine)
     found, lost = takes(needs, ordered)
     if lost:
-        log.warning("Of step %d, parts of %s are in no piece.", version[1], lost[0])
+        log.warning("Step %d: no surviving shard holds some parts of %s.", version[1], lost[0])
         return None
     wanted = dict.fromkeys(take.piece for take in found)
     return found if all([pieces.can_open(piece) for piece in wanted]) else None
@@ -81,7 +81,7 @@ def _in_all(
 def _tell_each_other(
     rank: int, nodes: Nodes, version: Version, pieces: _Pieces
 ) -> dict[str, Index]:
-    """Collective: what lies in which piece, told by one rank each that has it on its node."""
+    """Collective: return every piece's index, sent by one rank whose node holds it."""
     mine = [piece for piece, teller in tellers(nodes, version).items() if teller == rank]
     told: dict[str, Any] = {
         piece: shards.index_to_json(pieces.opened[piece].boxes)
@@ -103,11 +103,11 @@ class _Pieces:
         self.opened: dict[str, Piece] = {}
 
     def can_open(self, piece: str) -> bool:
-        """Open it, if it can be; the log says why it cannot."""
+        """Open a piece; log a warning and return False if that fails."""
         if piece not in self.opened:
             try:
                 self.opened[piece] = self._opener(piece)
             except SnapshotError as error:
-                log.warning("'%s' cannot be used here: %s", piece, error)
+                log.warning("This rank cannot use '%s': %s", piece, error)
                 return False
         return True

@@ -1,15 +1,13 @@
-"""Which state all ranks go on from, and where each node gets it. Pure.
+"""The restore plan: the state that all ranks resume from, and where each node gets it. Pure.
 
-Every rank is handed the same inventories and comes to the same answer, so nobody has to be asked.
+Every rank gets the same inventories and computes the same plan, so no rank has to be asked.
 
-    bases     the versions in memory that can be gone on from, the best first
-    choices   those, the newest checkpoint and what the script has loaded itself, by step: what is
-              tried, one after the other
-    agreed    once all ranks have looked for one of them, what all do
+    bases     the restorable versions in memory, the best first
+    choices   those, the newest checkpoint and the script's own state, by step, in order of trial
+    agreed    the common action after all ranks have looked for one of them
 
-What was done since a version is void as soon as the world has settled on an older one. So one that
-is there, and could only not be had now, ends the generation; only what is shown to be of no use is
-passed over.
+When a world settles on an older version, all later steps are void. So a version that exists but
+cannot be fetched now ends the generation; only a version that is proven useless is skipped.
 """
 
 from __future__ import annotations
@@ -25,32 +23,32 @@ from torchelastic.snapshot.messages import Holding
 
 @dataclass(frozen=True)
 class Node:
-    """What one node holds, as one of its workers has told."""
+    """One node's holdings, as reported by one of its workers."""
 
-    #: Where its agent is reached by others; empty: nowhere.
+    #: Its agent's address for other agents; empty: none.
     peer: str
     holdings: tuple[Holding, ...]
-    #: The rank that writes what is shared on this node: the lowest there.
+    #: The rank that writes this node's shared state: its lowest.
     first: int
 
     def holds(self, piece: str, version: Version) -> bool:
         return any(held.piece == piece and held.version == version for held in self.holdings)
 
 
-#: By name, of all nodes of the world.
+#: All nodes of the world, by name.
 Nodes = Mapping[str, Node]
 
 
 @dataclass(frozen=True)
 class Storage:
-    """The newest checkpoint that is sound, if it is of a step beyond this one."""
+    """The newest valid checkpoint, if it is beyond this step."""
 
     beyond: int = -1
 
 
 @dataclass(frozen=True)
 class Own:
-    """What the script has loaded itself, of so many steps."""
+    """The state that the script has loaded itself, with this many steps done."""
 
     step: int
 
@@ -59,8 +57,8 @@ Choice = Version | Storage | Own
 
 
 def choices(versions: Sequence[Version], stored: int | None, start: int = 0) -> list[Choice]:
-    """What is tried, in this order. The script has loaded the state of step `start` itself, if that
-    is not 0: what is older is not tried, and last comes its own (`keeping_start`).
+    """Return the candidates in order of trial. If `start` is not 0, the script has loaded the state
+    of that step itself: older candidates are left out, and its own comes last (`own_checkpoints`).
     """
     tried = _by_step(versions, stored)
     if not start:
@@ -75,9 +73,9 @@ def choices(versions: Sequence[Version], stored: int | None, start: int = 0) -> 
 
 
 def _by_step(versions: Sequence[Version], stored: int | None) -> list[Choice]:
-    """`stored` is the step of the newest checkpoint, None if there is none or it is not known. It
-    comes before whatever in memory is older, and last of all again, since the newest may turn out
-    to be damaged.
+    """Order the candidates by step. `stored` is the newest checkpoint's step, None if there is none
+    or it is not known. It comes before older versions in memory, and again last of all, since the
+    newest may turn out to be damaged.
     """
     fresher = [index for index, version in enumerate(versions) if version[1] >= (stored or 0)]
     at = len(versions) if stored is None else max(fresher, default=-1) + 1
@@ -88,15 +86,14 @@ def _by_step(versions: Sequence[Version], stored: int | None) -> list[Choice]:
 
 
 def bases(nodes: Nodes, size: int, *, sharded: bool = False) -> list[Version]:
-    """What to go on from, in a world of this size: the best first, then what to fall back to.
+    """Return the versions that a world of this size can restore: the best first, then fallbacks.
 
-    The freshest version whose shared state, and all of whose shards, every node can get; of state
-    that is not `sharded` it is enough that one has it, since ranks can send it to each other. But
-    where ranks were killed while some had committed a step and others had not, the latter's random
-    states are those of the step before: the version before is as good then, since that step was in
-    flight for them, and redoing it leads to the same bits. Further back nothing is preferred for
-    being whole: those steps were finished by all. Nor in a world of another size, which would redo
-    the step with other samples for each rank.
+    The best is the freshest version whose shared state and shards every node can get; state that
+    is not `sharded` needs only one holder, since ranks can send it to each other. If ranks were
+    killed when only some had committed a step, the others' random states are of the step before.
+    Then the version before is as good: the step was in flight for them, and repeating it gives the
+    same bits. Nothing further back is preferred for being complete: all ranks had finished those
+    steps. Nor in a world of another size, which would repeat the step with different samples.
     """
     shared = _shared(nodes, sharded)
     found = [
@@ -112,7 +109,7 @@ def bases(nodes: Nodes, size: int, *, sharded: bool = False) -> list[Version]:
 
 
 def _shared(nodes: Nodes, sharded: bool) -> list[Version]:
-    """Versions whose shared state every rank can get, the freshest first."""
+    """Return the versions whose shared state every rank can get, the freshest first."""
     held = {
         held.version for node in nodes.values() for held in node.holdings if held.piece == SHARED
     }
@@ -121,17 +118,17 @@ def _shared(nodes: Nodes, sharded: bool) -> list[Version]:
 
 
 def _is_done_again(version: Version, others: Iterable[Version]) -> bool:
-    """Whether a later generation has committed that step: a node that was away has not heard."""
+    """Return whether a later generation has committed that step again."""
     return any(other[0] > version[0] and other[1] <= version[1] for other in others)
 
 
 def without_shards(nodes: Nodes) -> list[Version]:
-    """Versions that were bases if shards of them were not lost, the freshest first."""
+    """Return versions that only lost shards keep from being bases, the freshest first."""
     return [version for version in _shared(nodes, True) if lost_shards(nodes, version)]
 
 
 def shards_of(nodes: Nodes, version: Version) -> list[str]:
-    """The pieces of shards that the world of this version has written; none where none was."""
+    """Return the shard pieces that the world of this version wrote; empty if unsharded."""
     sizes = [
         held.size
         for node in nodes.values()
@@ -142,12 +139,12 @@ def shards_of(nodes: Nodes, version: Version) -> list[str]:
 
 
 def lost_shards(nodes: Nodes, version: Version) -> list[str]:
-    """Those of them that not every node can get."""
+    """Return the shard pieces that not every node can get."""
     return [piece for piece in shards_of(nodes, version) if not is_reachable(nodes, piece, version)]
 
 
 def tellers(nodes: Nodes, version: Version) -> dict[str, int]:
-    """By piece of shards, the rank that tells all others what is in it: its node holds it."""
+    """Return, by shard piece, a rank whose node holds it and which sends its index to all."""
     found = {}
     for piece in shards_of(nodes, version):
         if holders := holding(nodes, piece, version):
@@ -156,16 +153,16 @@ def tellers(nodes: Nodes, version: Version) -> dict[str, int]:
 
 
 def lacking(nodes: Nodes, version: Version, size: int) -> list[int]:
-    """The ranks of a world of this size whose own piece of a version is lost.
+    """Return the ranks of a world of this size whose own piece of a version is lost.
 
-    A rank that the world of that version did not have lacks nothing.
+    A rank that did not exist in the world of that version lacks nothing.
     """
     ranks = range(min(size, _size_at(nodes, version)))
     return [rank for rank in ranks if not is_reachable(nodes, own(rank), version)]
 
 
 def _size_at(nodes: Nodes, version: Version) -> int:
-    """The size of the world that wrote a version."""
+    """Return the size of the world that wrote a version."""
     sizes = [
         held.size for node in nodes.values() for held in node.holdings if held.version == version
     ]
@@ -173,19 +170,19 @@ def _size_at(nodes: Nodes, version: Version) -> int:
 
 
 def is_reachable(nodes: Nodes, piece: str, version: Version) -> bool:
-    """Whether every node has it, or can fetch it from one that has."""
+    """Return whether every node has it, or can fetch it from one that has."""
     holders = [node for node in nodes.values() if node.holds(piece, version)]
     return any(node.peer for node in holders) or len(holders) == len(nodes) > 0
 
 
 def holding(nodes: Nodes, piece: str, version: Version) -> list[str]:
-    """The nodes that hold it, in the order of their ranks."""
+    """Return the nodes that hold it, in the order of their ranks."""
     return [name for name in _ordered(nodes) if nodes[name].holds(piece, version)]
 
 
 def source(nodes: Nodes, here: str, piece: str, version: Version, tried: int = 0) -> str | None:
-    """The node to get a piece from: this one, or another, not the same one for all who lack it, nor
-    for who has tried before."""
+    """Return the node to get a piece from: this one, or else one that differs between the nodes
+    that lack it, and between attempts."""
     if nodes[here].holds(piece, version):
         return here
     holders = holding(nodes, piece, version)
@@ -202,10 +199,10 @@ def _ordered(nodes: Nodes) -> Iterable[str]:
 
 
 class Outcome(Enum):
-    """What has become of a rank's search for its pieces of a version."""
+    """The outcome of a rank's search for its pieces of a version."""
 
     FOUND = "found"
-    #: It is there, for all that is known; but this rank has not got it.
+    #: It seems to exist, but this rank could not get it.
     ABSENT = "absent"
     #: It is damaged, or of another training.
     UNUSABLE = "unusable"
@@ -213,11 +210,11 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Said:
-    """What a rank tells the others of its search."""
+    """A rank's report of its search to the others."""
 
     outcome: Outcome
     node: str
-    #: Whether the bytes that it has found have yet to be checked.
+    #: Whether the bytes it found must still be checked.
     is_doubted: bool = False
     #: What is wrong.
     sentence: str = ""
@@ -230,49 +227,48 @@ class Said:
         return cls(Outcome(told[0]), *told[1:])
 
 
-class Verdict(Enum):
-    #: All ranks have it, or those who have it send it to the others.
+class Agreement(Enum):
+    #: All ranks have it, or those that have it send it to the others.
     LOAD = "load"
-    #: Nobody can ever use it.
+    #: No rank can ever use it.
     PASS_OVER = "pass over"
     TRY_AGAIN = "try again"
 
 
-def agreed(said: Sequence[Said], holding: Collection[str], *, sharded: bool) -> Verdict:
-    """What all ranks do with a version whose shared state these nodes hold.
+def agreed(said: Sequence[Said], holding: Collection[str], *, sharded: bool) -> Agreement:
+    """Decide what all ranks do with a version whose shared state these nodes hold.
 
-    Of what is sharded, each needs its own part. Otherwise one that has it is enough; and where no
-    rank has, it is bad only if it is on every node that holds it.
+    Every rank needs its own part of sharded state. Of unsharded state one copy is enough; if no
+    rank found it, it is useless only if it is bad on every node that holds it.
     """
     outcomes = [one.outcome for one in said]
     if all(one is Outcome.FOUND for one in outcomes):
-        return Verdict.LOAD
+        return Agreement.LOAD
     if sharded:
         absent = any(one is Outcome.ABSENT for one in outcomes)
-        return Verdict.TRY_AGAIN if absent else Verdict.PASS_OVER
+        return Agreement.TRY_AGAIN if absent else Agreement.PASS_OVER
     if any(one is Outcome.FOUND for one in outcomes):
-        return Verdict.LOAD
+        return Agreement.LOAD
     bad = all(one.outcome is Outcome.UNUSABLE for one in said if one.node in holding)
-    return Verdict.PASS_OVER if bad else Verdict.TRY_AGAIN
+    return Agreement.PASS_OVER if bad else Agreement.TRY_AGAIN
 
 
 def absence(version: Version, said: Sequence[Said]) -> str:
-    """Why this generation ends, and what then."""
+    """Return the message for a generation that ends because a version is absent."""
     rank, first = next((r, one) for r, one in enumerate(said) if one.outcome is Outcome.ABSENT)
     return (
-        f"Step {version[1]} is in memory, but could not be had now (rank {rank}: "
-        f"{first.sentence.rstrip('.')}). Nothing is given up for that: the next generation tries "
-        "again."
+        f"Step {version[1]} is in memory, but rank {rank} could not fetch it: "
+        f"{first.sentence.rstrip('.')}. The snapshot is kept; the next generation tries again."
     )
 
 
 def finders(said: Sequence[Said]) -> list[int]:
-    """The ranks that have found it."""
+    """Return the ranks that have found it."""
     return [rank for rank, one in enumerate(said) if one.outcome is Outcome.FOUND]
 
 
 def checkers(said: Sequence[Said]) -> list[int]:
-    """The ranks that check what is doubted: one for all of its node."""
+    """Return the ranks that check unverified bytes, one per node."""
     first: dict[str, int] = {}
     for rank in finders(said):
         if said[rank].is_doubted:

@@ -1,8 +1,8 @@
-"""Looks for this rank's pieces of a version, wherever they are, and says what became of that.
+"""The search for this rank's pieces of a version, on this node and others.
 
-What is damaged or of another training is told apart from what could not be had just now: an agent
-that is busy, a connection that broke, a node without room. The latter is tried again, elsewhere
-where there is another holder, and nobody concludes from it that there is nothing.
+A piece that is damaged or of another training is *unusable*. A piece that could not be fetched just
+now (a busy agent, a broken connection, a node without memory) is *absent*: the search tries again,
+on another holder if there is one, and does not conclude that the piece is lost.
 """
 
 from __future__ import annotations
@@ -13,46 +13,46 @@ from dataclasses import dataclass
 
 from torchelastic.errors import SnapshotError
 from torchelastic.snapshot import reshard
-from torchelastic.snapshot.agent_client import FETCH_PATIENCE, Holder
+from torchelastic.snapshot.agent_client import FETCH_PATIENCE, SnapshotAgent
 from torchelastic.snapshot.dtensors import Sharded
-from torchelastic.snapshot.kept_tree import Stored, Tree
 from torchelastic.snapshot.layout import SHARED, Held, Memory, Version, own
 from torchelastic.snapshot.reshard import Assembly
 from torchelastic.snapshot.restore_plan import Nodes, Outcome, Said, source
 from torchelastic.snapshot.shards import Piece, Shards
+from torchelastic.snapshot.state_tree import Stored, Tree
 from torchelastic.tensors import rank_private
 
 log = logging.getLogger(__name__)
 
-#: Up to this many bytes the checksum of a snapshot is looked at before it is loaded. Of more it
-#: would take longer than to load them: it is looked at meanwhile, and before the next commit.
+#: Up to this size, verify a snapshot's checksum before loading it. For larger ones that takes
+#: longer than loading: verify it in the background, before the next commit.
 CHECKED_FIRST = 32 << 20
-#: How often a piece is asked for before it counts as absent, and seconds in between.
+#: How often to request a piece before it counts as absent, and the seconds in between.
 TRIES, PAUSE = 3, 0.5
 
 
-#: What has become of a search, and why.
+#: The outcome of a failed search, and the reason.
 Wrong = tuple[Outcome, str]
 
 
 class Absent(SnapshotError):
-    """A piece could not be had now."""
+    """A piece could not be fetched now."""
 
 
 @dataclass
 class Found:
-    """What is needed of a version, found. The memories stay open until it is loaded."""
+    """A version's pieces that this rank found. The memories stay open until it is loaded."""
 
     shared: Stored
     held: Held
     memories: list[Memory]
-    #: The tensors that are sharded, and where their parts are.
+    #: The sharded tensors, and where their parts are.
     targets: Sharded
     shards: Assembly | None = None
 
     @property
     def is_doubted(self) -> bool:
-        """Whether its bytes have yet to be checked."""
+        """Whether its bytes must still be checked."""
         return len(self.held.data) > CHECKED_FIRST
 
     def close(self) -> None:
@@ -61,17 +61,23 @@ class Found:
 
 
 class Searcher:
-    """For one rank, in one world."""
+    """Searches for one rank, in one world."""
 
     def __init__(
-        self, holder: Holder | None, tree: Tree, shards: Shards, rank: int, here: str, nodes: Nodes
+        self,
+        agent: SnapshotAgent | None,
+        tree: Tree,
+        shards: Shards,
+        rank: int,
+        here: str,
+        nodes: Nodes,
     ) -> None:
-        self._holder, self._tree, self._shards = holder, tree, shards
+        self._agent, self._tree, self._shards = agent, tree, shards
         self._rank, self._here, self._nodes = rank, here, nodes
 
     def search(self, version: Version) -> tuple[Found | None, Said]:
-        """This rank's pieces of a version, and what it says of that. Collective if there are
-        shards."""
+        """Return this rank's pieces of a version, and its report to the others. Collective if there
+        are shards."""
         memories: list[Memory] = []
         found: Found | None = None
         wrong: Wrong | None = None
@@ -87,13 +93,13 @@ class Searcher:
         for memory in memories:
             memory.close()
         outcome, sentence = wrong or (Outcome.ABSENT, "")
-        what = "could not be had" if outcome is Outcome.ABSENT else "cannot be used"
-        log.warning("The snapshot of step %d %s here: %s", version[1], what, sentence)
+        failed = "fetch" if outcome is Outcome.ABSENT else "use"
+        log.warning("This rank cannot %s the snapshot of step %d: %s", failed, version[1], sentence)
         return None, Said(outcome, self._here, sentence=sentence)
 
     def own(self, version: Version) -> rank_private.Private | None:
-        """What this rank alone had at that version; None, and the log says why, if it is lost: that
-        is no reason to give up what all have."""
+        """Return this rank's private state at that version. If it is lost, log a warning and return
+        None: the shared state is still usable."""
         memories: list[Memory] = []
         try:
             if source(self._nodes, self._here, own(self._rank), version) is None:
@@ -102,8 +108,8 @@ class Searcher:
             return rank_private.unpack(bytes(held.data))
         except SnapshotError as error:
             log.warning(
-                "What this rank had of its own at step %d is lost (%s): its random states are "
-                "those the script has made.",
+                "This rank's per-rank state of step %d is lost (%s). Its random number generators "
+                "keep the state that the script gave them.",
                 version[1],
                 str(error),
             )
@@ -121,7 +127,7 @@ class Searcher:
     def _add_shards(
         self, found: Found | None, version: Version, memories: list[Memory]
     ) -> Wrong | None:
-        """Collective: find this rank's parts of what is sharded, or say what is wrong."""
+        """Collective: find this rank's parts of sharded state, or return what is wrong."""
         absent: list[Wrong] = []
 
         def opened(piece: str) -> Piece:
@@ -139,30 +145,30 @@ class Searcher:
         if absent:
             return absent[0]
         if shards is None:
-            return Outcome.UNUSABLE, "not all shards of it can be used"
+            return Outcome.UNUSABLE, "some of its shards cannot be used"
         return None
 
     def _held(self, piece: str, version: Version, memories: list[Memory]) -> Held:
-        """A piece, wherever it is: checked, if it is not large and shared."""
+        """Return a piece from any node; verified unless it is large and shared."""
         memory = self._opened(piece, version)
         memories.append(memory)
         held = memory.find(version)
         later = piece == SHARED and held is not None and len(held.data) > CHECKED_FIRST
         if held is None or not (later or held.is_whole()):
-            raise SnapshotError(f"the memory of '{piece}' is damaged")
+            raise SnapshotError(f"the snapshot of '{piece}' is damaged")
         return held
 
     def _opened(self, piece: str, version: Version) -> Memory:
-        began, wrong = time.monotonic(), "no node that has it can be reached"
+        began, wrong = time.monotonic(), "no node that holds it can be reached"
         for tried in range(TRIES):
             name = source(self._nodes, self._here, piece, version, tried)
-            if name is None or self._holder is None:
+            if name is None or self._agent is None:
                 break
             if tried:
                 time.sleep(PAUSE)
             try:
                 peer = "" if name == self._here else self._nodes[name].peer
-                return self._holder.open(piece, version, peer)
+                return self._agent.open(piece, version, peer)
             except SnapshotError as error:
                 wrong = str(error)
             if time.monotonic() > began + FETCH_PATIENCE:
@@ -171,6 +177,6 @@ class Searcher:
 
 
 def _wrong(error: SnapshotError) -> Wrong:
-    """Of the error only this is kept: its traceback would hold the memories it is about."""
+    """Return outcome and text only: the error's traceback would keep its memories alive."""
     outcome = Outcome.ABSENT if isinstance(error, Absent) else Outcome.UNUSABLE
     return outcome, str(error)

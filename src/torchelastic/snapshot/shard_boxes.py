@@ -1,7 +1,7 @@
-"""Which bytes of which piece make up a shard, whatever world has written the pieces. Pure.
+"""The boxes of sharded tensors: which bytes of which piece make up a shard. Pure.
 
 A shard is a *box* of its tensor: an offset and a size in each dimension. What a rank needs is cut
-out of the boxes that the pieces hold; whatever is left over then is lost.
+out of the boxes that the pieces hold, whatever world has written them; the rest is lost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Box:
         return 0 in self.size
 
     def common(self, other: Box) -> Box | None:
-        """What is in both; None if nothing is.
+        """Return the intersection, or None if it is empty.
 
         >>> Box((0, 0), (4, 3)).common(Box((2, 1), (9, 9)))
         Box(offset=(2, 1), size=(2, 2))
@@ -31,7 +31,7 @@ class Box:
         return Box(offset, size) if all(length > 0 for length in size) else None
 
     def without(self, hole: Box) -> Iterator[Box]:
-        """The rest, as boxes that have nothing in common; `hole` lies in this one.
+        """Return the rest as disjoint boxes; `hole` lies in this one.
 
         >>> list(Box((0,), (9,)).without(Box((3,), (2,))))
         [Box(offset=(0,), size=(3,)), Box(offset=(5,), size=(4,))]
@@ -60,13 +60,13 @@ class Shape:
     size: tuple[int, ...]
 
 
-#: By the name of the tensor, what a piece holds of it.
+#: The box that a piece holds of each tensor, by the tensor's name.
 Index = Mapping[str, Box]
 
 
 @dataclass(frozen=True)
 class Take:
-    """Copy this part of a tensor from a piece."""
+    """A part of a tensor to copy from a piece."""
 
     name: str
     piece: str
@@ -74,9 +74,9 @@ class Take:
 
 
 def takes(needs: Index, pieces: Sequence[tuple[str, Index]]) -> tuple[list[Take], list[str]]:
-    """Where each needed box comes from, and the names of those that the pieces do not cover.
+    """Return the source of each needed box, and the names of those that the pieces do not cover.
 
-    Of what several pieces hold, the first one's is taken.
+    If several pieces hold a part, the first is taken.
     """
     found: list[Take] = []
     lost = []
@@ -94,7 +94,7 @@ def takes(needs: Index, pieces: Sequence[tuple[str, Index]]) -> tuple[list[Take]
 
 
 def _cut(boxes: Iterable[Box], held: Box) -> tuple[list[Box], list[Box]]:
-    """What of the boxes is held, and the rest of them."""
+    """Split the boxes into the parts that are held and the rest."""
     cut, rest = [], []
     for box in boxes:
         common = box.common(held)
@@ -107,7 +107,7 @@ def _cut(boxes: Iterable[Box], held: Box) -> tuple[list[Box], list[Box]]:
 
 
 def within(held: Box, part: Box) -> tuple[slice, ...]:
-    """Where a part of a held box lies in it.
+    """Return the slices of a part within its held box.
 
     >>> within(Box((4, 0), (4, 8)), Box((6, 0), (2, 3)))
     (slice(2, 4, None), slice(0, 3, None))

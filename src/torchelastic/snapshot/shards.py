@@ -1,10 +1,9 @@
-"""The piece that a rank keeps of tensors that are sharded over ranks (`keeping_dtensor`).
+"""A rank's piece of sharded tensors (`dtensors`).
 
 Its skeleton has three lines: the number of the form of state, the skeleton of the local tensors
-(`parts`), and where in the whole tensor each of them lies.
+(`tensor_tree`), and the box of each in its whole tensor.
 
-Optimizer state that is sharded must be so as its parameter is: after a restart there is nothing
-else that says how.
+Optimizer state must be sharded like its parameter: after a restart nothing else tells how.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from torch.optim import Optimizer
 from torchelastic import torch_private
 from torchelastic.errors import SnapshotError, TransferError
 from torchelastic.snapshot.dtensors import Sharded, box_of, is_sharded, local_of
-from torchelastic.snapshot.kept_tree import Flat, Layout
 from torchelastic.snapshot.shard_boxes import Box, Index, Shape, Take, within
+from torchelastic.snapshot.state_tree import Flat, Layout
 from torchelastic.tensors import module_state, tensor_tree
 from torchelastic.tensors.tensor_bytes import SMALL
 from torchelastic.tensors.tensor_tree import Spec
@@ -41,19 +40,19 @@ class Shards:
         self._resharding: list[Callable[[], None]] = [
             one.reshard for one in everything if self.any and hasattr(one, "reshard")
         ]
-        #: What was flattened last, and of which tensors.
+        #: The last flattened state, and the tensors it was made of.
         self._marks: list[tuple[int, int]] = []
         self._flat: Flat | None = None
 
     def reshard(self) -> None:
-        """A forward without a backward leaves modules of FSDP2 with whole parameters."""
+        """Reshard FSDP2 modules: a forward without a backward leaves them unsharded."""
         for reshard in self._resharding:
             reshard()
 
-    # --- keeping ---------------------------------------------------------------------------------
+    # --- writing ---------------------------------------------------------------------------------
 
     def flatten(self, form: str, tensors: Sharded) -> Flat:
-        """This rank's parts; anew only if they are in other tensors."""
+        """Flatten this rank's parts; again only if the tensors changed."""
         marks = [(id(one), torch_private.local_of(one).data_ptr()) for one in tensors.values()]
         if self._flat is None or marks != self._marks:
             self._marks, self._flat = marks, self._flatten(form, tensors)
@@ -69,28 +68,28 @@ class Shards:
         return Flat("\n".join((form, skeleton, boxes)).encode(), flat, (), watched)
 
     def _refuse_strays(self, tensors: Sharded) -> None:
-        """Now, not when it is needed."""
+        """Refuse optimizer state sharded differently now, not when it is restored."""
         owners = self._owners()
         for name, tensor in tensors.items():
             owner = owners.get(_owner_of(name))
             if name.startswith("state/") and not _is_like(tensor, owner):
                 raise TypeError(
-                    f"{name} is optimizer state that is sharded in another way than its "
-                    "parameter, which cannot be kept."
+                    f"Cannot snapshot the optimizer state {name}: it is sharded differently from "
+                    "its parameter."
                 )
 
     def _owners(self) -> dict[str, Any]:
-        """By the beginning of the names of their state, the parameters of the optimizers."""
+        """Return the optimizers' parameters, by the prefix of their state's names."""
         return {
             f"state/{number}/{index}": parameter
             for number, optimizer in enumerate(self._optimizers)
             for index, parameter in enumerate(module_state.parameters_of(optimizer))
         }
 
-    # --- taking back -----------------------------------------------------------------------------
+    # --- restoring -------------------------------------------------------------------------------
 
     def made(self, shapes: Mapping[str, Shape]) -> dict[str, Any]:
-        """New tensors for those of optimizer state that have a sharded parameter's shape."""
+        """Create tensors for optimizer state that has a sharded parameter's shape."""
         owners = self._owners()
         found = {name: owners.get(_owner_of(name)) for name in shapes}
         return {
@@ -100,13 +99,13 @@ class Shards:
         }
 
     def targets(self, shapes: Mapping[str, Shape], live: Sharded) -> dict[str, Any]:
-        """The tensors to restore: those there are, and new ones for optimizer state."""
+        """Return the tensors to restore: existing ones, and new ones for optimizer state."""
         different = sorted(
             name for name in shapes.keys() ^ live.keys() if name.startswith("parameters/")
         )
         if different:
             raise SnapshotError(
-                f"{different[0]} is sharded either in the snapshot or in this script, not in both"
+                f"{different[0]} is sharded in only one of the snapshot and this script"
             )
         owners = self._owners()
         return {
@@ -136,13 +135,13 @@ def _has_shape(tensor: Any, shape: Shape) -> bool:
 
 
 def _made(name: str, shape: Shape, owner: Any) -> Any:
-    """A DTensor for optimizer state, sharded as its parameter is."""
+    """Create a DTensor for optimizer state, sharded like its parameter."""
     from torch.distributed.tensor import DTensor
 
     dtype = getattr(torch, shape.dtype, None)
     usable = is_sharded(owner) and tuple(owner.shape) == shape.size
     if not usable or not isinstance(dtype, torch.dtype):
-        raise SnapshotError(f"{name} of a snapshot does not fit the parameters of this script")
+        raise SnapshotError(f"{name} in the snapshot does not match this script's parameters")
     local = torch.empty_like(local_of(owner), dtype=dtype)
     return DTensor.from_local(
         local,
@@ -156,23 +155,23 @@ def _made(name: str, shape: Shape, owner: Any) -> Any:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank of some world has kept."""
+    """The shards that a rank of some world has written."""
 
     boxes: Index
     tensors: Mapping[str, torch.Tensor]
 
     @classmethod
     def read(cls, form: str, skeleton: bytes, data: memoryview) -> Piece:
-        """The tensors are views of the data. `SnapshotError` if it is no piece of this state."""
+        """Read a piece; its tensors are views. `SnapshotError` if it is not of this state."""
         try:
             found, text, said = skeleton.decode().split("\n")
             boxes = index_from_json(json.loads(said))
             tensors = tensor_tree.restore(text, _views(tensor_tree.specs(text), data))
             fit = {name: tuple(one.shape) for name, one in tensors.items()}
         except (ValueError, TypeError, AttributeError, RuntimeError, TransferError) as error:
-            raise SnapshotError(f"a piece of shards cannot be read: {error}") from None
+            raise SnapshotError(f"cannot read a piece of shards: {error}") from None
         if found != form or fit != {name: box.size for name, box in boxes.items()}:
-            raise SnapshotError("a piece of shards is of another state, or says what cannot be")
+            raise SnapshotError("a piece of shards belongs to a different state, or is invalid")
         return cls(boxes, tensors)
 
 
@@ -193,7 +192,7 @@ def _views(specs: Sequence[Spec], data: memoryview) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def copy(takes: Sequence[Take], pieces: Mapping[str, Piece], targets: Sharded) -> None:
-    """Put this rank's parts together."""
+    """Assemble this rank's parts."""
     needs = {name: box_of(one) for name, one in targets.items()}
     for take in takes:
         piece = pieces[take.piece]

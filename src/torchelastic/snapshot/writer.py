@@ -1,15 +1,15 @@
-"""Writes snapshots into memory that the agent holds, behind the training's back.
+"""Writes snapshots into the agent's memory, in parallel with training.
 
-A commit copies what is small at once. What is large, parameters and optimizer state, is copied by a
-thread while the next forward and backward run: only `optimizer.step` writes to it, and waits
-(`before_write`). The checksum comes after the copy, when nobody waits any more, then the seal.
+A commit copies small tensors at once. A thread copies the large ones, parameters and optimizer
+state, while the next forward and backward run: only `optimizer.step` writes to them, and waits for
+the copy (`before_write`). The checksum and the seal come after the copy, when nothing waits.
 
-What this rank alone has is little, and is sealed within the commit. So when one rank is killed,
-every rank that has finished the same step has left its own piece of it.
+A rank's private state is small and is sealed within the commit. So when one rank is killed, every
+rank that has finished the same step has left its own piece of it.
 
-Shards are large, so this does not hold for them, and they are of no use unless all ranks' are of
-one version. So ranks vote in every commit (`Standing`): a version of shards is begun only when the
-one before it is sealed by all ranks and copied to other nodes. Until then steps are not kept.
+Shards are large, so this does not hold for them, and they are useless unless all ranks have the
+same version. So ranks vote in every commit (`Standing`): a version of shards is begun only when the
+one before is sealed by all ranks and copied to other nodes. Steps until then have no snapshot.
 """
 
 from __future__ import annotations
@@ -26,94 +26,94 @@ import torch
 
 from torchelastic import faults
 from torchelastic.errors import SnapshotError
-from torchelastic.snapshot.agent_client import Holder, Unanswered
-from torchelastic.snapshot.kept_tree import Flat, Layout, Staging
+from torchelastic.snapshot.agent_client import SnapshotAgent, Unanswered
 from torchelastic.snapshot.layout import SHARED, Held, Memory, Version, checksum, own, shard
 from torchelastic.snapshot.messages import Sealed
+from torchelastic.snapshot.state_tree import Flat, Layout, Staging
 from torchelastic.tensors.tensor_bytes import SMALL, address_of, copy_out
 from torchelastic.torch_private import version_of
 from torchelastic.worker_counters import stalls
 
 log = logging.getLogger(__name__)
 
-#: How long the commit that first needs memory waits for it. Later ones only look.
+#: Seconds that the first commit waits for memory. Later ones do not wait.
 FIRST_WAIT = 2.0
-#: How long a snapshot waits for the ledger to be written: no step is kept whose samples are not
-#: known, unless the disk hangs.
+#: Seconds that a snapshot waits for the ledger, so that it holds no step whose samples are not
+#: recorded, unless the disk is hung.
 LEDGER_PATIENCE = 5.0
-#: How long shards wait for their copies on other nodes. Then those are behind, and it is told.
+#: Seconds that shards wait for their copies on other nodes before we warn and continue.
 REPLICA_PATIENCE = 120.0
-#: Room is asked for in multiples of this.
+#: Memory is requested in multiples of this many bytes.
 _GRAIN = 64 << 10
 
-#: What an own piece says of its bytes.
+#: The skeleton of an own piece.
 OWN_SKELETON = b'{"own":1}'
 
 
 @dataclass(frozen=True)
 class Place:
-    """Who writes, and after which version its generation began."""
+    """The writing rank, and the version that its generation began with."""
 
     rank: int
     size: int
     generation: int
-    #: Whether this rank writes what is shared on its node.
+    #: Whether this rank writes its node's shared state.
     first: bool
     base: Version
 
 
 class Standing(IntEnum):
-    """What has become of a rank's shards of the last version; the smallest of all ranks counts."""
+    """The status of a rank's shards of the last version; the lowest of all ranks counts."""
 
-    #: There is no memory for them: nobody keeps any more.
+    #: There is no memory for them: no rank writes shards any more.
     NEVER = -1
-    #: They are not kept: the others' are of no use, and the next version is put in their place.
+    #: They were not written: the others' are useless, and the next version replaces them.
     FAILED = 0
-    #: They are on their way, here or to other nodes.
+    #: They are being written here or copied to other nodes.
     PENDING = 1
     DONE = 2
 
 
 @dataclass
 class _Job:
-    """A snapshot of a piece on its way."""
+    """A snapshot of a piece in progress."""
 
-    room: _Room
+    target: _PieceMemory
     version: Version
     skeleton: bytes
     layout: Layout
-    #: What is not copied yet: the tensors, where they go, and how often each has been written to.
+    #: To copy: the tensors, their destinations, and the count of writes to each.
     tensors: Sequence[torch.Tensor]
     places: Sequence[int]
     watched: Sequence[torch.Tensor]
     counts: Sequence[int]
-    #: What is.
+    #: Already copied.
     staged: torch.Tensor
     #: Set when the tensors may be written to again.
     copied: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
-    def of(cls, room: _Room, version: Version, flat: Flat, layout: Layout) -> _Job:
-        """Copies at once what is small, and what others than optimizers write."""
+    def of(cls, target: _PieceMemory, version: Version, flat: Flat, layout: Layout) -> _Job:
+        """Begin a snapshot: copy at once small tensors and those not written by optimizers."""
         lasting, passing = flat.lasting, flat.passing
         small = [*zip(lasting, layout.lasting, strict=True)]
         large = [(one, at) for one, at in small if one.nbytes >= SMALL]
         small = [(one, at) for one, at in small if one.nbytes < SMALL]
         small.extend(zip(passing, layout.passing, strict=True))
         places = [at - layout.small_at for _, at in small]
-        room.staging.copy([one for one, _ in small], places, layout.size - layout.small_at)
+        target.staging.copy([one for one, _ in small], places, layout.size - layout.small_at)
         tensors = [one for one, _ in large]
         watched = tensors if flat.watched is None else flat.watched
         counts = [version_of(one) for one in watched]
         places = [at for _, at in large]
-        block = room.staging.block
-        made = cls(room, version, flat.skeleton, layout, tensors, places, watched, counts, block)
+        block = target.staging.block
+        made = cls(target, version, flat.skeleton, layout, tensors, places, watched, counts, block)
         if not tensors:
             made.copied.set()
         return made
 
     def was_disturbed(self) -> bool:
-        """Whether a tensor was written to since the commit: what was copied is worth nothing."""
+        """Return whether a tensor was written to since the commit, which voids the copy."""
         return any(
             version_of(tensor) != count
             for tensor, count in zip(self.watched, self.counts, strict=True)
@@ -121,42 +121,42 @@ class _Job:
 
 
 class Writer:
-    """Writes the pieces of one worker, in one generation. Used by the thread that trains."""
+    """Writes the pieces of one worker, in one generation. Used by the training thread."""
 
     def __init__(
         self,
-        holder: Holder,
+        agent: SnapshotAgent,
         place: Place,
         before_seal: Callable[[float], bool] | None = None,
     ) -> None:
-        self._holder, self._place, self._before_seal = holder, place, before_seal
+        self._agent, self._place, self._before_seal = agent, place, before_seal
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="torchelastic-keep")
-        self._own = _Room(own(place.rank), holder, place, self._pool)
-        self._shared = _Room(SHARED, holder, place, self._pool)
-        self._shards = _Room(shard(place.rank), holder, place, self._pool)
-        #: What is on its way: until it is copied, and until it is sealed.
+        self._own = _PieceMemory(own(place.rank), agent, place, self._pool)
+        self._shared = _PieceMemory(SHARED, agent, place, self._pool)
+        self._shards = _PieceMemory(shard(place.rank), agent, place, self._pool)
+        #: Snapshots in progress: those not copied yet, and those not sealed yet.
         self._copying: list[_Job] = []
         self._sealing: list[tuple[_Job, Future[None]]] = []
         #: The version of the shards that was begun last, and when.
         self._latest: tuple[Version, float] | None = None
         self._late = False
-        #: Whether what this generation began with is whole, if that is asked.
+        #: The pending check of the snapshot that this generation began with.
         self._checked: Future[bool] | None = None
-        #: Copy within the commit: in this job parameters are written to outside optimizer.step.
+        #: Copy within the commit: this job writes to parameters outside optimizer.step.
         self._at_once = False
 
     @property
     def keeps_shared(self) -> bool:
-        """Whether shared state is written by this rank, as far as it is known."""
+        """Whether this rank writes shared state, unless it was refused memory."""
         return self._place.first and not self._shared.is_refused
 
     def publish(
         self, version: Version, flat: Flat | None, private: bytes, shards: Flat | None = None
     ) -> None:
-        """Begin a snapshot; `flat` is None on a rank that does not keep shared state."""
+        """Begin a snapshot; `flat` is None on a rank that does not write shared state."""
         self.finish()
         self._publish_own(version, private)
-        # Before the shared piece: where that is found, so are the shards of whoever wrote it.
+        # Before the shared piece: where that is found, its writer's shards are too.
         if shards is not None:
             self._latest = version, time.monotonic()
             self._publish(self._shards, version, shards)
@@ -168,7 +168,7 @@ class Writer:
     # --- shards ----------------------------------------------------------------------------------
 
     def standing(self) -> Standing:
-        """What has become of this rank's shards of the version that was begun last."""
+        """Return the status of this rank's shards of the last version begun."""
         if self._shards.is_refused or self._shared.is_refused:
             return Standing.NEVER
         if self._latest is None:
@@ -176,22 +176,24 @@ class Writer:
         if not all(sealing.done() for _, sealing in self._sealing):
             return Standing.PENDING
         self.finish()
-        (version, began), rooms = self._latest, [self._shards]
+        (version, began), targets = self._latest, [self._shards]
         if self._place.first:
-            rooms.append(self._shared)
-        if not all(room.holds(version) for room in rooms):
+            targets.append(self._shared)
+        if not all(target.holds(version) for target in targets):
             return Standing.FAILED
         if self._shards.is_replicated(version) or time.monotonic() > began + REPLICA_PATIENCE:
             self._tell_late(not self._shards.is_replicated(version))
             return Standing.DONE
-        self._holder.tell(Sealed(self._shards.piece, version))  # in case it was not heard
+        self._agent.tell(Sealed(self._shards.piece, version))  # in case it was not heard
         return Standing.PENDING
 
     def may_begin(self, least: Standing) -> bool:
-        """Whether all ranks begin a version of their shards now, if that is the least standing."""
+        """Return whether all ranks begin a version of shards, given the lowest standing."""
         if least == Standing.NEVER and not self._shards.is_refused:
             self._shards.refuse()
-            log.warning("Not all ranks have memory for their shards: nothing is kept.")
+            log.warning(
+                "Some ranks have no memory for their shards: training continues without snapshots."
+            )
         if least == Standing.FAILED and self._latest is not None:
             self._shards.drop(self._latest[0])
             self._shared.drop(self._latest[0])
@@ -200,8 +202,8 @@ class Writer:
     def _tell_late(self, late: bool) -> None:
         if late and not self._late:
             log.warning(
-                "No other node has taken a copy of this rank's shards for %d seconds: if this node "
-                "is lost, so is the training since the latest copy.",
+                "No other node has copied this rank's shards for %d seconds. If this node is lost, "
+                "training since the last copy is lost too.",
                 REPLICA_PATIENCE,
             )
         self._late = late
@@ -209,24 +211,26 @@ class Writer:
     # --- around a snapshot -----------------------------------------------------------------------
 
     def check(self, held: Held) -> None:
-        """Find out, in the thread, whether a snapshot has the checksum it was sealed with."""
+        """Verify a snapshot's checksum in the thread."""
         self._checked = self._pool.submit(held.is_whole)
 
     def is_whole(self, held: Held) -> bool:
-        """What `check` has found out. A damaged one is dropped by the agent, before anybody can
-        begin with it again."""
+        """Return the result of `check`. The agent drops a damaged snapshot before any rank can
+        restore it again."""
         if self._checked is None or self._checked.result():
             return True
         try:
-            self._holder.drop(SHARED, held.version)
+            self._agent.drop(SHARED, held.version)
         except SnapshotError as error:
             log.error(
-                "A damaged snapshot of step %d may be found again: %s", held.version[1], error
+                "Could not drop a damaged snapshot of step %d; it may be found again: %s",
+                held.version[1],
+                error,
             )
         return False
 
     def before_write(self) -> None:
-        """Parameters are about to change: wait until they are copied."""
+        """Wait until the parameters are copied: they are about to change."""
         if self._copying:
             with stalls.Counted("snapshot"):
                 self._wait_for_copies()
@@ -237,20 +241,20 @@ class Writer:
         self._copying.clear()
 
     def finish(self) -> None:
-        """Wait until the snapshot that was begun last is sealed."""
+        """Wait until the last snapshot begun is sealed."""
         under_way, self._sealing = self._sealing, []
         for job, sealing in under_way:
             try:
                 sealing.result()
-            except Exception:  # a snapshot that fails is no reason to stop training
-                log.exception("A snapshot could not be written: training goes on without.")
-                job.room.refuse()
+            except Exception:  # a failed snapshot must not stop training
+                log.exception("Could not write a snapshot; training continues without it.")
+                job.target.refuse()
 
     def close(self) -> None:
         self.finish()
         self._pool.shutdown()
-        for room in (self._own, self._shared, self._shards):
-            room.close()
+        for target in (self._own, self._shared, self._shards):
+            target.close()
 
     def _publish_own(self, version: Version, private: bytes) -> None:
         memory = self._own.memory(len(private), len(OWN_SKELETON))
@@ -259,12 +263,12 @@ class Writer:
             summed = checksum(private)
             self._seal(self._own, memory, version, OWN_SKELETON, len(private), summed)
 
-    def _publish(self, room: _Room, version: Version, flat: Flat) -> None:
+    def _publish(self, target: _PieceMemory, version: Version, flat: Flat) -> None:
         sizes = [one.nbytes for one in flat.lasting], [one.nbytes for one in flat.passing]
         layout = Layout.of(*sizes)
-        memory = room.memory(layout.size, len(flat.skeleton))
+        memory = target.memory(layout.size, len(flat.skeleton))
         if memory is not None:
-            job = _Job.of(room, version, flat, layout)
+            job = _Job.of(target, version, flat, layout)
             self._copying.append(job)
             self._sealing.append((job, self._pool.submit(self._write, memory, job)))
 
@@ -283,20 +287,20 @@ class Writer:
         used = job.layout.size
         summed = checksum(data[:used])
         self._wait_for_ledger()
-        self._seal(job.room, memory, job.version, job.skeleton, used, summed)
-        job.room.warm(memory)
+        self._seal(job.target, memory, job.version, job.skeleton, used, summed)
+        job.target.warm(memory)
 
     def _wait_for_ledger(self) -> None:
         if self._before_seal is not None and not self._before_seal(LEDGER_PATIENCE):
             self._before_seal = None
             log.warning(
-                "The disk of the ledger hangs: snapshots do not wait for it any more, and the last "
-                "lines may be missing after a failure."
+                "The ledger's disk is hung: snapshots no longer wait for it, and the ledger may "
+                "miss its last lines after a failure."
             )
 
     def _seal(
         self,
-        room: _Room,
+        target: _PieceMemory,
         memory: Memory,
         version: Version,
         skeleton: bytes,
@@ -305,14 +309,14 @@ class Writer:
     ) -> None:
         rank, size = self._place.rank, self._place.size
         memory.seal(version, skeleton, used, summed, rank=rank, size=size)
-        self._holder.tell(Sealed(room.piece, version))
+        self._agent.tell(Sealed(target.piece, version))
 
     def _copy_at_once_from_now_on(self, version: Version) -> None:
         self._at_once = True
         log.warning(
-            "Parameters or optimizer state were written to after commit() and before "
-            "optimizer.step: the snapshot of step %d is void, and from now on commit() waits until "
-            "all is copied. Writing to them before commit() saves the wait.",
+            "Parameters or optimizer state changed between commit() and optimizer.step: the "
+            "snapshot of step %d is void, and from now on commit() waits until the copy is done. "
+            "To avoid the wait, change them before commit().",
             version[1],
         )
 
@@ -325,32 +329,34 @@ def _copy(job: _Job, begin: int) -> None:
     copy_out(job.staged, begin + job.layout.small_at)
 
 
-def _roomy(size: int) -> int:
-    """Numbers in a skeleton grow: the same is asked for after a restart, so that it still fits."""
+def _rounded_up(size: int) -> int:
+    """Round up: numbers in a skeleton grow, and the memory must still fit after a restart."""
     return (size // _GRAIN + 2) * _GRAIN
 
 
-class _Room:
-    """The memory for one piece: asked for when it is needed, and not waited for twice."""
+class _PieceMemory:
+    """The memory for one piece: requested when needed; only the first commit waits for it."""
 
-    def __init__(self, piece: str, holder: Holder, place: Place, pool: ThreadPoolExecutor) -> None:
-        self.piece, self._holder, self._place, self._pool = piece, holder, place, pool
+    def __init__(
+        self, piece: str, agent: SnapshotAgent, place: Place, pool: ThreadPoolExecutor
+    ) -> None:
+        self.piece, self._agent, self._place, self._pool = piece, agent, place, pool
         self.staging = Staging()
         self._memory: Memory | None = None
         self._asked: Future[Memory] | None = None
-        #: Whether the agent did not answer the last time.
+        #: Whether the last request timed out.
         self._is_late = False
         self.is_refused = False
         #: The memory whose other buffer needs no warming any more.
         self._warmed: Memory | None = None
 
     def memory(self, size: int, skeleton: int) -> Memory | None:
-        """Memory that this fits into; None if there is none, or none yet."""
+        """Return memory of this size, or None if there is none (yet)."""
         if self.is_refused or self._fits(size, skeleton):
             return self._memory
         if self._asked is None:
-            wanted = _roomy(size), _roomy(skeleton)
-            self._asked = self._pool.submit(self._holder.room, self.piece, *wanted)
+            wanted = _rounded_up(size), _rounded_up(skeleton)
+            self._asked = self._pool.submit(self._agent.request_memory, self.piece, *wanted)
             if not self._is_late:
                 wait([self._asked], FIRST_WAIT)
         if not self._asked.done():
@@ -363,7 +369,7 @@ class _Room:
         return self._memory is not None and self._memory.find(version) is not None
 
     def is_replicated(self, version: Version) -> bool:
-        """Whether other nodes have their copies of it, or none is to have one."""
+        """Return whether other nodes have their copies, or none are wanted."""
         noted = self._memory.replicated() if self._memory is not None else None
         return noted is not None and noted >= version
 
@@ -377,7 +383,7 @@ class _Room:
             self._warmed = memory
 
     def refuse(self) -> None:
-        """There is no memory any more."""
+        """Stop using memory for this piece."""
         self.is_refused = True
         self.close()
 
@@ -398,10 +404,10 @@ class _Room:
             self._memory = asked.result()
         except Unanswered:
             self._is_late = True
-            log.warning("There is no memory for '%s' yet: it is asked for again.", self.piece)
+            log.warning("No memory for snapshots of '%s' yet; asking again.", self.piece)
             return
         except SnapshotError as error:
             self.refuse()
-            log.warning("Training goes on without snapshots of '%s': %s", self.piece, error)
+            log.warning("Training continues without snapshots of '%s': %s", self.piece, error)
             return
         self._memory.settle(self._place.base, self._place.generation)

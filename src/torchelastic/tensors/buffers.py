@@ -1,8 +1,8 @@
 """The buffers of modules: saved at the beginning of every step, put back when it is undone.
 
-Light ones, on the CPU and small, become one run of bytes, which can be left for a replacement.
-Heavy ones are copied only when they have changed, which `_version` tells of everything but the
-running statistics of normalisation layers: native code writes those without a trace.
+Light buffers, small and on the CPU, become one run of bytes, which can be left for a replacement.
+Heavy buffers are copied only when they have changed. `_version` shows every change but that of the
+running statistics of normalisation layers, which native code writes without counting.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _View = tuple[torch.dtype, tuple[int, ...], int]
 
 
 class Buffers:
-    """All buffers of some modules, found anew through their names: a forward may replace them."""
+    """All buffers of some modules, looked up by name each time: a forward may replace them."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = tuple(modules)
         self.find()
 
     def find(self) -> None:
-        """Look which buffers there are; those registered later are not known until then."""
+        """Find the buffers; call again for buffers registered later."""
         light: list[tuple[_Place, torch.Tensor]] = []
         self.heavy: list[_Heavy] = []
         for owner, place in _places(self._modules):
@@ -41,13 +41,13 @@ class Buffers:
                 light.append((place, buffer))
             else:
                 self.heavy.append(_Heavy(place, traceless=isinstance(owner, NormBase)))
-        #: Where the light ones are.
+        #: The places of the light buffers.
         self.light = [place for place, _ in light]
         self._views, size = _views(buffer for _, buffer in light)
         self._block, self._copies = _block(size, self._views)
 
     def capture(self) -> bytes:
-        """What the light ones hold."""
+        """Return the content of the light buffers."""
         if not self.light:
             return b""
         live: list[Any] = [buffers[name] for buffers, name in self.light]
@@ -68,7 +68,7 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self, light: bytes) -> bool:
-        """Put back what `capture` gave; False, and nothing is done, if it was of other buffers."""
+        """Put back what `capture` returned; do nothing and return False if buffers differ."""
         if len(light) != self._block.nbytes:
             return False
         if light:
@@ -122,7 +122,7 @@ def _is_light(buffer: torch.Tensor) -> bool:
 
 
 def _views(buffers: Iterable[torch.Tensor]) -> tuple[list[_View], int]:
-    """Where in one block each buffer lies, and how long the block is."""
+    """Return each buffer's place in one block, and the block's size."""
     views, at = [], 0
     for buffer in buffers:
         views.append((buffer.dtype, tuple(buffer.shape), at))
@@ -153,7 +153,7 @@ def _copy_into(room: torch.Tensor | None, live: torch.Tensor) -> torch.Tensor:
 
 
 def _put_back(live: torch.Tensor | None, saved: torch.Tensor) -> torch.Tensor:
-    """In place where possible: others may hold the tensor."""
+    """Restore a buffer, in place where possible: others may hold the tensor."""
     if live is None or not _same_kind(live, saved):
         return saved.clone()
     return live.copy_(saved)

@@ -1,4 +1,4 @@
-"""A tree of tensors and plain values: taken apart for storage, and put together again.
+"""A tree of tensors and plain values, flattened for storage and restored from it.
 
 Tensors go to torch.distributed.checkpoint under dotted names (`model.fc.weight`), so that its own
 tools find them. Everything else is the *skeleton*: JSON, so that loading it runs no code.
@@ -15,16 +15,16 @@ import torch
 
 from torchelastic.errors import CheckpointError
 
-#: The key of what JSON has no word for.
+#: The key of values that JSON cannot express.
 _KIND = "!"
 
 
 def flatten(
     tree: Any, prefix: str = "", *, reserved: Collection[str] = ()
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The skeleton, and the tensors by name, of which none is `reserved`.
+    """Return the skeleton, and the tensors by name; no name is `reserved`.
 
-    A tensor that is there twice is stored twice.
+    A tensor that occurs twice is stored twice.
     """
     tensors = dict.fromkeys(reserved, torch.empty(0))
     skeleton = _take_apart(tree, prefix, tensors)
@@ -32,7 +32,7 @@ def flatten(
 
 
 def restore(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The tree again; a tensor that `tensors` lacks is an error."""
+    """Return the tree; a tensor missing in `tensors` is an error."""
     return _put_together(skeleton, tensors)
 
 
@@ -66,13 +66,13 @@ def _value(node: Any, path: str) -> Any:
     if isinstance(node, torch.dtype):
         return {_KIND: "dtype", "name": str(node).removeprefix("torch.")}
     raise CheckpointError(
-        f"'{path}' is of type {type(node).__qualname__}, which a checkpoint cannot hold: use "
-        "tensors, numbers, strings, bytes, None, and lists, tuples and dicts of these."
+        f"A checkpoint cannot hold '{path}', a {type(node).__qualname__}: use tensors, numbers, "
+        "strings, bytes, None, and lists, tuples and dicts of these."
     )
 
 
 def _free(path: str, taken: Mapping[str, Any]) -> str:
-    """The path, with a number where another has it: of 1 and "1", or of "a.b" and b within a."""
+    """Return a unique path: numbered if taken, as for 1 and "1", or "a.b" and b within a."""
     numbered = (f"{path}#{number}" for number in itertools.count(2))
     return next(name for name in itertools.chain([path], numbered) if name not in taken)
 
@@ -100,7 +100,7 @@ def _dict(node: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[Any
 def _dtype(node: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
     found = getattr(torch, node["name"], None)
     if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"'{node['name']}' is no dtype that this torch knows.")
+        raise CheckpointError(f"This version of torch does not know the dtype '{node['name']}'.")
     return found
 
 

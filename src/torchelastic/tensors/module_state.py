@@ -1,4 +1,4 @@
-"""Shared state, the same on every rank: as a tree for those who lack it, and taken from one.
+"""Shared state, the same on every rank: as a tree to send to other ranks, and loaded from one.
 
 Parameters and buffers keep their identity when they are loaded: optimizers, DDP and the user's own
 variables refer to them. Optimizer state is taken exactly as it was, which
@@ -35,7 +35,7 @@ def form_text(form: Form) -> str:
 
 
 def module_tree(module: nn.Module) -> dict[str, Any]:
-    """Parameters and all buffers, those that are not persistent too."""
+    """Return parameters and all buffers, including non-persistent ones."""
     return {
         "parameters": dict(module.named_parameters()),
         "buffers": dict(module.named_buffers()),
@@ -43,7 +43,7 @@ def module_tree(module: nn.Module) -> dict[str, Any]:
 
 
 def state_dict_of(module: nn.Module, kept: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The module's state_dict with these parameters and buffers instead of its own."""
+    """Return the module's state_dict with these parameters and buffers instead of its own."""
     names = {id(one): name for name, one in (*module.named_parameters(), *module.named_buffers())}
     # Tied parameters have one name among the parameters and several here.
     return {
@@ -53,7 +53,7 @@ def state_dict_of(module: nn.Module, kept: Mapping[str, torch.Tensor]) -> dict[s
 
 
 def form_of_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, str]]:
-    """What must be the same in all workers, in words: buffers may come and go, parameters not."""
+    """Yield what must be the same on all workers, in words; buffers may differ."""
     for number, module in enumerate(modules):
         where = f" of model {number}" if number else ""
         for name, parameter in module.named_parameters():
@@ -74,8 +74,8 @@ def load_module(module: nn.Module, tree: Mapping[str, Any]) -> None:
     if list(live) != list(tree["parameters"]):
         different = sorted(set(live) ^ set(tree["parameters"]))
         raise TransferError(
-            f"This worker's model has other parameters than its peers', {different[:3]} for one: "
-            "every rank must build the same model."
+            f"This worker's model differs from its peers' in {different[:3]}: every rank must "
+            "build the same model."
         )
     for name, parameter in live.items():
         fill(parameter, tree["parameters"][name])
@@ -91,7 +91,7 @@ def _load_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def optimizer_tree(optimizer: Optimizer) -> dict[str, Any]:
-    """State by the number of the parameter, as `state_dict` has it, and the hyperparameters."""
+    """Return state by the parameter's index, as in `state_dict`, and hyperparameters."""
     numbers = {p: i for i, p in enumerate(parameters_of(optimizer))}
     return {
         "state": {
@@ -120,19 +120,19 @@ def load_optimizer(optimizer: Optimizer, tree: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def fill(live: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Give a tensor these values, unless they were received into its own memory.
+    """Copy these values into a tensor, unless they were received into its own memory.
 
-    (A tensor that is sharded has no address: all of them say 0.)
+    (A sharded tensor has no address: all of them return 0.)
     """
     is_there = live is value or live.data_ptr() == value.data_ptr() != 0
     return live if is_there else live.copy_(value)
 
 
 def taken(live: Any, value: Any) -> Any:
-    """The value; in the memory there is for it, if there is."""
+    """Return the value, in the existing tensor's memory if it fits."""
     return fill(live, value) if fits(live, value) else value
 
 
 def parameters_of(optimizer: Optimizer) -> Sequence[torch.Tensor]:
-    """By the numbers that `state_dict` has for them."""
+    """Return the parameters by their indices in `state_dict`."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

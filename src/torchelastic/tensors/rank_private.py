@@ -1,15 +1,15 @@
-"""Rank-private state: random states and buffers, which die with a rank unless it leaves them.
+"""Rank-private state: random states and buffers, which are lost with a rank unless it saves them.
 
-They are left in the slate, memory of the agent's that costs no system call to write. A rank that is
-in step m may be needed, by whoever takes its place, as it was
+A rank saves them in its status page, the agent's memory, without a system call. The replacement of
+a rank that is in step m may need its state
     at the beginning of m - 1   if it was ahead: its peers have not got out of step m - 1;
     at the beginning of m       in the ordinary case;
     at the end of m             if its peers have finished m: then it had taken part in all of m's
                                 collectives, and what it had drawn before the last is what counts.
-So before each collective of step m it leaves what it has for the end of m, in one of three slots in
-turn. Most often this is what it has at the beginning of m + 1, too; if not, it leaves that in one
-of two more. Killed while it writes, it leaves a torn slot that nobody needs: nobody gets to the end
-of m before the collective is launched.
+So before each collective of step m it saves its state for the end of m, in one of three slots in
+turn. Usually this equals its state at the beginning of m + 1; if not, it saves that in one of two
+more slots. If it is killed while it writes, the torn slot is not needed: no rank reaches the end of
+m before the collective is launched.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 Version = tuple[int, int]
 
-#: How long torch's state and the buffers are, which come last.
+#: The lengths of torch's state and of the buffers, which come last.
 _HEAD = struct.Struct("=2q")
 _IN_FLIGHT = (0, 1, 2)
 _BEGIN = (3, 4)
 
 
 class StatusPage(Protocol):
-    """What is needed of `worker.status_page.StatusPage`."""
+    """The part of `worker.status_page.StatusPage` used here."""
 
     def publish(
         self, slot: int, version: Version, changing: bytes, steady: bytes = b""
@@ -56,7 +56,7 @@ class Reader:
         self._last = Private(rng.Random(b"", b""), b"")
 
     def read(self) -> Private:
-        """What it is now; the same object as before if nothing has changed."""
+        """Return the current state; the same object as before if nothing has changed."""
         last = self._last
         random = rng.capture()
         buffers = self._buffers.capture() if self._buffers.light else b""
@@ -66,28 +66,28 @@ class Reader:
 
 
 def restore(private: Private, buffers: Buffers) -> bool:
-    """Put it back; False if the buffers were of another model and are left as they are."""
+    """Put it back; return False, leaving the buffers, if they are of another model."""
     rng.restore(private.random)
     return buffers.restore(private.buffers)
 
 
 class Publisher:
-    """Leaves this rank's private state in its slate."""
+    """Saves this rank's private state in its status page."""
 
     def __init__(self, status_page: StatusPage) -> None:
         self._status_page = status_page
         self._left: tuple[Version, Private] | None = None
-        #: What seldom changes, and of what it is made.
+        #: The packed part that seldom changes, and what it was made of.
         self._steady, self._made_of = b"", (b"", 0, 0)
         self._with_buffers = True
 
     def begin(self, version: Version, private: Private) -> None:
-        """A step begins. Nothing is written if nothing was drawn since the last collective."""
+        """Begin a step. Writes nothing if no random number was drawn since the last collective."""
         if self._left != (version, private):
             self._publish(_BEGIN[version[1] % 2], version, private)
 
     def in_flight(self, version: Version, private: Private) -> None:
-        """A collective is about to be launched; `version` is the one at the end of the step."""
+        """Save before a collective is launched; `version` is that of the step's end."""
         left = version, private
         if self._left != left:
             self._publish(_IN_FLIGHT[version[1] % 3], version, private)
@@ -107,14 +107,14 @@ class Publisher:
         if not written and self._with_buffers:
             self._with_buffers = False
             log.warning(
-                "The buffers of the model are too large to be kept for a replacement of this "
-                "worker, which will take those of another rank instead."
+                "The model's buffers are too large to keep a copy for this rank. A worker that "
+                "replaces it takes another rank's buffers."
             )
             self._publish(slot, version, private)
 
 
 def pack(private: Private) -> bytes:
-    """As bytes, which `unpack` reads."""
+    """Return it as bytes for `unpack`."""
     (torch, others), buffers = private
     return b"".join((_HEAD.pack(len(torch), len(buffers)), others, torch, buffers))
 
@@ -127,10 +127,10 @@ def unpack(data: bytes) -> Private:
 
 
 def left_behind(status_page: StatusPage, base: Version) -> Private | None:
-    """What the worker that had this slate before us left of itself at `base`.
+    """Return the private state that the previous worker of this status page saved for `base`.
 
-    A generation that it died in before its first step calls the same step by its own number, so
-    the latest with this step will do. Of two, the one left at the beginning of the step is exact.
+    If it died before the first step of a generation, that generation's number is on the same step,
+    so the latest with this step is right. Of two, the one from the beginning of the step is exact.
     """
     found = []
     for slot in (*_IN_FLIGHT, *_BEGIN):

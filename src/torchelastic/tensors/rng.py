@@ -1,9 +1,9 @@
 """The random states of this process, as bytes: torch's, and together Python's, numpy's and CUDA's.
 
-They are read at every step, and before every collective, so reading has to be cheap: asking torch,
-Python and numpy takes 8, 11 and 41 microseconds. So torch's is read where it lies in memory, if
-what lies there is found to mean what `get_state` says; and of the others, a few bytes there tell
-whether they have moved. What has not moved is not read.
+They are read at every step and before every collective, so reading must be cheap: `get_state` of
+torch, Python and numpy takes 8, 11 and 41 microseconds. So torch's state is read directly from
+memory, if that is found to equal what `get_state` returns; for the others, a few bytes in memory
+show whether they have changed. Unchanged states are not read.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _cuda_in_use: Callable[[], bool] = torch.cuda.is_initialized
 class Random(NamedTuple):
     """The random states of a process at one moment; those unchanged are the same objects."""
 
-    #: As it lies in memory, among other bytes that mean nothing; or as it is told.
+    #: Raw memory, with other meaningless bytes; or the result of `get_state`.
     torch: bytes
     others: bytes
 
     def told(self) -> Random:
-        """As the generators say it themselves: the same for states that draw the same."""
+        """Return the states as from `get_state`: equal for states that draw the same."""
         read = len(self.torch) == _TORCH_THERE.size
         return Random(_told(self.torch), self.others) if read else self
 
@@ -68,7 +68,7 @@ def restore(states: Random) -> None:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """What a contiguous CPU tensor holds. (`numpy()` takes longer, and numpy may be missing.)"""
+    """Return a contiguous CPU tensor's bytes. (`numpy()` is slower, and may be missing.)"""
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
@@ -77,7 +77,7 @@ def _tensor(state: bytes) -> torch.Tensor:
 
 
 def _cuda() -> bytes:
-    """This rank's device only; asking must not be what initialises CUDA."""
+    """Return the state of this rank's device only, without initialising CUDA."""
     return bytes_of(torch.cuda.get_rng_state()) if _cuda_in_use() else b""
 
 
@@ -89,19 +89,19 @@ def _split(others: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 class Reader:
-    """Reads the generators where they lie, if that is known, or by asking."""
+    """Reads the generators directly from memory if the place is known, else by `get_state`."""
 
     def __init__(self, torch_at: _Window | None, python_at: _Window | None) -> None:
         self._torch, self._python = torch_at, python_at
         self._numpy: _Window | None = None
-        #: Whether a look tells of every draw from Python's and numpy's.
+        #: Whether `look` notices every draw from Python's and numpy's generators.
         self._shipper = python_at is not None
-        #: What a look told when they were read.
+        #: The bytes that `look` saw when they were last read.
         self._seen: tuple[Any, ...] = ()
         self._last = Random(b"", b"")
 
     def capture(self) -> Random:
-        """The states now. If another thread is drawing at this moment, torch's may be torn."""
+        """Return the current states. If another thread draws meanwhile, torch's may be torn."""
         # One function, twice a step: with one for each generator it takes three times as long.
         last, place, python, numpy = self._last, self._torch, self._python, self._numpy
         own = place.raw if place is not None else _ask_torch()
@@ -128,13 +128,13 @@ class Reader:
             self.look()
             seen = ()
         state, keeps_deviate = _read()
-        # A deviate that numpy keeps can be used up without a change in what is looked at.
+        # numpy's cached deviate can be used up without a change in the bytes we look at.
         self._seen = () if keeps_deviate else seen
         return self._last.others if state == self._last.others else state
 
 
 def _read() -> tuple[bytes, bool]:
-    """All three, and whether numpy keeps a deviate."""
+    """Return all three, and whether numpy has a cached deviate."""
     numpy, keeps_deviate = _read_numpy()
     python, cuda = _read_python(), _cuda()
     return (
@@ -151,7 +151,7 @@ def _ask_torch() -> bytes:
 
 
 def _told(there: bytes) -> bytes:
-    """What `get_state` would say of a generator that looks like this."""
+    """Return what `get_state` would return for a generator with this memory."""
     seed, left, seeded, position, *more = _TORCH_THERE.unpack(there)
     *words, single, keeps_single, double, keeps_double = more
     kept = double if keeps_double else 0.0
@@ -161,7 +161,7 @@ def _told(there: bytes) -> bytes:
 
 
 def _torch_window() -> _Window | None:
-    """Where the global generator lies, as found out with another one; None if it is not known."""
+    """Return the place of the global generator's state in memory, or None if not known."""
     trial: Any = torch.Generator("cpu")
     own: Any = torch.default_generator
     trial.manual_seed(_SEED)
@@ -175,7 +175,7 @@ def _torch_window() -> _Window | None:
 
 
 def _lies_at(offset: int, trial: Any) -> bool:
-    """Whether all that a generator may come to hold is found so far into it."""
+    """Return whether a generator's state is always at this offset."""
     there = _window(address_of(trial) + offset, _TORCH_THERE.size)
     for precision in (torch.float32, torch.float64):
         for _ in range(3):  # keeps a deviate, uses it up, keeps another
@@ -190,7 +190,7 @@ def _lies_at(offset: int, trial: Any) -> bool:
 
 
 def _means(there: _Window, generator: Any) -> bool:
-    """Whether what lies there is what the generator says of itself."""
+    """Return whether the memory there matches the generator's `get_state`."""
     return _told(there.raw) == bytes_of(generator.get_state())
 
 
@@ -240,7 +240,7 @@ def _window(address: int, size: int = _SIGN) -> _Window:
 
 
 def _python_window() -> _Window | None:
-    """The index and the first words; None if this interpreter keeps them otherwise than known."""
+    """Return the place of the index and the first words; None if the layout is unknown."""
     room = type(_generator).__basicsize__ - object.__basicsize__
     if sys.implementation.name != "cpython" or room < _PYTHON.size:
         return None
@@ -250,7 +250,7 @@ def _python_window() -> _Window | None:
 
 
 def _numpy_window() -> _Window | None:
-    """The last words and the position; None if another generator is in the legacy one's place."""
+    """Return the place of the last words and the position; None for another generator."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is None or not hasattr(numpy.random, "get_bit_generator"):  # before numpy 1.24
         return None

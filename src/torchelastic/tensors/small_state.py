@@ -1,4 +1,4 @@
-"""Small state: what is cheap enough to copy before every step, and how it is put back.
+"""Small state: the parts that are copied before every step and put back when it is undone.
 
 Hyperparameters of optimizers, schedulers, GradScaler, samplers, the user's own parts.
 """
@@ -21,7 +21,7 @@ _PLAIN = frozenset({int, float, str, bool, type(None), bytes, complex, torch.dev
 
 
 def copied(value: Any) -> Any:
-    """A copy of a tree that nothing done to the original reaches."""
+    """Return a deep copy of a tree."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -44,12 +44,12 @@ def _copied_object(value: Any) -> Any:
         return made
     if hasattr(value, "__array__"):
         return value.copy()
-    # Functions, enumerations and the like in the state of foreign objects: not changed in place.
+    # Functions, enumerations and the like: not changed in place.
     return value
 
 
 def put_back(live: dict[Any, Any], saved: dict[Any, Any]) -> None:
-    """Make the dict equal to what was saved."""
+    """Make the dict equal to the saved one."""
     for key in [key for key in live if key not in saved]:
         del live[key]
     for key, value in saved.items():
@@ -58,7 +58,7 @@ def put_back(live: dict[Any, Any], saved: dict[Any, Any]) -> None:
 
 @torch.no_grad()
 def _placed(live: Any, saved: Any) -> Any:
-    """A copy of what was saved; of tensors in place, since others may hold them."""
+    """Return a copy of the saved value; tensors in place, since others may hold them."""
     return live.copy_(saved) if fits(live, saved) else copied(saved)
 
 
@@ -72,9 +72,9 @@ def fits(live: Any, saved: Any) -> bool:
 
 
 class _Packer:
-    """Copies a tree. Most consist of numbers and strings: the interpreter writes those in one go.
+    """Copies a tree. Most hold only numbers and strings, which `marshal` writes in one call.
 
-    What it has written is only read by the process that wrote it.
+    Only the process that wrote the bytes reads them.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class _Packer:
         if self._plain:
             try:
                 return marshal.dumps(tree)
-            except ValueError:  # there is a tensor in it, or a dict of a kind of its own
+            except ValueError:  # it contains a tensor, or a subclass of dict
                 self._plain = False
         return copied(tree)
 
@@ -102,12 +102,12 @@ class Saver(Protocol):
 
 
 class Hyperparameters:
-    """The learning rate and its like in the groups of an optimizer."""
+    """The hyperparameters in an optimizer's groups, such as the learning rate."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._groups = optimizer.param_groups
         self._packer = _Packer()
-        #: What was saved last, if comparing with it tells of every change.
+        #: The last saved values, if a comparison with them shows every change.
         self._seen: list[dict[str, Any]] | None = None
         self._packed: Any = None
 
@@ -131,8 +131,8 @@ class Hyperparameters:
     def load(self, saved: Sequence[dict[str, Any]]) -> None:
         if len(saved) > len(self._groups):
             raise ValueError(
-                f"An optimizer has {len(self._groups)} parameter groups instead of {len(saved)}: "
-                "give it the same groups on every rank before it is made part of a state."
+                f"The optimizer has {len(self._groups)} parameter groups, expected {len(saved)}: "
+                "give it the same groups on every rank before you make a TorchState of it."
             )
         del self._groups[len(saved) :]  # a group added in the step that is undone
         for group, values in zip(self._groups, saved, strict=True):
@@ -148,7 +148,7 @@ def _is_unchanging(value: Any) -> bool:
 
 
 class Stateful:
-    """A scheduler, a sampler, or any object that gives and takes its state."""
+    """A scheduler, a sampler, or any object with state_dict and load_state_dict."""
 
     def __init__(self, part: Any) -> None:
         self._state_dict: Callable[[], Any] = part.state_dict
@@ -163,7 +163,7 @@ class Stateful:
 
 
 class Scaler:
-    """A GradScaler, without asking for its scale as a number: on a GPU that waits for all work."""
+    """A GradScaler, saved without reading its scale as a number, which would wait for the GPU."""
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler: Any = scaler
@@ -178,7 +178,7 @@ class Scaler:
         *tensors, kept = saved
         for name, value in zip(SCALER_TENSORS, tensors, strict=True):
             attributes[name] = _placed(attributes[name], value)
-        # Left as they are they say that gradients are unscaled already: the redo would fail.
+        # Otherwise they would show gradients as already unscaled, and the redo would fail.
         stages.clear()
         stages.update({key: dict(value) for key, value in kept.items()})
 
@@ -199,7 +199,7 @@ class Value:
 
 
 def saver_of(part: Any) -> Saver:
-    """How an object is saved."""
+    """Return the saver of an object."""
     if isinstance(part, torch.amp.GradScaler) and part.is_enabled():
         return Scaler(part)
     if not tensor_tree.is_stateful(part):

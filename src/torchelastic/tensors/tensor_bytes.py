@@ -1,7 +1,7 @@
-"""The elements of tensors as bytes: where they lie, and how they are copied behind the training.
+"""The elements of tensors as bytes: their addresses, and copies made while training runs.
 
-A tensor without gaps is one run of bytes, channels-last or not: its elements are taken as they lie.
-Those of one with gaps are taken in the order of its dimensions.
+A tensor without gaps is one run of bytes, channels-last or not: its elements are taken in memory
+order. Those of one with gaps are taken in the order of its dimensions.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from functools import partial
 
 import torch
 
-#: Tensors below this many bytes are small: to copy one costs less than to watch over it.
+#: Tensors below this many bytes are small: copying one is cheaper than watching it for writes.
 SMALL = 64 << 10
 #: How much is copied in one go where several threads share the work.
 PIECE = 4 << 20
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill its memory without gaps, in whatever order of dimensions."""
+    """Return whether its elements fill its memory without gaps, in any order of dimensions."""
     return tensor.is_contiguous() or _in_memory_order(tensor).is_contiguous()
 
 
 def stride_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The stride of its elements among its bytes."""
+    """Return the stride of its elements in its bytes."""
     return tuple(tensor.stride()) if is_dense(tensor) else _contiguous(tensor.shape)
 
 
@@ -38,20 +38,20 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """A view with the outermost dimension first: contiguous for channels-last and its like."""
+    """Return a view with the outermost dimension first: contiguous also for channels-last."""
     stride, shape = tensor.stride(), tensor.shape
     order = sorted(range(len(shape)), key=lambda i: (stride[i], shape[i]), reverse=True)
     return tensor.detach().permute(order)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements; the memory itself where there are no gaps in it."""
+    """Return its elements; the memory itself if it has no gaps."""
     dense = _in_memory_order(tensor) if is_dense(tensor) else tensor.detach().contiguous()
     return dense.reshape(-1).view(torch.uint8)
 
 
 def address_of(data: memoryview) -> int:
-    """Where bytes lie. The view must be kept until the address is not used any more."""
+    """Return the address of bytes. Hold the view as long as the address is used."""
     if not len(data):
         return 0
     with warnings.catch_warnings():
@@ -61,9 +61,9 @@ def address_of(data: memoryview) -> int:
 
 @torch.no_grad()
 def copy_out(tensor: torch.Tensor, address: int) -> None:
-    """The tensor's elements to memory, by one thread and without the interpreter's lock.
+    """Copy the tensor's elements to memory, in one thread and without the GIL.
 
-    (`Tensor.copy_` would take the threads of the training for it.)
+    (`Tensor.copy_` would use the threads of the training.)
     """
     if _is_at_hand(tensor):
         ctypes.memmove(address, tensor.data_ptr(), tensor.nbytes)
@@ -72,7 +72,7 @@ def copy_out(tensor: torch.Tensor, address: int) -> None:
 
 
 def in_pieces(tensor: torch.Tensor, address: int) -> Iterator[Callable[[], object]]:
-    """`copy_out` as several calls, for threads that share the work; the tensor must be kept."""
+    """Return `copy_out` as several calls for several threads; hold the tensor meanwhile."""
     if not _is_at_hand(tensor):
         yield partial(copy_out, tensor, address)
         return
@@ -83,7 +83,7 @@ def in_pieces(tensor: torch.Tensor, address: int) -> Iterator[Callable[[], objec
 
 @torch.no_grad()
 def copy_in(tensor: torch.Tensor, address: int) -> None:
-    """Elements from memory into a tensor without gaps."""
+    """Copy elements from memory into a tensor without gaps."""
     if tensor.device.type == "cpu":
         ctypes.memmove(tensor.data_ptr(), address, tensor.nbytes)
     elif tensor.nbytes:

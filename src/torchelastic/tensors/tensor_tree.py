@@ -1,12 +1,12 @@
-"""What a part of a training state may be, and how it is written down without pickle.
+"""The tensor tree: the allowed content of a training state's parts, written without pickle.
 
 A part is a tree: None, bool, int, float, str, lists, tuples, dicts with str or int keys, tensors
 and numpy arrays; or an object whose `state_dict()` is such a tree. A tree is written as a
-*skeleton*, a JSON text that says everything but the elements of the tensors, and the list of these
-tensors. What is read back is exactly what was written: tuples stay tuples, int keys stay ints, a
-NaN keeps its bits, a tensor its dtype and the order of its elements in memory.
+*skeleton*, a JSON text with everything but the elements of the tensors, and the list of these
+tensors. Reading returns exactly what was written: tuples stay tuples, int keys stay ints, a NaN
+keeps its bits, a tensor its dtype and the order of its elements in memory.
 
-A skeleton may come from another machine: whatever it says, reading it makes only such trees.
+A skeleton may come from another machine: whatever its content, reading it creates only such trees.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DTYPES = {
 _DICTS: dict[str, type] = {"d": dict, "o": OrderedDict, "c": Counter}
 #: Numbers of fixed size, in either byte order. Anything else in an array may be an object.
 _NUMPY_DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")
-#: What Python raises when it is made to read nonsense.
+#: The errors that Python raises for invalid input.
 _UNREADABLE = (ValueError, TypeError, KeyError, OverflowError, struct.error)
 #: Beyond this an int is written in base 16: Python refuses to read more than 4300 decimal digits.
 _PLAIN_INT = 1 << 63
@@ -50,7 +50,7 @@ _PLAIN_INT = 1 << 63
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor without its elements. `path` says where in the tree it is: `['model']['bias']`."""
+    """A tensor without its elements. `path` is its place in the tree: `['model']['bias']`."""
 
     path: str
     dtype: torch.dtype
@@ -68,50 +68,50 @@ class Spec:
         return cls(path, tensor.dtype, tuple(tensor.shape), stride, tensor.device.type)
 
     def describes(self, tensor: torch.Tensor) -> bool:
-        """Whether elements sent for this spec may be written into the tensor, byte for byte."""
+        """Return whether bytes sent for this spec may be written into the tensor unchanged."""
         return is_dense(tensor) and Spec.of(self.path, tensor) == self
 
     def empty(self) -> torch.Tensor:
-        """A tensor to receive the elements."""
+        """Return an empty tensor to receive the elements."""
         return torch.empty_strided(
             self.shape, self.stride, dtype=self.dtype, device=torch.device(self.device)
         )
 
 
 def check(name: str, value: object) -> None:
-    """Refuse, with a TypeError that says where it is, what cannot be a part."""
+    """Raise a TypeError that names the place of a value that cannot be sent."""
     _Writer().write(name, capture(value), 0)
 
 
 def capture(value: Any) -> Any:
-    """The tree of a part: what its `state_dict` returns, or the value itself."""
+    """Return the tree of a part: the result of its `state_dict`, or the value itself."""
     return value.state_dict() if is_stateful(value) else value
 
 
 def is_stateful(value: object) -> bool:
-    """Whether the part is an object that gives and takes its state."""
+    """Return whether the part has state_dict and load_state_dict."""
     names = ("state_dict", "load_state_dict")
     return not isinstance(value, type) and all(callable(getattr(value, n, None)) for n in names)
 
 
 def flatten(tree: Any) -> tuple[str, list[torch.Tensor]]:
-    """The skeleton, and the tensors it refers to: the tree's own memory wherever possible."""
+    """Return the skeleton and its tensors: the tree's own memory wherever possible."""
     writer = _Writer()
     skeleton = {"tree": writer.write("", tree, 0), "tensors": writer.specs}
     text = json.dumps(skeleton, allow_nan=False, separators=(",", ":"))
     if len(text) > LIMIT:
         raise TransferError(
-            f"The state has {len(text)} characters besides its tensors, the limit is {LIMIT}: "
-            "keep long lists of numbers in a tensor."
+            f"The state has {len(text)} characters besides its tensors, more than the limit of "
+            f"{LIMIT}: keep long lists of numbers in a tensor."
         )
     return text, writer.tensors
 
 
 def restore(skeleton: str, tensors: Sequence[torch.Tensor]) -> Any:
-    """The tree; its tensors are those given, not copies."""
+    """Return the tree; its tensors are those given, not copies."""
     tree, specs = _read(skeleton)
     if len(specs) != len(tensors):
-        raise TransferError(f"A state with {len(specs)} tensors came with {len(tensors)}.")
+        raise TransferError(f"Received {len(tensors)} tensors for a state of {len(specs)}.")
     for spec, tensor in zip(specs, tensors, strict=True):
         if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
             raise TransferError(
@@ -122,7 +122,7 @@ def restore(skeleton: str, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def specs(skeleton: str) -> list[Spec]:
-    """What the tensors are that a skeleton refers to, in their order."""
+    """Return the specs of a skeleton's tensors, in order."""
     return _read(skeleton)[1]
 
 
@@ -130,7 +130,7 @@ def specs(skeleton: str) -> list[Spec]:
 
 
 def _fault_of(tensor: torch.Tensor) -> str | None:
-    """Why a tensor cannot be moved as the bytes of its memory; None if it can."""
+    """Return why a tensor cannot be sent as raw bytes, or None if it can."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"a {type(tensor).__name__}, not a plain tensor"
     if tensor.is_nested or tensor.layout != torch.strided:
@@ -146,7 +146,7 @@ def _fault_of(tensor: torch.Tensor) -> str | None:
 
 
 class _Writer:
-    """Walks a tree once; collects its tensors, each once even if it is in two places."""
+    """Walks a tree and collects its tensors, each once even if it occurs twice."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -154,9 +154,11 @@ class _Writer:
         self._seen: dict[tuple[Any, ...], int] = {}
 
     def write(self, path: str, value: Any, depth: int) -> Any:
-        """The value in JSON; anything but a plain one or a list is a dict with one key."""
+        """Return the value for JSON; all but plain values and lists become a dict with one key."""
         if depth > DEPTH:
-            raise TypeError(f"{path} is nested more than {DEPTH} deep; does it contain itself?")
+            raise TypeError(
+                f"{path} is nested more than {DEPTH} levels deep; does it contain itself?"
+            )
         if value is None or type(value) in (bool, str):
             return value
         if isinstance(value, torch.Tensor):
@@ -198,7 +200,9 @@ class _Writer:
     def _tensor(self, path: str, tensor: torch.Tensor) -> int:
         fault = _fault_of(tensor)
         if fault is not None:
-            raise TypeError(f"{path or 'The state'} is {fault}, which cannot be sent to others.")
+            raise TypeError(
+                f"{path or 'The state'} is {fault}, which cannot be sent to other ranks."
+            )
         tensor = tensor.detach().resolve_conj().resolve_neg()
         spec = Spec.of(path, tensor)
         # Tied weights are one tensor in two places, and are sent once. Empty ones have no address.
@@ -213,7 +217,7 @@ class _Writer:
     def _numpy(self, path: str, value: Any, numpy: Any) -> Any:
         if not _NUMPY_DTYPE.fullmatch(value.dtype.str):
             raise TypeError(
-                f"{path or 'The state'} is a numpy array of {value.dtype}, not numbers."
+                f"{path or 'The state'} is a numpy array of {value.dtype}; use a numeric dtype."
             )
         array = numpy.ascontiguousarray(value)  # a 0-dimensional one becomes one-dimensional
         if not array.flags.writeable:
@@ -237,9 +241,9 @@ def _refusal(path: str, value: object) -> TypeError:
     what = "a function" if callable(value) and not isinstance(value, type) else None
     what = what or f"of type {type(value).__module__}.{type(value).__qualname__}"
     return TypeError(
-        f"{path or 'The state'} is {what}, which cannot be sent to others: a part is made of "
-        "tensors, numpy arrays, numbers, str, bool, None, lists, tuples and dicts, or has "
-        "state_dict and load_state_dict that are."
+        f"{path or 'The state'} is {what}, which cannot be sent to other ranks. Use tensors, numpy "
+        "arrays, numbers, str, bool, None, lists, tuples and dicts, or an object whose state_dict "
+        "returns these."
     )
 
 
@@ -247,14 +251,16 @@ def _refusal(path: str, value: object) -> TypeError:
 
 
 def _read(skeleton: str) -> tuple[Any, list[Spec]]:
-    """The tree in JSON and the tensors it may refer to."""
+    """Return the tree for JSON and the specs of its tensors."""
     if len(skeleton) > LIMIT:
-        raise TransferError(f"A skeleton has {len(skeleton)} characters, the limit is {LIMIT}.")
+        raise TransferError(
+            f"A skeleton has {len(skeleton)} characters, more than the limit of {LIMIT}."
+        )
     try:
         read = json.loads(skeleton, parse_constant=_no_constant)
         return read["tree"], [_spec(*fields) for fields in read["tensors"]]
     except (*_UNREADABLE, RecursionError) as error:
-        raise TransferError(f"A skeleton cannot be read: {error}.") from None
+        raise TransferError(f"Cannot read a skeleton: {error}.") from None
 
 
 def _no_constant(text: str) -> None:
@@ -263,10 +269,10 @@ def _no_constant(text: str) -> None:
 
 def _spec(path: Any, dtype: Any, shape: Any, stride: Any, device: Any) -> Spec:
     if not isinstance(path, str) or dtype not in _DTYPES or device not in _DEVICES:
-        raise ValueError(f"{path!r} is no tensor that can be sent")
+        raise ValueError(f"{path!r} is not a tensor that can be sent")
     for numbers in (shape, stride):
         if any(type(number) is not int or not 0 <= number < 1 << 48 for number in numbers):
-            raise ValueError(f"{path} has sizes that no tensor has")
+            raise ValueError(f"{path} has invalid sizes")
     spec = Spec(path, _DTYPES[dtype], tuple(shape), tuple(stride), device)
     if not _is_dense_stride(spec.shape, spec.stride):
         raise ValueError(f"{path} has gaps")
@@ -274,7 +280,7 @@ def _spec(path: Any, dtype: Any, shape: Any, stride: Any, device: Any) -> Spec:
 
 
 def _is_dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """So that a small tensor cannot claim a large memory, nor two elements the same place."""
+    """Return whether strides are dense: no gaps in memory, and no two elements in one place."""
     if len(shape) != len(stride):
         return False
     if 0 in shape:
@@ -288,14 +294,14 @@ def _is_dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 class _Reader:
-    """Makes the tree of a skeleton. Knows the letters that _Writer writes, and no others."""
+    """Builds the tree of a skeleton. Accepts only the letters that _Writer writes."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
 
     def read(self, value: Any, depth: int) -> Any:
         if depth > DEPTH:
-            raise TransferError(f"A skeleton is nested more than {DEPTH} deep.")
+            raise TransferError(f"A skeleton is nested more than {DEPTH} levels deep.")
         if isinstance(value, list):
             return [self.read(one, depth + 1) for one in value]
         if not isinstance(value, dict):
@@ -306,9 +312,7 @@ class _Reader:
                 return self._dict(_DICTS[letter], content, value.get("m"), depth)
             return _READERS[letter](self, content, depth)
         except (*_UNREADABLE, IndexError) as error:
-            raise TransferError(
-                f"A skeleton has something unknown at {letter!r}: {error}"
-            ) from None
+            raise TransferError(f"Unknown value in a skeleton at {letter!r}: {error}") from None
 
     def _tuple(self, content: Any, depth: int) -> tuple[Any, ...]:
         return tuple(self.read(one, depth + 1) for one in content)
@@ -322,7 +326,7 @@ class _Reader:
     def _key(self, key: Any, depth: int) -> str | int:
         read = self.read(key, depth + 1)
         if type(read) not in (str, int):
-            raise ValueError("a key that is neither str nor int")
+            raise ValueError("a key is neither str nor int")
         return read  # type: ignore[no-any-return]
 
     def _int(self, content: Any, depth: int) -> int:
@@ -333,13 +337,13 @@ class _Reader:
 
     def _tensor(self, content: Any, depth: int) -> torch.Tensor:
         if type(content) is not int or content < 0:
-            raise ValueError("no number of a tensor")
+            raise ValueError("the index of a tensor is invalid")
         return self._tensors[content]
 
     def _array(self, content: Any, depth: int) -> Any:
         index, dtype, shape = content
         if not _NUMPY_DTYPE.fullmatch(dtype):
-            raise ValueError("no numbers in an array")
+            raise ValueError("an array does not hold numbers")
         elements = self._tensor(index, depth)
         return elements.cpu().numpy().view(dtype).reshape(shape)
 
@@ -358,7 +362,7 @@ _READERS: Mapping[str, Callable[[_Reader, Any, int], Any]] = {
 
 
 def tensors_by_path(tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Where each tensor of a tree is, as the `path` of a Spec says it, and the tensor."""
+    """Return each tensor of a tree by its path, as in Spec."""
     writer = _Writer()
     writer.write("", tree, 0)
     for spec, tensor in zip(writer.specs, writer.tensors, strict=True):

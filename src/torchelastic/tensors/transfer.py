@@ -1,11 +1,11 @@
-"""State from those who have it to those who lack it, as the bytes of its tensors.
+"""The transfer of state, as the bytes of its tensors, to the ranks that lack it.
 
-Every holder sends its share of the bytes to every rank that lacks them, all at once: the bytes of
-all tensors, one after the other, are cut into as many slices of equal length as there are holders.
-What a slice is made of follows from the skeleton, which goes ahead.
+Every holder sends its share of the bytes to every rank that lacks them, all in parallel: the bytes
+of all tensors, one after the other, are cut into equal slices, one per holder. The skeleton, which
+is sent first, defines the content of each slice.
 
-Large tensors are sent from the memory they are in and received into the memory they stay in; small
-ones are put together, since a message costs more than their bytes.
+Large tensors are sent from and received into their own memory; small ones are packed together,
+since a message costs more than their bytes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 
 #: Tensors below this many bytes are sent together with their neighbours.
 SMALL = 256 << 10
-#: Most bytes of one message. A receiver that has one can go on with it while the next comes.
+#: The largest message in bytes. A receiver can process one while the next arrives.
 LARGEST = 32 << 20
-#: Messages under way between two ranks. Each one is a thread's business on either side.
+#: Messages in flight between two ranks. Each one occupies a thread on either side.
 WINDOW = 4
 
-#: What a holder says first: this number, length and checksum of the skeleton, bytes of tensors.
+#: A holder's first message: this number, length and checksum of the skeleton, bytes of tensors.
 MAGIC = 0x7465_5374_6174_6531
 
 
@@ -51,18 +51,18 @@ class Receiver(Protocol):
 
 
 def share(world: Receiver, tree: Any, *, holders: Sequence[int], into: Any = None) -> Any:
-    """Collective: bring the tree to those who lack it. Returns it there, None to the holders.
+    """Collective: send the tree to the ranks that lack it. Returns it there, None on the holders.
 
-    All holders' trees are equal; that of a rank which lacks it is not looked at. `into` is a tree
-    of its own whose tensors are written where one of the same place and kind is received: it must
-    be a state that is worth nothing, since whatever raises here leaves it half-written.
+    All holders' trees are equal; the tree of a rank that lacks it is ignored. `into` is a tree of
+    that rank whose tensors are reused for received ones of the same path and spec: its content
+    must be expendable, since an error leaves it half-written.
     """
     lacking = [rank for rank in range(world.size) if rank not in holders]
     if world.rank in holders:
         _send(tree, _Share(holders.index(world.rank), len(holders)), lacking)
         return None
     began = time.monotonic()
-    received, count = _receive(holders, lacking.index(world.rank), _room(into))
+    received, count = _receive(holders, lacking.index(world.rank), _destination(into))
     world.received += count
     took = time.monotonic() - began
     log.info("Received %d bytes of state from %d peers in %.3f s.", count, len(holders), took)
@@ -74,7 +74,7 @@ def share(world: Receiver, tree: Any, *, holders: Sequence[int], into: Any = Non
 
 @dataclass(frozen=True)
 class _Share:
-    """Which of several holders."""
+    """The index of a holder among several."""
 
     index: int
     of: int
@@ -89,12 +89,12 @@ class Span:
     end: int
 
 
-#: What travels as one message: part of a large tensor, or several small pieces.
+#: One message: part of a large tensor, or several small tensors.
 Message = tuple[Span, ...]
 
 
 def messages(sizes: Sequence[int], index: int, of: int) -> Iterator[Message]:
-    """How one of several holders sends its share of tensors that have these many bytes."""
+    """Return the messages in which a holder sends its share of tensors of these sizes."""
     total = sum(sizes)
     together: list[Span] = []
     for span in _spans(sizes, total * index // of, total * (index + 1) // of):
@@ -110,7 +110,7 @@ def messages(sizes: Sequence[int], index: int, of: int) -> Iterator[Message]:
 
 
 def _spans(sizes: Sequence[int], begin: int, end: int) -> Iterator[Span]:
-    """The bytes from `begin` to `end` of all tensors laid end to end, none larger than allowed."""
+    """Return the spans from `begin` to `end` of all tensors end to end, limited in size."""
     at = 0
     for tensor, size in enumerate(sizes):
         first, last = max(begin - at, 0), min(end - at, size)
@@ -156,7 +156,7 @@ def _receive(
     specs = tensor_tree.specs(skeleton)
     sizes = [spec.nbytes for spec in specs]
     if sum(sizes) != total:
-        raise TransferError("A peer's state has another size than its skeleton says.")
+        raise TransferError("The size of a peer's state differs from the size in its skeleton.")
     tensors = [room_for(spec) for spec in specs]
     flat = [bytes_of(tensor) for tensor in tensors]
     moving = _Moving()
@@ -175,12 +175,12 @@ def _receive_skeleton(peer: int) -> tuple[str, int]:
     moving.finish()
     magic, length, checksum, total = header.tolist()
     if magic != MAGIC or not 0 < length <= tensor_tree.LIMIT:
-        raise TransferError("What came instead of a peer's state is none.")
+        raise TransferError("Received something other than a peer's state.")
     text = bytearray(length)
     moving.receive(torch.frombuffer(text, dtype=torch.uint8), peer)
     moving.finish()
     if zlib.crc32(text) != checksum:
-        raise TransferError("The skeleton of a peer's state was damaged on its way.")
+        raise TransferError("The skeleton of a peer's state was damaged in transfer.")
     return text.decode(), total
 
 
@@ -202,8 +202,8 @@ def _spread(joined: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
         begin += len(piece)
 
 
-def _room(into: Any) -> Callable[[Spec], torch.Tensor]:
-    """Where to receive a tensor: in the one that is there, if its bytes fit, or in a new one."""
+def _destination(into: Any) -> Callable[[Spec], torch.Tensor]:
+    """Return the tensor to receive into: the existing one if its bytes fit, or a new one."""
     own = dict(tensor_tree.tensors_by_path(into)) if into is not None else {}
 
     def room_for(spec: Spec) -> torch.Tensor:
@@ -217,7 +217,7 @@ def _room(into: Any) -> Callable[[Spec], torch.Tensor]:
 
 
 class _Moving:
-    """Messages under way: few with each peer, and their tensors kept until they are there."""
+    """The messages in flight, few with each peer; holds their tensors until they arrive."""
 
     def __init__(self) -> None:
         self._device = torch.device(torch_backends.here())
@@ -230,7 +230,7 @@ class _Moving:
     def receive(
         self, tensor: torch.Tensor, peer: int, then: Callable[[], object] = lambda: None
     ) -> None:
-        """`then` is called when the tensor is there."""
+        """Receive a tensor; call `then` when it has arrived."""
         if tensor.device.type == self._device.type:
             self._add(peer, dist.irecv(tensor, peer), then)
             return

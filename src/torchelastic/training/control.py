@@ -1,8 +1,7 @@
-"""The control thread: hears the agent while the training thread is busy.
+"""The control thread: listens to the agent while the training thread is busy.
 
-It answers at once what can be answered without the training thread (`Ask`, `Ping`, `Dump`),
-aborts what a world that is over has under way, and notes the rest for the training thread
-(`inbox`).
+It answers `Ask`, `Ping` and `Dump` without the training thread, aborts the collectives of a world
+that is over, and puts all other orders into the training thread's `inbox`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar, cast
 
 from torchelastic.errors import ChannelLost
-from torchelastic.training.gate import Gate, Verdict
+from torchelastic.training.gate import Gate, GateDecision
 from torchelastic.training.inbox import Inbox
 from torchelastic.worker import orders, status_page
 from torchelastic.worker.channel import Link
@@ -30,23 +29,23 @@ Next = orders.Enter | orders.Over | orders.Leave
 
 
 class Abortable(Protocol):
-    """What a training thread may be waiting in: a connection being made, a process group."""
+    """Something the training thread may be waiting in: a connection attempt, a process group."""
 
     def abort(self, reason: str) -> None:
-        """Free every wait; any thread, any number of times."""
+        """End every wait. Any thread may call this, any number of times."""
 
     @property
     def pending(self) -> int:
-        """How much is waited for."""
+        """The number of unfinished operations."""
 
     @property
     def aborted(self) -> bool: ...
 
     def show(self) -> None:
-        """Let the agent see what is waited for, where the training thread does not show it."""
+        """Show the agent the pending operations that the training thread does not show itself."""
 
     def look(self, silence: float) -> None:
-        """End waits for a peer that has not answered for so many seconds."""
+        """End waits for a peer that has not answered for `silence` seconds."""
 
 
 class Control:
@@ -67,7 +66,7 @@ class Control:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and close the link; nothing is answered any more."""
+        """End the thread and close the link."""
         self._stopped = True
         self._link.wake()
         self._thread.join()
@@ -78,11 +77,11 @@ class Control:
     # --- the training thread ---------------------------------------------------------------------
 
     def tell(self, report: orders.Report) -> None:
-        """Report to the agent. What it says of an error is cut to what a message may hold."""
+        """Report to the agent; a long error message is truncated."""
         self._link.tell(orders.to_json(report))
 
     def next(self, broken: int | None = None) -> Next:
-        """Wait for what to do next; see `Inbox.next`."""
+        """Wait for the next order; see `Inbox.next`."""
 
         return cast(Next, self._wait(lambda: self._inbox.next(broken)))
 
@@ -90,22 +89,22 @@ class Control:
         with self._changed:
             return self._inbox.gate(generation)
 
-    def wait_at(self, gate: Gate, step: int) -> Verdict:
-        """Wait until it is known whether an announced step may be run."""
+    def wait_at(self, gate: Gate, step: int) -> GateDecision:
+        """Wait for the decision on an announced step."""
 
-        def known() -> Verdict | None:
-            verdict = gate.verdict(step)
-            return None if verdict is Verdict.WAIT else verdict
+        def known() -> GateDecision | None:
+            decision = gate.decision(step)
+            return None if decision is GateDecision.WAIT else decision
 
         return self._wait(known)
 
     def left(self, generation: int) -> None:
-        """The world was left at its last boundary."""
+        """Note that this worker left the world at its last boundary."""
         with self._changed:
             self._inbox.left(generation)
 
     def guard(self, generation: int, group: Abortable) -> None:
-        """Abort `group` once its generation is over, from the control thread; now if it is."""
+        """Abort `group` from the control thread when its generation ends, or now if it has."""
         with self._changed:
             self._guarded = (generation, group)
             over = self._inbox.is_over(generation)
@@ -122,12 +121,12 @@ class Control:
 
     @property
     def reason(self) -> str:
-        """Why the last world ended."""
+        """The reason the last world ended."""
         return self._inbox.reason
 
     @property
     def status_page(self) -> status_page.StatusPage | None:
-        """The memory the agent has given this worker, if it has."""
+        """The status page shared with the agent, or None."""
         return self._status_page
 
     def _wait(self, probe: Callable[[], T | None]) -> T:
@@ -151,9 +150,9 @@ class Control:
             return
         except ChannelLost as error:
             why = error
-        except Exception as error:  # whatever it is, the training thread must not wait for ever
-            log.exception("The control thread has failed.")
-            why = ChannelLost(f"Orders of the agent cannot be read: {error!r}.")
+        except Exception as error:  # the training thread must not wait for ever
+            log.exception("The control thread failed; this worker can no longer follow its agent.")
+            why = ChannelLost(f"Orders from the agent cannot be read: {error!r}.")
         with self._changed:
             self._inbox.close(why)
             self._changed.notify_all()
@@ -184,7 +183,7 @@ class Control:
             self.tell(answer)
 
     def _abort_what_is_over(self) -> None:
-        """Outside the lock: an abort takes others', which the training thread may hold."""
+        """Abort outside our lock: an abort takes locks that the training thread may hold."""
         with self._changed:
             guarded = self._guarded
             over = guarded is not None and self._inbox.is_over(guarded[0])

@@ -1,4 +1,4 @@
-"""The coordinator: how a worker finds its world, and the hooks that release 0.1 gave it."""
+"""The coordinator: gives a worker its world, and has the hooks of release 0.1."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ __all__ = ["Coordinator", "CoordinatorP2P"]
 
 log = logging.getLogger(__name__)
 
-#: Whether this process has trained for its agent, which has workers for one training.
+#: Whether this process has already trained under its agent, which allows one training.
 _enlisted = False
 
-#: Milliseconds: how long a collective may take.
+#: Timeouts of collectives, in milliseconds.
 PROCESS_GROUP_TIMEOUT = 30 * 60 * 1000
 COORDINATOR_TIMEOUT = 600_000
 
-#: The share of the best rate of progress below which a worker is slow.
+#: A worker whose progress rate is below this share of the best is a straggler.
 STRAGGLER_THRESHOLD = 0.8
 
 
 class Coordinator(ABC):
-    """What release 0.1 asks of a coordinator.
+    """The coordinator interface of release 0.1.
 
-    `train` takes a `CoordinatorP2P`. Of a subclass of that it calls `on_error`,
+    `train` takes a `CoordinatorP2P`. A subclass may override the hooks `on_error`,
     `should_save_checkpoint`, `should_stop_training`, `should_rendezvous`, `monitor_progress` and
     `report_progress`.
     """
 
     @abstractmethod
     def rendezvous_barrier(self) -> tuple[Store, int, int]:
-        """The present world: its store, this worker's rank, its size."""
+        """Return the current world's store, this worker's rank, and the world size."""
 
     @abstractmethod
     def barrier(self) -> None:
@@ -53,49 +53,49 @@ class Coordinator(ABC):
 
     @abstractmethod
     def init_process_group(self) -> None:
-        """Have a process group: there is one in every world."""
+        """Check that there is a process group; `train` builds one in every world."""
 
     @abstractmethod
     def should_save_checkpoint(self) -> bool:
-        """Asked after every step: is it time for a checkpoint?"""
+        """Return True to write a checkpoint now. Called after every step."""
 
     @abstractmethod
     def should_rendezvous(self, state: State) -> bool:
-        """Asked after every step where somebody has overridden it: is the world to be built anew?
+        """Return True to rebuild the world. Called after every step if overridden.
 
-        Ranks answer alike. For nodes that come and go it is not needed: the agents see them.
+        All ranks must return the same. Nodes that join or leave do not need this: agents see them.
         """
 
     @abstractmethod
     def should_stop_training(self) -> bool:
-        """Asked after every step: is the training done?"""
+        """Return True to end the training. Called after every step."""
 
     @abstractmethod
     def signal_training_done(self) -> None:
-        """The training is done when this step is, for all workers."""
+        """End the training on all workers after this step."""
 
     @abstractmethod
     def monitor_progress(self, state: State, worker_stats: WorkerStats | None) -> None:
-        """Called after every step with what the train_step has returned."""
+        """Handle the statistics that train_step returned. Called after every step."""
 
     @abstractmethod
     def report_progress(self, state: State) -> None:
-        """Called after every step."""
+        """Report progress. Called after every step."""
 
     @abstractmethod
     def on_error(self, e: Exception) -> None:
-        """Called with every error but the end of a world."""
+        """Handle an error. Called for every error except the end of a world."""
 
 
 class CoordinatorP2P(Coordinator):
-    """Takes its worlds from the agent of `torchelastic run`, or from a rendezvous of its own.
+    """Gets its worlds from the agent of `torchelastic run`, or joins a rendezvous itself.
 
-    Without `init_method` the agent says everything. With `etcd://HOST:PORT/RUN_ID?min_workers=N`
-    or `tcp://...` no launcher is needed: this process is a node of its own, with one worker. All
-    times are in milliseconds.
+    Without `init_method`, the agent decides everything. With
+    `etcd://HOST:PORT/RUN_ID?min_workers=N` or `tcp://...` no launcher is needed: this process is
+    its own node, with one worker. All times are in milliseconds.
     """
 
-    #: How often, in steps, workers that tell their rate of progress compare it.
+    #: Workers that report a progress rate compare it every this many steps.
     MONITOR_PROGRESS_FREQ = 1000
 
     def __init__(
@@ -109,20 +109,20 @@ class CoordinatorP2P(Coordinator):
         """`coordinator_pg_timeout` is checked as in 0.1, where a second group used it."""
         _check_times(process_group_timeout, coordinator_pg_timeout)
         if max_num_trainers is not None and max_num_trainers < 1:
-            raise ConfigError(f"max_num_trainers is {max_num_trainers}: it must be 1 or more.")
+            raise ConfigError(f"max_num_trainers must be at least 1, not {max_num_trainers}.")
         self.c10d_backend = c10d_backend
         self.init_method = init_method
         self.max_num_trainers = max_num_trainers
         self.process_group_timeout = process_group_timeout
         self.coordinator_pg_timeout = coordinator_pg_timeout
         self.stop_training = False
-        #: Whether this worker is much slower than the fastest, if train_step tells its progress.
+        #: Whether this worker is much slower than the fastest, if train_step reports its progress.
         self.is_worker_straggler = False
         self._link = _agents_link() if init_method is None else None
         self._steps_seen = 0
 
     def open(self) -> channel.Link:
-        """The channel orders come on; from `torchelastic.train`."""
+        """Return the channel that orders come on. Called by `torchelastic.train`."""
         if self.init_method is None:
             return self._enlist()
         from torchelastic.training import standalone
@@ -136,8 +136,8 @@ class CoordinatorP2P(Coordinator):
         global _enlisted
         if _enlisted:
             raise ConfigError(
-                "The training of this job is done: call train once in a script under "
-                "'torchelastic run', with all the steps there are."
+                "This job has already trained: under 'torchelastic run', call train once per "
+                "script, with all steps."
             )
         link, self._link = self._link or _agents_link(), None
         _enlisted = True
@@ -145,7 +145,7 @@ class CoordinatorP2P(Coordinator):
 
     @property
     def timeout(self) -> timedelta:
-        """How long a collective may take."""
+        """The timeout of a collective."""
         return timedelta(milliseconds=self.process_group_timeout)
 
     @property
@@ -158,7 +158,7 @@ class CoordinatorP2P(Coordinator):
 
     @property
     def store(self) -> Store:
-        """The store of the present world."""
+        """The store of the current world."""
         return session.current().store
 
     # --- release 0.1's methods -------------------------------------------------------------------
@@ -185,9 +185,9 @@ class CoordinatorP2P(Coordinator):
         self.stop_training = True
 
     def monitor_progress(self, state: State, worker_stats: WorkerStats | None) -> None:
-        """Show the rate with the job; every `MONITOR_PROGRESS_FREQ` steps, compare the workers'.
+        """Report the progress rate; every `MONITOR_PROGRESS_FREQ` steps, compare all workers'.
 
-        That is a collective: of all workers or none a train_step must return statistics.
+        The comparison is a collective: train_step must return statistics on all workers or none.
         """
         if worker_stats is None:
             return
@@ -205,14 +205,19 @@ class CoordinatorP2P(Coordinator):
             self.last_relative_prog_rate = rate / best
         slow = rate is not None and best > 0 and rate / best < STRAGGLER_THRESHOLD
         if slow and not self.is_worker_straggler:
-            log.warning("Rank %d makes %.3g of %.3g: a straggler.", self.rank, rate, best)
+            log.warning(
+                "Rank %d is a straggler: its progress rate is %.3g, the best rank's is %.3g.",
+                self.rank,
+                rate,
+                best,
+            )
         self.is_worker_straggler = slow
 
     def report_progress(self, state: State) -> None:
         return
 
     def on_error(self, e: Exception) -> None:
-        # Of a lost peer its agent tells, and which one it was.
+        # A lost peer's own agent reports it, and which rank it was.
         level = logging.INFO if isinstance(e, PeerLostError) else logging.ERROR
         log.log(level, "Rank %d: %s: %s", self._rank_if_any(), type(e).__name__, e)
 
@@ -229,7 +234,7 @@ def _check_times(process_group: int, coordinator: int | None) -> None:
         ("coordinator_pg_timeout", coordinator),
     ):
         if value is not None and value <= 0:
-            raise ConfigError(f"{name} is {value}: write a number of milliseconds, 1 or more.")
+            raise ConfigError(f"{name} must be at least 1 millisecond, not {value}.")
     if coordinator is not None and coordinator < process_group:
         raise ConfigError(
             f"coordinator_pg_timeout ({coordinator} ms) must be at least process_group_timeout "
@@ -241,15 +246,14 @@ def _agents_link() -> channel.Link:
     link = channel.link()
     if link is None:
         raise ConfigError(
-            "This process has no agent to take a world from: start the script with "
-            "'torchelastic run', or give CoordinatorP2P an init_method such as "
-            "'tcp://HOST:29400/RUN_ID?min_workers=1'."
+            "This process has no agent. Start the script with 'torchelastic run', or pass "
+            "CoordinatorP2P an init_method such as 'tcp://HOST:29400/RUN_ID?min_workers=1'."
         )
     return link
 
 
 def _gather(value: float) -> list[float]:
-    """Everybody's, by rank."""
+    """Collective: return every rank's value, by rank."""
     device = torch_backends.here()
     mine: Any = torch.tensor([value], dtype=torch.float64, device=device)
     all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

@@ -1,6 +1,6 @@
-"""What the agent has said and the training thread has not acted on yet: orders in, decisions out.
+"""The inbox: the agent's orders that the training thread has not acted on yet.
 
-No thread, no socket: `control` puts a lock around it and waits.
+It has no thread and no socket: `control` puts a lock around it and waits.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ class Inbox:
     """The orders of one worker."""
 
     def __init__(self) -> None:
-        #: Worlds to enter, in order. None is skipped but by an `Over`: others may be waiting there.
+        #: Worlds to enter, in order. Only an `Over` skips one: others may be waiting there.
         self._worlds: deque[Enter] = deque()
-        #: The gates of the worlds that were announced and are neither over nor left.
+        #: The gates of announced worlds that are neither over nor left.
         self._gates: dict[int, Gate] = {}
         #: The last `Over`, and whether the training thread has yet to answer it.
         self._over = Over(-1)
         self._unanswered = False
         self._leave: Leave | None = None
-        #: Why there will be no more orders.
+        #: The reason that there will be no more orders.
         self.closed: TorchElasticError | None = None
 
     # --- orders ----------------------------------------------------------------------------------
 
     def take(self, order: Order) -> Entered | None:
-        """Note an order; what is to be answered at once, if anything."""
+        """Store an order; return the immediate answer, if there is one."""
         match order:
             case Enter():
                 self._enter(order)
@@ -59,7 +59,7 @@ class Inbox:
         if (order.generation, order.finished) <= (before.generation, before.finished):
             return  # said twice, or late
         if self._gates and order.generation < min(self._gates):
-            return  # we have gone on from there by agreement
+            return  # we have left that world by agreement
         self._over, self._unanswered = order, True
         live = self._gates[min(self._gates)] if self._gates else None
         if order.through is None or live is None or not live.finish(order.through):
@@ -69,7 +69,7 @@ class Inbox:
             self._gates = {live.generation: live}
 
     def _void(self, generation: int) -> None:
-        """End the worlds up to this one, and those that were to begin where they would stop."""
+        """End the worlds up to this one, and those that would begin where these stop."""
         for gate in self._gates.values():
             if gate.generation <= generation:
                 gate.end()
@@ -79,7 +79,7 @@ class Inbox:
         self._gates = {number: gate for number, gate in self._gates.items() if number in announced}
 
     def close(self, why: TorchElasticError) -> None:
-        """No more orders will come; the first reason is the one that counts."""
+        """Note that no more orders will come. The first reason counts."""
         self.closed = self.closed or why
         for gate in self._gates.values():
             gate.end()
@@ -87,21 +87,21 @@ class Inbox:
     # --- what the training thread asks -----------------------------------------------------------
 
     def is_over(self, generation: int) -> bool:
-        """Whether what goes on in this generation is to be aborted."""
+        """Return whether to abort whatever still runs in this generation."""
         return self.closed is not None or (
             generation <= self._over.generation and generation not in self._gates
         )
 
     @property
     def reason(self) -> str:
-        """Why the last world ended."""
-        return str(self.closed or self._over.reason or "it was ended")
+        """The reason the last world ended."""
+        return str(self.closed or self._over.reason or "the agent ended it")
 
     def next(self, broken: int | None) -> Enter | Over | Leave | None:
-        """What the training thread, standing at a boundary, does next; None: nothing yet.
+        """Return the training thread's next order at a boundary; None if there is none yet.
 
-        A worker whose world broke (`broken`) must hear that it is over before it enters another:
-        one that begins where the broken world would have stopped is not for it.
+        A worker whose world broke (`broken`) must hear that it is over before it enters another: it
+        must not enter a world that begins where the broken one would have stopped.
         """
         if self._unanswered:
             self._unanswered = False
@@ -113,7 +113,7 @@ class Inbox:
         return self._leave
 
     def gate(self, generation: int) -> Gate:
-        """The gate of a world that `next` has returned; one that is over is shut for good."""
+        """Return the gate of a world that `next` returned; the gate of an ended world is shut."""
         if generation not in self._gates:
             over = Gate(generation)
             over.end()
@@ -121,5 +121,5 @@ class Inbox:
         return self._gates[generation]
 
     def left(self, generation: int) -> None:
-        """The training thread has stopped at the world's last boundary."""
+        """Note that the training thread stopped at the world's last boundary."""
         self._gates.pop(generation, None)

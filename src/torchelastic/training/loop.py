@@ -1,16 +1,15 @@
-"""The training loop of a resident worker: enter a world, take steps, and what when that fails.
+"""The training loop of a resident worker: enter a world, take steps, recover from failures.
 
     the agent says:  Enter ──▶ store, group, versions, checkpoint, sync ──▶ step, step, step ...
                        ▲                                                     │ the gate: stop here
                        │       an exception, anywhere: `outcome` says what ──┤
                        └──── roll back, report, leave the group, wait ◀──────┘
 
-The step counter and the versions. Steps are counted from 0 over the whole job. With n steps
-committed in generation g, a state's version is (g, n). After `sync` all have the content of the
-freshest version (f, n), and call it (g, n). A state that was rolled back has the version its
-snapshot was taken at. So with `snapshot_every=k` up to k - 1 committed steps are undone when a step
-fails, and done again in the next world, by all: its versions begin there, and, being of a later
-generation, are fresher than any that was undone.
+Steps are counted from 0 over the whole job. With n steps committed in generation g, a state's
+version is (g, n). After `sync` all workers hold the content of the freshest version (f, n), and
+call it (g, n). A state that was rolled back has the version of its rollback point. So with
+`snapshot_every=k` a failed step undoes up to k - 1 committed steps, and all workers repeat them in
+the next world. Its versions are of a later generation, and so fresher than any that was undone.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from torchelastic.tensors.module_state import form_number
 from torchelastic.training import session, world_entry
 from torchelastic.training.control import Control
 from torchelastic.training.coordinator import Coordinator, CoordinatorP2P
-from torchelastic.training.gate import Gate, Verdict
+from torchelastic.training.gate import Gate, GateDecision
 from torchelastic.training.group.group import GenerationOver, Group
 from torchelastic.training.outcome import (
     Action,
@@ -70,33 +69,33 @@ from torchelastic.worker_counters import stalls
 
 log = logging.getLogger(__name__)
 
-#: The kinds of errors that the coordinator is told of.
+#: The kinds of errors reported to the coordinator.
 _TOLD = (Kind.USER, Kind.FATAL, Kind.UNFIT, Kind.PEER_LOST)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a training is run."""
+    """The options of one `train` call."""
 
-    #: Take the state's snapshot before every so many steps.
+    #: Call the state's `snapshot` every this many steps.
     snapshot_every: int = 1
-    #: Write a checkpoint after every so many steps, besides when the state asks for one.
+    #: Write a checkpoint every this many steps, and whenever the state asks for one.
     checkpoint_every: int | None = None
-    #: So many errors of user code in this process, without a step further than ever between
-    #: them, are tried again.
+    #: Retry this many errors of user code in this process; the count restarts when training gets
+    #: past its furthest step.
     max_failures: int = 100
 
     def __post_init__(self) -> None:
         for name in ("snapshot_every", "checkpoint_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}: it is a number of steps, 1 or more.")
+                raise ConfigError(f"{name} must be at least 1 step, not {value}.")
         if self.max_failures < 0:
-            raise ConfigError(f"max_failures is {self.max_failures}: it must be 0 or more.")
+            raise ConfigError(f"max_failures must be 0 or more, not {self.max_failures}.")
 
 
-class _Kept(NamedTuple):
-    """A snapshot, and the version of the state when it was taken."""
+class _RollbackPoint(NamedTuple):
+    """The result of `State.snapshot`, and the state's version at that time."""
 
     version: Version
     content: Any
@@ -111,24 +110,24 @@ class Loop:
         self._options = options
         self._version: Version = FIRST
         self._group: Group | None = None
-        #: Of the last world.
+        #: The process group of the last world.
         self._rank = -1
         self._where = Where.BUILD
-        #: What to go back to, and whether the state is worth nothing where that is not supported.
-        self._kept: _Kept | None = None
+        #: The rollback point, and whether the state is unusable where there is none.
+        self._rollback: _RollbackPoint | None = None
         self._half_written = False
         #: The furthest step committed, and the errors of user code since.
         self._furthest = 0
         self._failures = 0
         self._last_error: BaseException | None = None
-        #: After so many steps the training is done: the coordinator has said so.
+        #: The number of steps after which the coordinator ended the training.
         self._last_step: float = math.inf
 
     def run(self, steps: Steps, state: State) -> State:
-        """Until the training is done; returns the state, which a step may have replaced."""
+        """Train until done; return the state, which a step may have replaced."""
         self._steps, self._state = steps, state
         self._version = state._begins_at()
-        optimizer_steps.stop()  # those of `train` count from now on
+        optimizer_steps.stop()  # from now on `train` counts steps
         self._control.tell(Enlisted())
         broken: int | None = None
         while True:
@@ -137,14 +136,14 @@ class Loop:
                     self._put_down(roll_back=not finished)
                     self._control.tell(Stopped(generation, self._version[1]))
                     if finished:
-                        # Not `finish`: what was trained is worth more than the last checkpoint.
+                        # Not `finish`: the trained state is worth more than the last checkpoint.
                         checkpoint.wait()
                         return self._state
                 case Enter() as world:
                     broken = None if self._live_in(world) else world.generation
                 case Leave(signum, deadline):
                     self._save_before_leaving(deadline)
-                    # Not a return: what the script does after the training is not for us.
+                    # Do not return: a leaving worker must not run the script's code after `train`.
                     raise SystemExit(EXIT_SIGNAL_BASE + signum)
 
     def _next(self, broken: int | None) -> Enter | Over | Leave:
@@ -154,9 +153,9 @@ class Loop:
             raise error from self._last_error
 
     def _save_before_leaving(self, deadline: float | None) -> None:
-        """Rank 0 does: while it stays, somebody holds the state.
+        """Save on rank 0: while it stays, a worker holds the state.
 
-        Should others go on without it, the fence is theirs, and what is written here is dropped.
+        If the others continue without it, they hold the fence, and this checkpoint is dropped.
         """
         generation, step = self._version
         if self._rank == 0 and generation >= 0:
@@ -164,13 +163,13 @@ class Loop:
             checkpoint.save_before_leaving(self._state, step, generation, grace)
 
     def close(self) -> None:
-        """Leave the group, however the training has ended."""
+        """Leave the group, however the training ended."""
         self._put_down(roll_back=False)
 
     # --- a world ---------------------------------------------------------------------------------
 
     def _live_in(self, world: Enter) -> bool:
-        """From entering a world to its end; False if it broke, and is not over for all yet."""
+        """Live in a world from entry to end; return False if it broke and is not over for all."""
         gate = self._control.gate(world.generation)
         try:
             self._enter(world)
@@ -181,7 +180,7 @@ class Loop:
             return False
         finally:
             if (status_page := self._control.status_page) is not None:
-                status_page.unhurried()  # to wait for a world is not to hang
+                status_page.unhurried()  # waiting for a world is not a hang
         self._put_down(roll_back=False)
         self._control.left(world.generation)
         self._control.tell(Stopped(world.generation, self._version[1]))
@@ -223,15 +222,15 @@ class Loop:
         self._control.tell(Up(here.generation, step, here.received, built, fetched))
 
     def _synchronise(self, here: Session) -> None:
-        """One state for all: the freshest in memory, or a checkpoint where nobody has trained."""
-        self._where, self._kept, self._half_written = Where.SYNC, None, False
-        self._kept = _Kept(self._version, self._state.snapshot())
+        """Give all ranks the freshest state in memory, or a checkpoint if none has trained."""
+        self._where, self._rollback, self._half_written = Where.SYNC, None, False
+        self._rollback = _RollbackPoint(self._version, self._state.snapshot())
         if here.freshest[0] < 0:
             self._load_checkpoint(here)
         base = here.freshest
         if base == TORN:
             raise NonRetryableException(
-                "No worker holds a whole state any more, and there is no checkpoint to begin from."
+                "No worker holds a complete state any more, and there is no checkpoint to restore."
             )
         if here.rank == 0 and base[0] < 0:
             stored = checkpoint.get_checkpoint_manager() is not None
@@ -243,13 +242,13 @@ class Loop:
         here.group.settle()
         faults.at("sync.end")
         self._version = here.version = (here.generation, base[1])
-        self._kept = None
+        self._rollback = None
         self._steps.restart(self._state)
         if here.rank == 0:
             checkpoint.entered(here.generation, base[1])
 
     def _load_checkpoint(self, here: Session) -> None:
-        """Rank 0 loads it, if there is one, and has the freshest state then."""
+        """Load the checkpoint on rank 0, if there is one, which then has the freshest state."""
         if here.rank == 0 and checkpoint.get_checkpoint_manager() is not None:
             self._half_written = True
             step = checkpoint.load_latest(self._state)
@@ -260,7 +259,7 @@ class Loop:
         here.versions, _ = world_entry.exchange(here.group, self._version, form)
 
     def _take_steps(self, gate: Gate, here: Session) -> None:
-        """Step after step, until the gate stops us. Up to `run` nothing here may wait."""
+        """Take steps until the gate stops us. Nothing before `run` may wait."""
         rank, generation, step = here.rank, here.generation, self._version[1]
         status_page, every, first = here.status_page, self._options.snapshot_every, step
         if status_page is not None:
@@ -270,20 +269,22 @@ class Loop:
         settle = here.group.settle
         between = _Between(self._coordinator, self._options, here, self._state)
         self._where = Where.BETWEEN
-        # Asked before the first step too: the world before may have ended right after the last one.
-        # And before the end is told: who is to enter another world at this step finishes there,
-        # where others wait for it.
+        # Also before the first step: the previous world may have ended right after the last one.
+        # And before reporting the end: a worker that must enter another world at this step
+        # finishes there, where others wait for it.
         while True:
             if not gate.enter(step) and not self._may_enter(gate, step):
                 return
             if step >= self._last_step:
-                raise StopException("The coordinator says that the training is done.")
+                raise StopException("The coordinator reports that training is done.")
             if status_page is not None:
                 status_page.entered(generation, step)
             if faults.planned:
                 faults.position(rank=rank, step=step, generation=generation)
             if step == first or step % every == 0:
-                self._kept = tuple.__new__(_Kept, (self._version, self._state.snapshot()))
+                self._rollback = tuple.__new__(
+                    _RollbackPoint, (self._version, self._state.snapshot())
+                )
             self._where = Where.STEP
             if faults.planned:
                 faults.at("step.begin")
@@ -299,17 +300,17 @@ class Loop:
                 self._last_step = step
 
     def _may_enter(self, gate: Gate, step: int) -> bool:
-        """Wait for the word at a gate that was shut; False: the last step was run."""
+        """Wait at a shut gate for the decision; return False if the last step is done."""
         with stalls.Counted(stalls.PEERS):
-            verdict = self._control.wait_at(gate, step)
-        if verdict is Verdict.OVER:
+            decision = self._control.wait_at(gate, step)
+        if decision is GateDecision.OVER:
             raise GenerationOver(f"Generation {gate.generation} is over: {self._control.reason}.")
-        return verdict is Verdict.GO
+        return decision is GateDecision.GO
 
     # --- when it fails ---------------------------------------------------------------------------
 
     def _is_to_be_raised(self, error: BaseException, generation: int) -> bool:
-        """Do what `outcome` says. Reports come first: rolling back may take its time."""
+        """Do what `outcome` decides. Report first: rolling back may take a while."""
         if self._group is not None:
             error = self._group.explain(error)
         kind = kind_of(error, self._where)
@@ -338,15 +339,19 @@ class Loop:
 
     def _gave_up(self) -> str:
         return (
-            f"Training failed {self._failures} times in this worker without getting beyond step "
-            f"{self._furthest}, and max_failures is {self._options.max_failures}; "
-            "the last error is above."
+            f"Training failed {self._failures} times in this worker without getting past step "
+            f"{self._furthest} (max_failures is {self._options.max_failures}); giving up. The last "
+            "error is above."
         )
 
     def _report(self, action: Action, error: BaseException, generation: int) -> None:
         step = self._version[1]
-        if self._where is Where.STEP and self._kept is not None and self._kept.content is not None:
-            step = self._kept.version[1]
+        if (
+            self._where is Where.STEP
+            and self._rollback is not None
+            and self._rollback.content is not None
+        ):
+            step = self._rollback.version[1]
         if action is Action.HINT:
             self._control.tell(PeerLost(generation, step, _one_line(error)))
         elif action is Action.FINISH:
@@ -360,7 +365,7 @@ class Loop:
             self._control.tell(Erred(generation, step, _one_line(error), told, retry, place))
 
     def _put_down(self, *, roll_back: bool) -> None:
-        """Leave the group, if there is one; then nothing writes into the state any more."""
+        """Leave the group, if there is one; after that nothing writes to the state."""
         group, self._group = self._group, None
         self._control.unguard()
         session.leave()
@@ -370,33 +375,35 @@ class Loop:
             group.abort("this worker rolls back")
         if not group.leave():
             raise RuntimeError(
-                "A collective that was aborted may still write into this worker's memory: "
-                "the worker ends, another one takes its place."
+                "An aborted collective may still write to this worker's memory: the worker exits "
+                "and is replaced."
             )
         if roll_back:
             self._roll_back()
 
     def _roll_back(self) -> None:
-        """Undo what was begun: a step, or a synchronisation."""
-        if self._where not in (Where.STEP, Where.SYNC) or self._kept is None:
+        """Undo the step or synchronisation in flight."""
+        if self._where not in (Where.STEP, Where.SYNC) or self._rollback is None:
             return
-        if self._kept.content is None:  # not supported: a step's leftovers are the user's affair
+        if (
+            self._rollback.content is None
+        ):  # rollback not supported: the user handles a half-done step
             if self._where is Where.SYNC and self._half_written:
                 self._version = TORN
             return
         try:
-            self._state.apply(self._kept.content)
-            self._version = self._kept.version
+            self._state.apply(self._rollback.content)
+            self._version = self._rollback.version
         except Torn as error:
-            log.warning("The state cannot be rolled back, a peer will give another: %s", error)
+            log.warning("Cannot roll back the state (it will be fetched from a peer): %s", error)
             self._version = TORN
-        except Exception:  # of user code: the state is half-written all the same
-            log.exception("The state could not be rolled back; a peer will give another.")
+        except Exception:  # an error in user code: the state is half-written all the same
+            log.exception("Rolling back the state failed; it will be fetched from a peer.")
             self._version = TORN
 
 
 class _Between:
-    """What happens after a step: checkpoints, and hooks of 0.1 if somebody has overridden them."""
+    """The work after a step: checkpoints, and hooks of release 0.1 if overridden."""
 
     def __init__(
         self, coordinator: CoordinatorP2P, options: Options, here: Session, state: State
@@ -410,13 +417,13 @@ class _Between:
         self._told_to_stop = _overrides(coordinator, "should_stop_training")
         self._told_to_meet = _overrides(coordinator, "should_rendezvous")
         hooks = self._monitored, self._reported, self._told_when, self._told_to_stop
-        #: The kind of state with which nothing happens that nobody asks for.
+        #: The type of state for which there are no hooks to call and no checkpoints to write.
         asked = any(hooks) or self._told_to_meet or self._paced or _wants_to_be_asked(state)
         quiet = self._every is None and not asked
         self._quiet_with = type(state) if quiet else None
 
     def is_last(self, state: State, step: int, stats: Any) -> bool:
-        """So many steps are committed; whether the coordinator says that the training is done."""
+        """Call the hooks after `step` steps; return whether the coordinator ends the training."""
         coordinator = self._coordinator
         if stats is None and type(state) is self._quiet_with:
             return coordinator.stop_training
@@ -429,11 +436,11 @@ class _Between:
         if coordinator.stop_training or (self._told_to_stop and coordinator.should_stop_training()):
             return True
         if self._told_to_meet and coordinator.should_rendezvous(state):
-            raise AnotherWorld(f"should_rendezvous has asked for another world at step {step}.")
+            raise AnotherWorld(f"should_rendezvous asked for a new world at step {step}.")
         return False
 
     def _wants_checkpoint(self, state: State, step: int) -> bool:
-        """Every rank asks, as in 0.1, where one that did not would count wrong."""
+        """Ask on every rank, as in 0.1: a rank that did not ask would count wrong."""
         wanted = state.should_save_checkpoint(self._rank)
         if self._told_when:
             wanted = self._coordinator.should_save_checkpoint() or wanted
@@ -443,7 +450,7 @@ class _Between:
 
 
 def _wants_to_be_asked(state: State) -> bool:
-    """Whether it has a word of its own on when to write checkpoints."""
+    """Return whether the state overrides `should_save_checkpoint`."""
     name = "should_save_checkpoint"
     return name in vars(state) or getattr(type(state), name) is not State.should_save_checkpoint
 
@@ -460,7 +467,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _forget_locals(error: BaseException) -> None:
-    """Frames of a step that failed hold its tensors and its group; lines are all we need."""
+    """Clear the frames of a failed step, which hold its tensors and its group."""
     for link in chain(error):
         traceback.clear_frames(link.__traceback__)
 
@@ -484,14 +491,14 @@ def train(coordinator: Coordinator, steps: Steps, state: State, options: Options
         loop.close()
         return final
     finally:
-        control.stop()  # whatever happens: in a node of its own the process would never end
+        control.stop()  # in any case: otherwise a standalone process would never end
 
 
 def _end_badly(loop: Loop) -> None:
-    """Put down what is open, without an error that would hide the one being raised."""
+    """Close what is open, without an error that would hide the one being raised."""
     try:
         loop.close()
     except Exception:
-        log.exception("The group could not be left in order.")
+        log.exception("Leaving the process group failed.")
     with suppress(CheckpointError):  # the log has it
         checkpoint.finish()

@@ -1,7 +1,7 @@
-"""What an exception leads to: the whole policy of the training loop, as a table. Pure.
+"""The table from exceptions to actions: the whole policy of the training loop. Pure.
 
-An exception is looked at in three steps: what kind is it (`kind_of`), where was it raised, and has
-the agent said meanwhile that the world is over. `decide` is the table.
+The action depends on the kind of the exception (`kind_of`), the place where it was raised, and
+whether the agent has ended the world meanwhile. `decide` is the table.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import enum
 from collections.abc import Iterator
 
 from torchelastic.errors import ConfigError, NonRetryableException, StopException, UnfitError
-from torchelastic.training.group.waits import GenerationOver, PeerLostError
+from torchelastic.training.group.abortable_waits import GenerationOver, PeerLostError
 
 
 class AnotherWorld(Exception):
-    """The coordinator's `should_rendezvous` has asked for another world. No step is undone."""
+    """The coordinator's `should_rendezvous` asked for a new world. No step is undone."""
 
 
 class Where(enum.Enum):
-    """What the training thread was doing."""
+    """The training thread's activity when the exception was raised."""
 
     BUILD = "building the process group"
     SYNC = "synchronising the state"
@@ -27,33 +27,33 @@ class Where(enum.Enum):
 
 
 class Kind(enum.Enum):
-    """What an exception says."""
+    """The meaning of an exception."""
 
     OVER = "the world is over"
     PEER_LOST = "a peer is lost"
     END_OF_DATA = "there is no more data"
     STOP = "user code asks to stop"
-    FATAL = "user code says that trying again cannot help"
-    UNFIT = "this worker has built another model than the others"
-    EXIT = "the process is to end: SystemExit, KeyboardInterrupt"
-    ASKED = "the coordinator asks for another world"
-    USER = "an error of user code"
+    FATAL = "user code reports that a retry cannot help"
+    UNFIT = "this worker has built a different model than the others"
+    EXIT = "the process must end: SystemExit, KeyboardInterrupt"
+    ASKED = "the coordinator asks for a new world"
+    USER = "an error in user code"
 
 
 class Action(enum.Enum):
-    """What is done about it. All but FINISH and the last three roll back what was touched."""
+    """The loop's reaction. All but FINISH and the last three roll back the state."""
 
-    WAIT = "answer that nothing goes on here, wait for the next world"
+    WAIT = "answer that this worker has stopped, wait for the next world"
     HINT = "report a lost peer, wait until the world is over"
-    RETRY = "report the error, wait until the world is over, try again"
+    RETRY = "report the error, wait until the world is over, retry"
     FINISH = "report the end of the data, wait until the training is over everywhere"
     GIVE_UP = "report an error that ends the job, raise it"
-    WITHDRAW = "report that no worker that starts here would fit, raise it"
-    RAISE = "raise it: the end of the process says enough"
+    WITHDRAW = "report that any worker started here would be incompatible, raise it"
+    RAISE = "raise it: the agent sees the process end"
 
 
 def kind_of(error: BaseException, where: Where) -> Kind:
-    """What an exception says, wherever in its chain it says it.
+    """Return the meaning of an exception, searching its whole chain.
 
     A `StopIteration` is the end of the data only in a step. Python turns one that leaves a
     generator into a RuntimeError (PEP 479); it means the same.
@@ -75,8 +75,8 @@ def kind_of(error: BaseException, where: Where) -> Kind:
             return Kind.PEER_LOST
     if isinstance(error, StopException):
         return Kind.STOP
-    # Building is not user code: what fails in it, unless we refuse what the user asks for, is a
-    # store or a peer that is gone.
+    # Building is not user code: unless we reject the user's configuration, a failure means that a
+    # store or a peer is gone.
     building = where is Where.BUILD and not isinstance(error, ConfigError)
     return Kind.PEER_LOST if building else Kind.USER
 
@@ -87,19 +87,19 @@ def _is_end_of_data(error: Exception) -> bool:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception, and those that it was raised from or while handling."""
+    """Yield the exception, and those that it was raised from or while handling."""
     waiting, seen = [error], set[int]()
     while waiting:
         link = waiting.pop()
-        if id(link) in seen:  # a chain may be tied into a ring
+        if id(link) in seen:  # a chain may be a ring
             continue
         seen.add(id(link))
         yield link
         waiting += [item for item in (link.__context__, link.__cause__) if item is not None]
 
 
-#: Kind -> what is done while the world stands, and once it is over. What user code raises after its
-#: world has ended says nothing about user code: it shows again if it was not the world's end.
+#: Kind -> the action while the world lasts, and once it is over. An error of user code after its
+#: world has ended proves nothing: if it was not caused by that end, it will come again.
 TABLE: dict[Kind, tuple[Action, Action]] = {
     Kind.OVER: (Action.WAIT, Action.WAIT),
     Kind.PEER_LOST: (Action.HINT, Action.WAIT),
@@ -114,7 +114,7 @@ TABLE: dict[Kind, tuple[Action, Action]] = {
 
 
 def decide(kind: Kind, *, over: bool, failures_left: bool = True) -> Action:
-    """What to do; without `failures_left` an error of user code is not tried again."""
+    """Return the action. Without `failures_left`, an error of user code is not retried."""
     action = TABLE[kind][over]
     out_of_failures = kind is Kind.USER and not failures_left
     return Action.GIVE_UP if action is Action.RETRY and out_of_failures else action

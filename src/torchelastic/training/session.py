@@ -1,4 +1,4 @@
-"""The world this worker is in, for whoever runs inside a step or in `State.sync`."""
+"""The world this worker is in, for code that runs inside a step or in `State.sync`."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Session:
     #: The store of this world.
     store: Store
     group: Group
-    #: By rank: what each worker brought along, as told when the world began.
+    #: By rank: the version that each worker reported when the world began.
     versions: tuple[Version, ...]
-    #: What this worker has now.
+    #: The version that this worker has now.
     version: Version
-    #: By rank: a number that is the same for states of the same form (`fitting`).
+    #: By rank: a number that is equal for compatible states (`state.compatibility`).
     forms: tuple[int, ...] = ()
-    #: Where this worker's progress and private state are kept for its replacement, if anywhere.
+    #: The status page with this worker's progress and private state, if there is one.
     status_page: StatusPage | None = None
-    #: Bytes of state received in `sync`; whoever receives them adds them.
+    #: Bytes of state received in `sync`; the receiving code adds them up.
     received: int = 0
 
     @property
     def freshest(self) -> Version:
-        """The version that all are brought to."""
+        """The version that all workers are brought to."""
         return max(self.versions)
 
 
@@ -48,23 +48,23 @@ _current: Session | None = None
 
 
 def current() -> Session:
-    """The present world; only inside `torchelastic.train` there is one."""
+    """Return the current world; there is one only inside `torchelastic.train`."""
     if _current is None:
         raise RuntimeError(
-            "This worker is in no world: call this inside a train_step or State.sync that "
-            "torchelastic.train has called."
+            "This worker is not in a world: call this only inside train_step or State.sync, from "
+            "torchelastic.train."
         )
     return _current
 
 
 def is_entered() -> bool:
-    """Whether there is a present world."""
+    """Return whether there is a current world."""
     return _current is not None
 
 
 @contextmanager
 def unhurried() -> Iterator[None]:
-    """What is done inside may take any time, an evaluation for example: no limit of progress."""
+    """Suspend the hang watchdog inside this block, for an evaluation for example."""
     status_page = current().status_page
     if status_page is not None:
         status_page.unhurried()
@@ -74,12 +74,12 @@ def unhurried() -> Iterator[None]:
 
 
 def enter(session: Session) -> None:
-    """This is the world from now on."""
+    """Make this the current world."""
     global _current
     _current = session
 
 
 def leave() -> None:
-    """There is no world until the next one is entered."""
+    """Leave the current world."""
     global _current
     _current = None

@@ -1,8 +1,8 @@
-"""A process that is its own node: what an agent does for its workers, done in a thread, for one.
+"""A process that is its own node: a thread does for one worker what an agent does for its workers.
 
-The seed's `python main.py` has no launcher. This thread joins the job by itself, leads when it is
-its turn, and speaks to the training side over a socket as an agent would. It starts no process: a
-worker that dies takes its node with it.
+A plain `python main.py` has no launcher. This thread joins the job, leads when it is its turn, and
+talks to the training side over a socket as an agent would. It starts no process: when the worker
+dies, its node is gone too.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from torchelastic.worker.worker_stores import OwnStores
 
 logger = logging.getLogger("torchelastic")
 
-#: How long the last words of a node may take, and how long a host stays for the others to go.
+#: Seconds for a node's last messages, and seconds that a host waits for the others to leave.
 LAST_WORDS, HOST_STAYS = 2.0, 5.0
-#: How long the worker's control thread has to answer, in seconds.
+#: Seconds that the worker's control thread has to answer.
 ANSWER = 1.0
 
 
 def start(
     url: str, *, max_workers: int | None = None, timeout: timedelta = timedelta(minutes=30)
 ) -> socket.socket:
-    """Join the job at `url` in a thread; returns the worker's end of its channel.
+    """Join the job at `url` in a thread; return the worker's end of its channel.
 
-    `timeout` is how long others wait for this worker: in a collective, and when a world is over.
-    The thread is waited for when the process ends: whoever hosts the rendezvous stays until the
-    others have heard that the training is done.
+    `timeout` limits how long others wait for this worker: in a collective, and when a world ends.
+    The process waits for the thread before it exits: the host of the rendezvous stays until the
+    others know that the training is done.
     """
     config = config_for(urls.parse(url), max_workers)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -62,7 +62,7 @@ def start(
 
 
 def config_for(url: urls.RendezvousUrl, max_workers: int | None) -> LaunchConfig:
-    """The job as this node sees it: every worker is a node."""
+    """Return the configuration of a job in which every worker is a node."""
     defaults = LaunchConfig()
     return LaunchConfig(
         min_nodes=url.min_workers,
@@ -93,7 +93,7 @@ class StandaloneNode:
     def __init__(
         self, config: LaunchConfig, channel_end: socket.socket, *, patience: float = 1800.0
     ) -> None:
-        """`patience` is how long the worker may take to stop when its world is over, in seconds."""
+        """`patience`: seconds that the worker may take to stop when its world is over."""
         self._config = config
         self._patience = min(patience, config.progress_timeout or patience)
         self._channel = channel_end
@@ -104,25 +104,25 @@ class StandaloneNode:
         self._transitions = Transitions()
         self._stores = OwnStores()
         self._step = -1
-        #: Where the worker shows its progress, and what has been seen of that.
+        #: The worker's status page, and the progress read from it.
         self._status_page = -1
         self._trained = -1
         self._pace = Pace()
-        #: When it was told to enter its world, and that the world is over.
+        #: When we told it to enter its world, and when that the world is over.
         self._entering_at = self._over_at = 0.0
         #: The last answer of its control thread.
         self._pong = orders.Pong(waiting=False, number=0)
 
     def run(self) -> None:
-        """The whole thread."""
+        """Run the node, as the thread's function."""
         try:
             asyncio.run(self._run())
         except TorchElasticError as error:
             logger.error("%s", error)
             self._tell(orders.Closed(str(error)))
         except Exception as error:
-            logger.exception("The thread that speaks for this node has failed.")
-            self._tell(orders.Closed(f"The thread that speaks for this node has failed: {error!r}"))
+            logger.exception("The node thread failed; this worker leaves the job.")
+            self._tell(orders.Closed(f"The node thread failed: {error!r}"))
         finally:
             self._channel.close()
 
@@ -159,7 +159,7 @@ class StandaloneNode:
         return self._parting() if isinstance(event, _HasLeft) else event
 
     def _parting(self) -> in_process.Event:
-        """What it means that the worker has left `train`, now that all it said before is known."""
+        """Return the event for a worker that left `train`, after all its reports were read."""
         if self._state.having(in_process.Status.FINISHED):
             return script.WorkerSucceeded(self._state.generation, 0)
         return script.StoreLost("the worker has left the training")
@@ -181,7 +181,7 @@ class StandaloneNode:
     # --- the store of a generation ---------------------------------------------------------------
 
     def _let_gloo_listen(self) -> None:
-        """Where other nodes reach this one, not where the machine's name leads."""
+        """Make gloo listen where other nodes reach this one, not at the host name's address."""
         interface = interface_of(self._session.backend.addr)
         if interface is not None and not env.get("GLOO_SOCKET_IFNAME"):
             env.update({"GLOO_SOCKET_IFNAME": interface})
@@ -199,11 +199,11 @@ class StandaloneNode:
     # --- the worker ------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
-        """Take what the worker says, until it closes its end: it has left `train`."""
+        """Read the worker's reports until it closes its end, having left `train`."""
         loop = asyncio.get_running_loop()
         while data := await loop.sock_recv(self._channel, channel.LIMIT):
             self._heard(orders.from_json(json.loads(data)))
-        # What it has said may still wait to be taken up: only after that is it clear what this is.
+        # Earlier reports may still be queued: process them before deciding what this end means.
         self._queue.put_nowait(_HasLeft())
 
     def _heard(self, report: orders.Order | orders.Report | None) -> None:
@@ -264,25 +264,27 @@ class StandaloneNode:
                 self._end()
 
     async def _watch(self) -> None:
-        """Leave the job once the worker is hung: the others must not wait for it for ever.
+        """Leave the job when the worker is hung: the others must not wait for ever.
 
-        It cannot be killed and replaced, as a worker of an agent's: that would end this process.
+        It cannot be killed and replaced like an agent's worker: that would end this process.
         """
         while True:
             await asyncio.sleep(min(LOOK, self._patience / 4))
             if why := await self._hang():
-                logger.error("This worker is hung (%s). The others go on without it.", why)
+                logger.error(
+                    "This worker is hung (%s). The other workers continue without it.", why
+                )
                 self._queue.put_nowait(script.StoreLost(f"this worker was hung ({why})"))
                 return
 
     async def _hang(self) -> str:
-        """Why the worker is hung; empty while it is not."""
+        """Return why the worker is hung, or an empty string."""
         worker, now = self._state.workers[0], time.monotonic()
         if worker.status is not in_process.Status.TRAINING:
             return ""
         if worker.stopping >= 0 and not worker.through:
             late = now - self._over_at > self._patience
-            return f"not free {now - self._over_at:.1f} s after its world was over" if late else ""
+            return f"not free {now - self._over_at:.1f} s after its world ended" if late else ""
         generation, step, at = status_page.read_progress(self._status_page)
         if generation == worker.generation:
             self._pace.saw(generation, step, at, status_page.read_first_step(self._status_page))
@@ -294,7 +296,7 @@ class StandaloneNode:
         return self._pace.words(now)
 
     async def _waits_for_others(self) -> bool:
-        """Whether the training thread is in a collective, as far as its process answers."""
+        """Return whether the training thread is in a collective; False if it does not answer."""
         number = self._pong.number + 1
         self._tell(orders.Ping(number))
         deadline = time.monotonic() + ANSWER
@@ -303,18 +305,18 @@ class StandaloneNode:
         return self._pong.number >= number and self._pong.waiting
 
     def _end(self) -> None:
-        """The job is closed, or out of reach: the worker cannot be stopped, but it can be told."""
+        """Tell the worker that the job is closed or out of reach; it cannot be stopped."""
         if self._state.exitcode:
             self._tell(orders.Closed(f"The job has ended: {self._state.reason}"))
         self._queue.put_nowait(script.WorkersGone())
 
     def _tell(self, order: orders.Order, *descriptors: int) -> None:
-        """Send an order, and descriptors that are closed here."""
+        """Send an order and descriptors, which are closed here."""
         data = json.dumps(orders.to_json(order)).encode()
         try:
             channel.transmit(self._channel, data, descriptors)
         except OSError as error:
-            logger.debug("the worker does not listen any more: %s", error)
+            logger.debug("the worker no longer reads its orders: %s", error)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)

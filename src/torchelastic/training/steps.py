@@ -1,4 +1,4 @@
-"""What a step is, as the user writes it: a function of the state, or a generator."""
+"""A step as the user writes it: a function of the state, or a generator."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ StepGenerator = Callable[[Any], Iterator[Any]]
 
 
 class Steps(Protocol):
-    """The user's steps, one after the other."""
+    """The user's steps, taken one at a time."""
 
     def restart(self, state: State) -> None:
-        """The state was synchronised: begin anew with it."""
+        """Start over with a synchronised state."""
 
     def run(self, state: State) -> tuple[State, Any]:
-        """Take a step; the state from now on, and statistics. StopIteration: no more data."""
+        """Take a step; return the new state and statistics. StopIteration: no more data."""
 
 
 class Function:
@@ -39,7 +39,7 @@ class Function:
 
 
 class Generator:
-    """A generator of steps, made anew in every world: what it holds is of the world before."""
+    """A generator of steps, created again in every world."""
 
     def __init__(self, make: StepGenerator) -> None:
         self._make = make
@@ -57,7 +57,7 @@ class Generator:
 
 
 def _pair(returned: Any) -> tuple[Any, Any]:
-    """A state and statistics, of which anything else has none."""
+    """Return (state, statistics) if the value is such a pair, else no statistics."""
     if isinstance(returned, tuple) and len(returned) == 2:
         return returned
     return None, None

@@ -13,8 +13,8 @@ from torchelastic.training.steps import Function, Generator, StepGenerator, Trai
 
 __all__ = ["MAX_FAILURES", "run_train", "to_generator", "train"]
 
-#: The limit where `max_failures` is not given. In 0.1 all failures of a process counted; here those
-#: of user code do, and a step further than ever before begins the count anew.
+#: The default of `max_failures`. In 0.1 all failures of a process counted; here only errors of user
+#: code do, and getting past the furthest step resets the count.
 MAX_FAILURES = 100
 
 S = TypeVar("S", bound=State)
@@ -31,15 +31,14 @@ def train(
 ) -> S:
     """Call `train_step(state)` until it raises StopIteration on some worker; return the state.
 
-    Whatever happens to other workers, this call goes on: the step in flight is rolled back, the
-    world is built anew, `state.sync()` is called, the step is taken again. Which exception leads to
-    what is the table in `torchelastic.training.outcome`.
+    When another worker is lost, this call continues: it rolls back the step in flight, builds a new
+    world, calls `state.sync()`, and takes the step again. The table in
+    `torchelastic.training.outcome` maps exceptions to actions.
 
-    `snapshot_every`: take the state's own snapshot before every so many steps; when a step fails,
-    all since the last one are taken again. `checkpoint_every`: write a checkpoint after every so
-    many steps, by the manager set with `torchelastic.checkpoint.set_checkpoint_manager`.
-    `max_failures`: so many errors of user code in this process, without a step further than ever
-    before between them, are tried again.
+    `snapshot_every`: call `state.snapshot()` every this many steps; after a failed step, all steps
+    since the last call are repeated. `checkpoint_every`: write a checkpoint every this many steps,
+    with the manager set by `torchelastic.checkpoint.set_checkpoint_manager`. `max_failures`: retry
+    this many errors of user code in this process; getting past the furthest step resets the count.
     """
     options = _options(snapshot_every, checkpoint_every, max_failures)
     return _train(coordinator, Function(train_step), state, options)  # type: ignore[return-value]
@@ -54,17 +53,17 @@ def run_train(
     checkpoint_every: int | None = None,
     max_failures: int | None = None,
 ) -> S:
-    """`train`, with a generator: `train_step_gen(state)` takes a step for each value it yields.
+    """Run `train` with a generator: `train_step_gen(state)` takes a step for each value it yields.
 
-    It is made anew in every world. Its end is the end of the data. What it yields is nothing, or a
-    pair whose second is a `WorkerStats`.
+    It is created again in every world. Its end is the end of the data. It yields nothing, or a
+    pair whose second item is a `WorkerStats`.
     """
     options = _options(snapshot_every, checkpoint_every, max_failures)
     return _train(coordinator, Generator(train_step_gen), state, options)  # type: ignore[return-value]
 
 
 def to_generator(train_step: TrainStep) -> StepGenerator:
-    """The generator of steps that `run_train` takes, of the function that `train` takes."""
+    """Turn a step function for `train` into a generator for `run_train`."""
 
     def steps(state: S) -> Iterator[Any]:
         while True:

@@ -1,4 +1,4 @@
-"""What a `train_step` may tell of its speed."""
+"""Statistics that a `train_step` may return."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class WorkerStats(ABC):
 
     @abstractmethod
     def get_progress_rate(self) -> float | None:
-        """How fast this worker is: larger is faster, in a unit of its own. None: not known."""
+        """Return this worker's speed, larger is faster, in any unit; None if not known."""
 
 
 class SimpleWorkerStats(WorkerStats):
-    """A rate, and nothing else."""
+    """Statistics that hold only a progress rate."""
 
     def __init__(self, progress_rate: float | None) -> None:
         self.progress_rate = progress_rate

@@ -1,4 +1,4 @@
-"""From an order to enter a world to a process group that stands."""
+"""Entering a world: from the agent's order to a working process group."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torchelastic import env, torch_backends
 from torchelastic.torch_private import Store, TCPStore
 from torchelastic.training.control import Control
+from torchelastic.training.group.abortable_waits import Waits
 from torchelastic.training.group.gloo import no_answer
 from torchelastic.training.group.group import GenerationOver, Group
 from torchelastic.training.group.sockets import is_silent
-from torchelastic.training.group.waits import Waits
 from torchelastic.training.state.state import Version
 from torchelastic.worker.orders import Enter
 
 
 class _Connecting:
-    """A connection to a world's store being made, which an abort gives up."""
+    """An abortable attempt to connect to a world's store."""
 
     aborted = False
     pending = 1
@@ -29,13 +29,13 @@ class _Connecting:
 
     def abort(self, reason: str) -> None:
         self.aborted = True
-        self._waits.end(GenerationOver(f"The world was over before it was entered: {reason}."))
+        self._waits.end(GenerationOver(f"The world ended before this worker entered it: {reason}."))
 
     def show(self) -> None:
-        """Nothing: there are no collectives yet."""
+        """Do nothing: there are no collectives yet."""
 
     def look(self, silence: float) -> None:
-        """Nothing: whoever waits finds the fault."""
+        """Do nothing: the waiting thread finds the fault."""
 
     def connect(self, host: str, port: int, timeout: timedelta) -> Store:
         store: Store = self._waits.call(
@@ -47,7 +47,7 @@ class _Connecting:
 
 
 def connect(control: Control, world: Enter, timeout: timedelta) -> Store:
-    """A client of the world's store; GenerationOver if the world ends meanwhile."""
+    """Return a client of the world's store; GenerationOver if the world ends meanwhile."""
     host, _, port = world.store.rpartition(":")
     connecting = _Connecting()
     control.guard(world.generation, connecting)
@@ -55,7 +55,7 @@ def connect(control: Control, world: Enter, timeout: timedelta) -> Store:
 
 
 def build(control: Control, world: Enter, store: Store, backend: str, timeout: timedelta) -> Group:
-    """The world's process group; the control thread may abort it from now on."""
+    """Build the world's process group; the control thread may abort it from now on."""
     group = Group(
         store=store,
         rank=world.rank,
@@ -75,7 +75,7 @@ def build(control: Control, world: Enter, store: Store, backend: str, timeout: t
 def exchange(
     group: Group, version: Version, form: int
 ) -> tuple[tuple[Version, ...], tuple[int, ...]]:
-    """What each worker of the world has, by rank, and of what form that is."""
+    """Return every worker's version and the number of its state's form, by rank."""
     mine = torch.tensor((*version, form), dtype=torch.int64, device=torch_backends.here())
     everybodys = [torch.empty_like(mine) for _ in range(group.size)]
     group.first(lambda: dist.all_gather(everybodys, mine))
@@ -84,9 +84,9 @@ def exchange(
 
 
 def show(world: Enter) -> None:
-    """Let the environment say what it says in a worker that was started for this world.
+    """Set the environment variables as in a worker that was started for this world.
 
-    `LOCAL_RANK` is a worker's for life: devices were chosen by it.
+    `LOCAL_RANK` never changes: the worker chose its device by it.
     """
     host, _, port = world.store.rpartition(":")
     values = {

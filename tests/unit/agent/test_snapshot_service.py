@@ -156,7 +156,7 @@ async def test_what_a_worker_asks_for_is_answered():
         sentence = "This node does not hold 'shared' of generation 0, step 2."
         assert (said, made) == (messages.Refused(8, sentence), None)
         said, _ = await a.ask(messages.Room(9, "mine", 10, 10))
-        assert "is no piece" in said.sentence
+        assert "is not a piece" in said.sentence
         said, _ = await a.ask(messages.Inventory(10))
         assert (said.peer, said.node) == (a.peer, "a")
 

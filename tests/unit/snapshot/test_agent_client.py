@@ -13,7 +13,7 @@ import pytest
 from tests.support import poll_for
 from torchelastic.errors import SnapshotError
 from torchelastic.snapshot import agent_client
-from torchelastic.snapshot.agent_client import Agent
+from torchelastic.snapshot.agent_client import AgentClient
 from torchelastic.snapshot.layout import SHARED, Sizes, create
 from torchelastic.snapshot.messages import (
     Dropped,
@@ -34,7 +34,7 @@ HELD = Holding(SHARED, (2, 7), 100, 0, 4)
 def ends():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link = Link(ours)
-    yield Agent(link), theirs
+    yield AgentClient(link), theirs
     theirs.close()
     link.close()
 
@@ -58,7 +58,9 @@ def test_a_memory_comes_with_the_answer(ends, kind, writable):
     agent, theirs = ends
     descriptor = create(Sizes(64, 64))
     thread = answer(theirs, (kind, [descriptor]))
-    memory = agent.room(SHARED, 64, 64) if writable else agent.open(SHARED, (2, 7), "host:1")
+    memory = (
+        agent.request_memory(SHARED, 64, 64) if writable else agent.open(SHARED, (2, 7), "host:1")
+    )
     assert memory.freshest() is None
     if writable:
         memory.begin((0, 1))[:1] = b"x"
@@ -76,7 +78,7 @@ def test_an_answer_to_what_nobody_waits_for_is_dropped(ends):
     late = (lambda number: Granted(number + 7), [descriptor])
     thread = answer(theirs, late, (lambda number: Refused(number, "No room."), []))
     with pytest.raises(SnapshotError, match=r"^No room\.$"):
-        agent.room(SHARED, 64, 64)
+        agent.request_memory(SHARED, 64, 64)
     thread.join()
     assert len(os.listdir("/proc/self/fd")) == before
     os.close(descriptor)
@@ -97,11 +99,11 @@ def test_patience_ends_later_the_more_is_asked_for(ends, monkeypatch):
     agent, _ = ends
     monkeypatch.setattr(agent_client, "PATIENCE", 0.0)
     monkeypatch.setattr(agent_client, "ROOM_PACE", 1e4)
-    with pytest.raises(SnapshotError, match="not answered in time"):
+    with pytest.raises(SnapshotError, match="Timed out waiting for the agent"):
         agent.inventory()
     began = time.monotonic()
     with pytest.raises(agent_client.Unanswered):
-        agent.room(SHARED, 1000, 64)
+        agent.request_memory(SHARED, 1000, 64)
     assert time.monotonic() - began >= 0.1
 
 
@@ -152,7 +154,7 @@ def test_the_word_to_leave_may_come_before_an_answer(listening):
     thread = threading.Thread(target=run)
     thread.start()
     with pytest.raises(SnapshotError, match=r"^No room\.$"):
-        agent.room(SHARED, 64, 64)
+        agent.request_memory(SHARED, 64, 64)
     thread.join()
     assert heard == [leave]
 
@@ -174,7 +176,7 @@ def test_one_state_of_a_process_is_kept(ends, monkeypatch):
     monkeypatch.setattr(agent_client, "_connected", False)
     monkeypatch.setattr(agent_client.channel, "link", lambda: ends[0]._link)
     assert agent_client.connect() is not None
-    with pytest.raises(RuntimeError, match="one TorchState of all"):
+    with pytest.raises(RuntimeError, match="optimizers into one TorchState"):
         agent_client.connect()
 
 

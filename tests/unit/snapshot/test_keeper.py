@@ -26,10 +26,10 @@ from torchelastic.checkpoint import save
 from torchelastic.data import DataLoader, ElasticSampler, Ledger
 from torchelastic.errors import CheckpointError, SnapshotError
 from torchelastic.snapshot import agent_client, keeper, search
-from torchelastic.snapshot import writer as keeping_writer
-from torchelastic.snapshot.kept_tree import Staging
+from torchelastic.snapshot import writer as snapshot_writer
 from torchelastic.snapshot.layout import SHARED, own
 from torchelastic.snapshot.messages import Settled
+from torchelastic.snapshot.state_tree import Staging
 from torchelastic.training import session
 from torchelastic.training.state.torch_state import TorchState
 
@@ -49,7 +49,7 @@ def expected():
     return fingerprint(state)
 
 
-def test_a_restarted_script_goes_on_to_the_same_bits(shelf, expected, monkeypatch):
+def test_a_restarted_script_goes_on_to_the_same_bits(snapshot_agent, expected, monkeypatch):
     state = build()
     assert state.restore() == 0
     train(state, 4)
@@ -62,11 +62,11 @@ def test_a_restarted_script_goes_on_to_the_same_bits(shelf, expected, monkeypatc
         train(state, until)
         finish(state)
     assert fingerprint(state) == expected
-    assert shelf.versions(SHARED) == [(2, 10), (2, 9)]
-    assert Settled((1, 7), 2) in shelf.told
+    assert snapshot_agent.versions(SHARED) == [(2, 10), (2, 9)]
+    assert Settled((1, 7), 2) in snapshot_agent.told
 
 
-def test_what_is_small_is_of_the_moment_of_the_commit(shelf, monkeypatch):
+def test_what_is_small_is_of_the_moment_of_the_commit(snapshot_agent, monkeypatch):
     """The next forward changes buffers and random states while the rest is copied."""
     goes_on = hold_copies(monkeypatch)
     state = trained(1)
@@ -82,17 +82,17 @@ def test_what_is_small_is_of_the_moment_of_the_commit(shelf, monkeypatch):
 
 def hold_copies(monkeypatch):
     """Copies wait for the event that is returned."""
-    goes_on, copy = threading.Event(), keeping_writer._copy
+    goes_on, copy = threading.Event(), snapshot_writer._copy
 
     def held(job, begin):
         assert goes_on.wait(30)
         copy(job, begin)
 
-    monkeypatch.setattr(keeping_writer, "_copy", held)
+    monkeypatch.setattr(snapshot_writer, "_copy", held)
     return goes_on
 
 
-def test_the_optimizer_waits_for_the_copy_and_nothing_else_does(shelf, monkeypatch):
+def test_the_optimizer_waits_for_the_copy_and_nothing_else_does(snapshot_agent, monkeypatch):
     goes_on = hold_copies(monkeypatch)
     state = trained(1)
     before = state.module[3].weight.detach().clone()
@@ -109,7 +109,9 @@ def test_the_optimizer_waits_for_the_copy_and_nothing_else_does(shelf, monkeypat
     assert torch.equal(again.module[3].weight, before)
 
 
-def test_a_write_outside_the_optimizer_voids_the_snapshot_and_is_told(shelf, monkeypatch, caplog):
+def test_a_write_outside_the_optimizer_voids_the_snapshot_and_is_told(
+    snapshot_agent, monkeypatch, caplog
+):
     goes_on = hold_copies(monkeypatch)
     state = trained(1)
     with torch.no_grad():
@@ -117,74 +119,76 @@ def test_a_write_outside_the_optimizer_voids_the_snapshot_and_is_told(shelf, mon
     goes_on.set()
     step(state)
     state.commit()
-    assert (0, 1) not in shelf.versions(SHARED)
-    assert "written to after commit()" in caplog.text
+    assert (0, 1) not in snapshot_agent.versions(SHARED)
+    assert "changed between commit() and" in caplog.text
     with torch.no_grad():
         state.module[3].weight.mul_(0.5)  # copied by now: it does no harm any more
     finish(state)
-    assert shelf.versions(SHARED) == [(0, 2)]
-    assert caplog.text.count("written to after commit()") == 1
+    assert snapshot_agent.versions(SHARED) == [(0, 2)]
+    assert caplog.text.count("changed between commit() and") == 1
 
 
-def test_a_damaged_snapshot_is_passed_over(shelf, caplog):
+def test_a_damaged_snapshot_is_passed_over(snapshot_agent, caplog):
     finish(trained(5))
-    shelf.damage(SHARED, (0, 5))
+    snapshot_agent.damage(SHARED, (0, 5))
     assert build().restore() == 4
-    assert "The snapshot of step 5 cannot be used here" in caplog.text
-    shelf.damage(own(0), (0, 4))  # which is no reason to go back further
+    assert "This rank cannot use the snapshot of step 5" in caplog.text
+    snapshot_agent.damage(own(0), (0, 4))  # which is no reason to go back further
     assert build().restore() == 4
-    assert "What this rank had of its own at step 4 is lost" in caplog.text
-    shelf.damage(SHARED, (0, 4))
-    with pytest.raises(SnapshotError, match="snapshots up to step 5"):
+    assert "This rank's per-rank state of step 4 is lost" in caplog.text
+    snapshot_agent.damage(SHARED, (0, 4))
+    with pytest.raises(SnapshotError, match="Snapshots up to step 5"):
         build().restore()
 
 
-def test_a_large_one_is_checked_behind_and_nothing_is_committed_from_it(shelf, monkeypatch):
+def test_a_large_one_is_checked_behind_and_nothing_is_committed_from_it(
+    snapshot_agent, monkeypatch
+):
     monkeypatch.setattr(search, "CHECKED_FIRST", 0)
     finish(trained(5))
-    shelf.damage(SHARED, (0, 5))
+    snapshot_agent.damage(SHARED, (0, 5))
     generation(monkeypatch, 1)
     state = build()
     assert state.restore() == 5
-    shelf.answering.clear()  # it need not have room to be told
+    snapshot_agent.answering.clear()  # it need not have room to be told
     with pytest.raises(SnapshotError, match="is damaged"):
         train(state, 6)
-    shelf.answering.set()
+    snapshot_agent.answering.set()
     finish(state)
     generation(monkeypatch, 2)
     state = build()
     assert state.restore() == 4
     train(state, 6)
     finish(state)
-    assert shelf.versions(SHARED)[0] == (2, 6)
+    assert snapshot_agent.versions(SHARED)[0] == (2, 6)
 
 
-def test_another_model_is_not_loaded_over_this_one(shelf, caplog):
+def test_another_model_is_not_loaded_over_this_one(snapshot_agent, caplog):
     finish(trained(2))
-    with pytest.raises(SnapshotError, match="To begin anew is for you to decide"):
+    with pytest.raises(SnapshotError, match="To start from scratch, end the job"):
         build(width=128).restore()
-    assert "another model" in caplog.text
+    assert "a different model" in caplog.text
 
 
-def test_a_refusal_is_told_once_and_training_goes_on(shelf, caplog):
-    shelf.refusal = "The node has no room for it."
+def test_a_refusal_is_told_once_and_training_goes_on(snapshot_agent, caplog):
+    snapshot_agent.refusal = "The node has no room for it."
     finish(trained(4))
-    assert shelf.steps == [0, 1, 2, 3, 4], "the agent is told how far it is"
+    assert snapshot_agent.steps == [0, 1, 2, 3, 4], "the agent is told how far it is"
     assert [record.getMessage() for record in caplog.records if record.levelno >= 30] == [
-        f"Training goes on without snapshots of '{piece}': {shelf.refusal}"
+        f"Training continues without snapshots of '{piece}': {snapshot_agent.refusal}"
         for piece in (own(0), SHARED)
     ]
 
 
-def test_what_is_not_kept_is_not_copied_either(shelf, monkeypatch):
+def test_what_is_not_kept_is_not_copied_either(snapshot_agent, monkeypatch):
     copied, copy = [], Staging.copy
     monkeypatch.setattr(Staging, "copy", lambda *of: (copied.append(of), copy(*of)))
-    monkeypatch.setattr(keeping_writer, "FIRST_WAIT", 0.01)
-    shelf.answering.clear()
+    monkeypatch.setattr(snapshot_writer, "FIRST_WAIT", 0.01)
+    snapshot_agent.answering.clear()
     state = trained(2)
     assert copied == []  # there is no memory yet
-    shelf.refusal = "The node has no room for it."
-    shelf.answering.set()
+    snapshot_agent.refusal = "The node has no room for it."
+    snapshot_agent.answering.set()
     writer = state._keeper._writer
     poll_for(lambda: train(state, state.step + 1) or not writer.keeps_shared, what="the refusal")
     monkeypatch.setattr(state._keeper._tree, "flatten", lambda: pytest.fail("it is refused"))
@@ -193,34 +197,38 @@ def test_what_is_not_kept_is_not_copied_either(shelf, monkeypatch):
     assert copied == []
 
 
-def test_an_answer_that_comes_too_late_is_no_refusal(shelf, monkeypatch, caplog):
-    room, late = shelf.room, [True, True]
+def test_an_answer_that_comes_too_late_is_no_refusal(snapshot_agent, monkeypatch, caplog):
+    room, late = snapshot_agent.request_memory, [True, True]
 
     def busy(*wanted):
         if late:
             late.pop()
-            raise agent_client.Unanswered("The agent has not answered in time.")
+            raise agent_client.Unanswered("Timed out waiting for the agent's answer.")
         return room(*wanted)
 
-    monkeypatch.setattr(shelf, "room", busy)
+    monkeypatch.setattr(snapshot_agent, "request_memory", busy)
     state = trained(3)
-    poll_for(lambda: train(state, state.step + 1) or shelf.versions(SHARED), what="a snapshot")
+    poll_for(
+        lambda: train(state, state.step + 1) or snapshot_agent.versions(SHARED), what="a snapshot"
+    )
     finish(state)
-    assert caplog.text.count("it is asked for again") == 2
+    assert caplog.text.count("yet; asking again") == 2
 
 
-def test_an_agent_that_does_not_answer_holds_up_nobody(shelf, monkeypatch):
-    monkeypatch.setattr(keeping_writer, "FIRST_WAIT", 0.01)
-    shelf.answering.clear()
+def test_an_agent_that_does_not_answer_holds_up_nobody(snapshot_agent, monkeypatch):
+    monkeypatch.setattr(snapshot_writer, "FIRST_WAIT", 0.01)
+    snapshot_agent.answering.clear()
     state = trained(3)
-    assert shelf.versions(SHARED) == []
-    shelf.answering.set()
-    poll_for(lambda: set(shelf.descriptors) == {SHARED, own(0)}, what="its answers")
-    poll_for(lambda: train(state, state.step + 1) or shelf.versions(SHARED), what="a snapshot")
+    assert snapshot_agent.versions(SHARED) == []
+    snapshot_agent.answering.set()
+    poll_for(lambda: set(snapshot_agent.descriptors) == {SHARED, own(0)}, what="its answers")
+    poll_for(
+        lambda: train(state, state.step + 1) or snapshot_agent.versions(SHARED), what="a snapshot"
+    )
     finish(state)
 
 
-def test_a_state_that_grows_gets_more_room(shelf):
+def test_a_state_that_grows_gets_more_room(snapshot_agent):
     state = trained(1)
     state.best = torch.ones(100_000)
     train(state, 2)
@@ -230,17 +238,17 @@ def test_a_state_that_grows_gets_more_room(shelf):
     assert len(again.best) == 100_000
 
 
-def test_a_snapshot_that_cannot_be_written_stops_nothing(shelf, monkeypatch, caplog):
+def test_a_snapshot_that_cannot_be_written_stops_nothing(snapshot_agent, monkeypatch, caplog):
     def fails(job, begin):
         raise OSError("no")
 
-    monkeypatch.setattr(keeping_writer, "_copy", fails)
+    monkeypatch.setattr(snapshot_writer, "_copy", fails)
     finish(trained(3))
-    assert caplog.text.count("could not be written") == 1
-    assert shelf.versions(SHARED) == []
+    assert caplog.text.count("Could not write a snapshot") == 1
+    assert snapshot_agent.versions(SHARED) == []
 
 
-def test_flattened_once_as_long_as_the_tensors_are_the_same(shelf):
+def test_flattened_once_as_long_as_the_tensors_are_the_same(snapshot_agent):
     state = trained(1)
     tree = state._keeper._tree
     first = tree._flat
@@ -255,7 +263,7 @@ def test_flattened_once_as_long_as_the_tensors_are_the_same(shelf):
 # --- the ledger -----------------------------------------------------------------------------------
 
 
-def test_a_snapshot_is_sealed_when_the_ledger_has_its_step(shelf, tmp_path):
+def test_a_snapshot_is_sealed_when_the_ledger_has_its_step(snapshot_agent, tmp_path):
     sampler = ElasticSampler(8, shuffle=False)
     batches = iter(DataLoader(list(range(8)), batch_size=2, sampler=sampler))
     ledger = Ledger(tmp_path)
@@ -274,7 +282,9 @@ def test_a_snapshot_is_sealed_when_the_ledger_has_its_step(shelf, tmp_path):
     assert json.loads((tmp_path / "g3-r0.jsonl").read_text())["ids"] == [4, 5]
 
 
-def test_a_ledger_whose_disk_hangs_holds_up_one_snapshot(shelf, tmp_path, monkeypatch, caplog):
+def test_a_ledger_whose_disk_hangs_holds_up_one_snapshot(
+    snapshot_agent, tmp_path, monkeypatch, caplog
+):
     asked = []
     ledger = Ledger(tmp_path)
     monkeypatch.setattr(ledger, "flush", asked.append)  # None, as false as False
@@ -283,9 +293,9 @@ def test_a_ledger_whose_disk_hangs_holds_up_one_snapshot(shelf, tmp_path, monkey
     for _ in range(3):
         state.commit()
     finish(state)
-    assert asked == [keeping_writer.LEDGER_PATIENCE]
-    assert shelf.versions(SHARED) == [(0, 3), (0, 2)]
-    assert caplog.text.count("disk of the ledger hangs") == 1
+    assert asked == [snapshot_writer.LEDGER_PATIENCE]
+    assert snapshot_agent.versions(SHARED) == [(0, 3), (0, 2)]
+    assert caplog.text.count("ledger's disk is hung") == 1
     ledger.close()
 
 
@@ -315,13 +325,13 @@ def test_several_ranks_need_a_process_group(monkeypatch):
         build().restore()
 
 
-def test_steps_are_committed_in_order(shelf):
+def test_steps_are_committed_in_order(snapshot_agent):
     state = build()
     with pytest.raises(RuntimeError, match="restore"):
         state.commit()
     state.restore()
     state.commit(step=5)
-    with pytest.raises(ValueError, match="Step 4 cannot be committed after step 5"):
+    with pytest.raises(ValueError, match="Cannot commit step 4 after step 5"):
         state.commit(step=4)
     assert state.step == 5, "nothing has moved"
     finish(state)
@@ -329,7 +339,7 @@ def test_steps_are_committed_in_order(shelf):
 
 def test_train_restores_by_itself(monkeypatch):
     monkeypatch.setattr(session, "_current", object())
-    with pytest.raises(RuntimeError, match="by itself"):
+    with pytest.raises(RuntimeError, match="restores and commits itself"):
         build().restore()
 
 
@@ -344,7 +354,7 @@ def refused_amid_a_generation():
     return state
 
 
-def test_the_checkpoint_is_for_when_no_memory_is_left(shelf, make_store, monkeypatch):
+def test_the_checkpoint_is_for_when_no_memory_is_left(snapshot_agent, make_store, monkeypatch):
     make_store()
     state = trained(2)
     save(state, 2)
@@ -360,7 +370,7 @@ def test_the_checkpoint_is_for_when_no_memory_is_left(shelf, make_store, monkeyp
     train(again, 3)
 
 
-def test_a_checkpoint_that_is_fresher_than_memory_is_taken_and_not_void(shelf, make_store):
+def test_a_checkpoint_that_is_fresher_than_memory_is_taken_and_not_void(snapshot_agent, make_store):
     store = make_store(keep_last=1, every=5)
     state = refused_amid_a_generation()
     for done in (5, 10):
@@ -368,13 +378,13 @@ def test_a_checkpoint_that_is_fresher_than_memory_is_taken_and_not_void(shelf, m
         finish_checkpoints()
     train(state, 12)
     finish(state)
-    assert shelf.versions(SHARED) == [(0, 3), (0, 2)]
+    assert snapshot_agent.versions(SHARED) == [(0, 3), (0, 2)]
     assert build().restore() == 10
     store._claim.ensure()
     assert [one.step for one in store.catalog.records()] == [10]
 
 
-def test_a_corrupt_checkpoint_does_not_beat_memory(shelf, make_store, tmp_path):
+def test_a_corrupt_checkpoint_does_not_beat_memory(snapshot_agent, make_store, tmp_path):
     make_store(every=5)
     state = refused_amid_a_generation()
     train(state, 5)
@@ -387,20 +397,22 @@ def test_a_corrupt_checkpoint_does_not_beat_memory(shelf, make_store, tmp_path):
     assert build().restore() == 3
 
 
-def test_storage_that_hangs_keeps_nobody_from_memory(shelf, make_store, monkeypatch, caplog):
+def test_storage_that_hangs_keeps_nobody_from_memory(
+    snapshot_agent, make_store, monkeypatch, caplog
+):
     stored = make_store()
     monkeypatch.setattr(keeper, "STORAGE_PATIENCE", 0.01)
     finish(trained(3))
     goes_on = threading.Event()
     monkeypatch.setattr(stored.catalog, "records", lambda: goes_on.wait(30) and iter(()))
     assert build().restore() == 3
-    assert "Storage does not say what it has" in caplog.text
+    assert "Checkpoint storage did not respond" in caplog.text
     goes_on.set()
     names = {"torchelastic-storage", "torchelastic-fence"}
     poll_for(lambda: names.isdisjoint(one.name for one in threading.enumerate()), what="their end")
 
 
-def test_a_checkpoint_that_cannot_be_loaded_is_an_error(shelf, make_store):
+def test_a_checkpoint_that_cannot_be_loaded_is_an_error(snapshot_agent, make_store):
     make_store()
     save(build(width=128), 7)
     finish_checkpoints()
@@ -411,7 +423,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_an_error(shelf, make_store):
 # --- DDP ------------------------------------------------------------------------------------------
 
 
-def test_a_model_in_ddp_is_kept_without_it(shelf):
+def test_a_model_in_ddp_is_kept_without_it(snapshot_agent):
     wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
     nn.Module.__init__(wrapped)
     wrapped.module = nn.Linear(2, 2)

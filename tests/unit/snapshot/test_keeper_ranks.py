@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.training.keep_support import Shelf, build, finish, train
+from tests.unit.training.keep_support import FakeSnapshotAgent, build, finish, train
 from tests.unit.training.rank_support import Ranks
 from torchelastic.checkpoint import finish as finish_checkpoints
 from torchelastic.errors import SnapshotError
@@ -13,7 +13,7 @@ from torchelastic.snapshot import search
 from torchelastic.snapshot.layout import SHARED, own
 from torchelastic.snapshot.messages import Settled
 
-LOST = "The agent at 10.0.0.7:4242 is lost (nothing moves any more)."
+LOST = "Lost the agent at 10.0.0.7:4242 (timed out: no data is moving)."
 
 
 @pytest.fixture
@@ -21,11 +21,11 @@ def nodes(monkeypatch):
     monkeypatch.setattr(search, "PAUSE", 0.0)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     peers = {}
-    made = [Shelf(name, peers) for name in ("a", "b")]
-    peers.update({shelf.name: shelf for shelf in made})
+    made = [FakeSnapshotAgent(name, peers) for name in ("a", "b")]
+    peers.update({snapshot_agent.name: snapshot_agent for snapshot_agent in made})
     yield made
-    for shelf in made:
-        shelf.close()
+    for snapshot_agent in made:
+        snapshot_agent.close()
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_what_cannot_be_had_once_is_asked_for_again(world, nodes, monkeypatch, c
     trained(world, 2)
     nodes[1].refusals = [LOST] * (search.TRIES - 1)
     assert restored(world, monkeypatch, 1)[0] == [2, 2]
-    assert "could not be had" not in caplog.text
+    assert "cannot fetch" not in caplog.text
 
 
 def test_what_nobody_can_have_now_is_not_given_up(world, nodes, monkeypatch, make_store):
@@ -96,7 +96,7 @@ def test_what_nobody_can_have_now_is_not_given_up(world, nodes, monkeypatch, mak
     errors = trained(world, 12)
     for error in errors:
         assert isinstance(error, SnapshotError)
-        assert "Step 9 is in memory, but could not be had now (rank 0: The agent at" in str(error)
+        assert "Step 9 is in memory, but rank 0 could not fetch it: Lost the agent at" in str(error)
     assert not any(isinstance(said, Settled) for node in nodes for said in node.told)
     assert restored(world, monkeypatch, 2)[0] == [9, 9]
 

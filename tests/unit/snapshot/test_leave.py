@@ -15,7 +15,7 @@ from tests.support import poll_for
 from tests.unit.training.keep_support import build, fingerprint, finish, step, train, trained
 from torchelastic.checkpoint import set_checkpoint_manager
 from torchelastic.snapshot import agent_client
-from torchelastic.snapshot import leave as keeping_leave
+from torchelastic.snapshot import leave as snapshot_leave
 from torchelastic.snapshot.layout import SHARED
 from torchelastic.tensors import module_state
 from torchelastic.training.state.torch_state import TorchState
@@ -33,12 +33,12 @@ def store(make_store):
 def signals(monkeypatch):
     """What the worker sends to itself in the end."""
     sent = []
-    monkeypatch.setattr(keeping_leave.os, "kill", lambda pid, signum: sent.append(signum))
+    monkeypatch.setattr(snapshot_leave.os, "kill", lambda pid, signum: sent.append(signum))
     return sent
 
 
-def leave(shelf, *orders):
-    (on_leave,) = shelf.on_leave
+def leave(snapshot_agent, *orders):
+    (on_leave,) = snapshot_agent.on_leave
     for order in orders:
         on_leave(order)
     for thread in threading.enumerate():
@@ -50,10 +50,12 @@ def steps_in(store):
     return [one.step for one in store.catalog.records()]
 
 
-def test_what_was_committed_is_stored_wherever_the_step_is(shelf, store, signals, monkeypatch):
+def test_what_was_committed_is_stored_wherever_the_step_is(
+    snapshot_agent, store, signals, monkeypatch
+):
     state = trained(3)
     step(state)  # written to, and not committed
-    leave(shelf, SAVE)
+    leave(snapshot_agent, SAVE)
     assert steps_in(store) == [3]
     assert signals == [signal.SIGTERM]
     finish(state)
@@ -67,22 +69,22 @@ def test_what_was_committed_is_stored_wherever_the_step_is(shelf, store, signals
     assert fingerprint(again)[1][:-1] == fingerprint(expected)[1][:-1]
 
 
-def test_no_step_is_committed_any_more(shelf, store, signals):
+def test_no_step_is_committed_any_more(snapshot_agent, store, signals):
     state = trained(2)
-    leave(shelf, SAVE)
+    leave(snapshot_agent, SAVE)
     step(state)
     late = threading.Thread(target=state.commit, daemon=True)
     late.start()
     assert state._departure.commit.locked()
-    assert shelf.steps[-1] == 2
+    assert snapshot_agent.steps[-1] == 2
     state._departure.commit.release()  # in place of the end of the process
     late.join()
-    assert shelf.steps[-1] == 3
+    assert snapshot_agent.steps[-1] == 3
     finish(state)
 
 
 @pytest.mark.parametrize(
-    ("orders", "verdict", "seconds", "expected"),
+    ("orders", "choice", "seconds", "expected"),
     [
         ([Leave(signal.SIGINT, None), GO], 60.0, None, []),
         ([Leave(signal.SIGTERM, None)], 0.01, None, [2]),
@@ -91,69 +93,71 @@ def test_no_step_is_committed_any_more(shelf, store, signals):
     ],
     ids=["another node writes", "the leader does not choose", "too little time", "enough time"],
 )
-def test_who_stores_it(orders, verdict, seconds, expected, shelf, store, signals, monkeypatch):
-    monkeypatch.setattr(keeping_leave, "VERDICT", verdict)
+def test_who_stores_it(
+    orders, choice, seconds, expected, snapshot_agent, store, signals, monkeypatch
+):
+    monkeypatch.setattr(snapshot_leave, "CHOICE", choice)
     state = trained(2)
     if seconds is not None:
         store.seconds = seconds
         orders = [replace(one, deadline=time.monotonic() + 60) for one in orders]
-    leave(shelf, *orders)
+    leave(snapshot_agent, *orders)
     assert steps_in(store) == expected
     assert signals == [signal.SIGTERM]
     finish(state)
 
 
-def test_nothing_committed_is_nothing_to_store(shelf, store, signals, caplog):
+def test_nothing_committed_is_nothing_to_store(snapshot_agent, store, signals, caplog):
     state = trained(0)
-    leave(shelf, SAVE)
+    leave(snapshot_agent, SAVE)
     assert steps_in(store) == []
     assert signals == [signal.SIGTERM]
-    assert "nothing is kept: this node has no snapshot." in caplog.text
+    assert "there is no snapshot to save: this node has no snapshot." in caplog.text
     finish(state)
 
 
-def test_what_was_gone_on_from_is_stored_too(shelf, store, signals, monkeypatch):
+def test_what_was_gone_on_from_is_stored_too(snapshot_agent, store, signals, monkeypatch):
     finish(trained(2))
-    shelf.on_leave.clear()
+    snapshot_agent.on_leave.clear()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     state = build()
     assert state.restore() == 2
-    leave(shelf, SAVE)
+    leave(snapshot_agent, SAVE)
     assert steps_in(store) == [2]
     finish(state)
 
 
-def test_what_is_damaged_is_not(shelf, store, signals, caplog):
+def test_what_is_damaged_is_not(snapshot_agent, store, signals, caplog):
     state = trained(2)
     finish(state)
-    for version in shelf.versions(SHARED):
-        shelf.damage(SHARED, version)
-    leave(shelf, SAVE)
+    for version in snapshot_agent.versions(SHARED):
+        snapshot_agent.damage(SHARED, version)
+    leave(snapshot_agent, SAVE)
     assert steps_in(store) == []
     assert "damaged" in caplog.text
     assert signals == [signal.SIGTERM]
 
 
-def test_a_worker_goes_whatever_fails(shelf, store, signals, monkeypatch, caplog):
+def test_a_worker_goes_whatever_fails(snapshot_agent, store, signals, monkeypatch, caplog):
     def fail(*_):
         raise OSError("no")
 
     state = trained(2)
-    monkeypatch.setattr(keeping_leave.checkpoint, "save_before_leaving", fail)
-    leave(shelf, SAVE)
-    assert "could not be put into storage" in caplog.text
+    monkeypatch.setattr(snapshot_leave.checkpoint, "save_before_leaving", fail)
+    leave(snapshot_agent, SAVE)
+    assert "could not save the state" in caplog.text
     assert signals == [signal.SIGTERM]
     finish(state)
 
 
-def test_a_snapshot_that_is_being_sealed_is_waited_for(shelf, store, signals, monkeypatch):
-    monkeypatch.setattr(keeping_leave, "SEAL", 60.0)
+def test_a_snapshot_that_is_being_sealed_is_waited_for(snapshot_agent, store, signals, monkeypatch):
+    monkeypatch.setattr(snapshot_leave, "SEAL", 60.0)
     held = threading.Event()
     state = build()
     state.restore()
     state._keeper._writer._before_seal = lambda seconds: held.wait(30)
     train(state, 1)
-    (on_leave,) = shelf.on_leave
+    (on_leave,) = snapshot_agent.on_leave
     on_leave(SAVE)
     poll_for(state._departure.commit.locked, what="the commit is held up")
     held.set()
@@ -162,14 +166,14 @@ def test_a_snapshot_that_is_being_sealed_is_waited_for(shelf, store, signals, mo
     finish(state)
 
 
-def test_who_could_store_nothing_is_asked_for_nothing(shelf, make_store):
+def test_who_could_store_nothing_is_asked_for_nothing(snapshot_agent, make_store):
     finish(trained(1))
-    assert shelf.on_leave == []
+    assert snapshot_agent.on_leave == []
     make_store()
     state = trained(2)
-    assert len(shelf.on_leave) == 1
+    assert len(snapshot_agent.on_leave) == 1
     state.restore()
-    assert len(shelf.on_leave) == 1, "once is enough"
+    assert len(snapshot_agent.on_leave) == 1, "once is enough"
     finish(state)
 
 
@@ -198,7 +202,7 @@ def test_the_state_dict_of_a_snapshot_has_the_names_of_the_modules():
     assert made["_extra_state"] == {"extra": 1}
 
 
-def test_a_state_of_several_models_is_stored_as_it_is(shelf, store, signals, monkeypatch):
+def test_a_state_of_several_models_is_stored_as_it_is(snapshot_agent, store, signals, monkeypatch):
     def several():
         torch.manual_seed(1)
         models = {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}
@@ -212,7 +216,7 @@ def test_a_state_of_several_models_is_stored_as_it_is(shelf, store, signals, mon
         optimizer.step()
     state.best = 2.5
     state.commit()
-    leave(shelf, SAVE)
+    leave(snapshot_agent, SAVE)
     finish(state)
     monkeypatch.setattr(agent_client, "connect", lambda: None)
     again = several()

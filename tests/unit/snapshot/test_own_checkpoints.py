@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam
 from torch.optim.lr_scheduler import StepLR
 
-from tests.unit.training.keep_support import Shelf, build, finish, step, train
+from tests.unit.training.keep_support import FakeSnapshotAgent, build, finish, step, train
 from tests.unit.training.rank_support import Ranks
 from torchelastic.checkpoint import CheckpointStore, save, set_checkpoint_manager
 from torchelastic.checkpoint import finish as finish_checkpoints
@@ -91,21 +91,21 @@ def is_same(state, kept):
     return all(torch.equal(kept[name], found) for name, found in state.module.state_dict().items())
 
 
-def test_what_the_script_has_loaded_is_gone_on_from(shelf, monkeypatch):
+def test_what_the_script_has_loaded_is_gone_on_from(snapshot_agent, monkeypatch):
     state = loaded(5)
     before = weights(state)
     assert state.restore(start=5) == state.step == 5
     assert is_same(state, before)
     train(state, 7)
     finish(state)
-    assert shelf.versions(SHARED) == [(0, 7), (0, 6)]
+    assert snapshot_agent.versions(SHARED) == [(0, 7), (0, 6)]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     again = loaded(5)  # the script's file is older now
     assert again.restore(start=5) == 7
     assert is_same(again, weights(state))
 
 
-def test_a_later_file_of_the_script_wins_over_older_snapshots(shelf, monkeypatch):
+def test_a_later_file_of_the_script_wins_over_older_snapshots(snapshot_agent, monkeypatch):
     state = build()
     state.restore()
     train(state, 3)
@@ -117,11 +117,11 @@ def test_a_later_file_of_the_script_wins_over_older_snapshots(shelf, monkeypatch
     assert is_same(again, before)
     train(again, 5)
     finish(again)
-    assert shelf.versions(SHARED)[0] == (1, 5)
+    assert snapshot_agent.versions(SHARED)[0] == (1, 5)
 
 
-def test_an_unsaid_state_is_not_counted_from_0(shelf):
-    with pytest.raises(CheckpointError, match=r"restore\(start=5\) if that is the number"):
+def test_an_unsaid_state_is_not_counted_from_0(snapshot_agent):
+    with pytest.raises(CheckpointError, match=r"restore\(start=5\) if that is right"):
         loaded(5).restore()
     state = loaded(5)
     assert state.restore(start=0) == 0
@@ -131,24 +131,24 @@ def test_an_unsaid_state_is_not_counted_from_0(shelf):
     finish(new)
 
 
-def test_a_step_that_the_state_knows_need_not_be_said(shelf):
+def test_a_step_that_the_state_knows_need_not_be_said(snapshot_agent):
     state = TorchState(model=nn.Linear(1, 1), optimizer=stepped(Adam, 4), step=4)
     assert state.restore() == 4
     finish(state)
 
 
 @pytest.mark.parametrize(("stored", "start", "expected"), [(3, 5, 5), (6, 5, 6), (3, None, 3)])
-def test_beside_checkpoints_of_ours(shelf, make_store, caplog, stored, start, expected):
+def test_beside_checkpoints_of_ours(snapshot_agent, make_store, caplog, stored, start, expected):
     make_store()
     save(loaded(stored), stored)
     finish_checkpoints()
     state = loaded(5)
     assert state.restore(start=start) == expected
     finish(state)
-    assert ("has replaced what the script had loaded" in caplog.text) == (start is None)
+    assert ("replaced the state that the script loaded" in caplog.text) == (start is None)
 
 
-def test_a_start_is_a_number_of_steps(shelf):
+def test_a_start_is_a_number_of_steps(snapshot_agent):
     with pytest.raises(ValueError, match="0 or more"):
         build().restore(start=-1)
     with pytest.raises(TypeError):
@@ -162,11 +162,11 @@ def test_a_start_is_a_number_of_steps(shelf):
 def world(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     peers = {}
-    made = [Shelf(name, peers) for name in ("a", "b")]
-    peers.update({shelf.name: shelf for shelf in made})
+    made = [FakeSnapshotAgent(name, peers) for name in ("a", "b")]
+    peers.update({snapshot_agent.name: snapshot_agent for snapshot_agent in made})
     yield Ranks(made, monkeypatch)
-    for shelf in made:
-        shelf.close()
+    for snapshot_agent in made:
+        snapshot_agent.close()
 
 
 def restored(world, states, starts):
@@ -184,7 +184,7 @@ def test_ranks_that_have_loaded_less_are_sent_the_rest(world, caplog):
     assert restored(world, states, [None, 5]) == [5, 5]
     assert is_same(states[0], before)
     assert steps_taken([states[0].optimizer], []) == 5
-    assert "rank 1 calls restore(start=5), rank 0 restore(start=None)" in caplog.text
+    assert "rank 1 called restore(start=5), rank 0 called restore(start=None)" in caplog.text
 
 
 def test_each_rank_must_load_its_own_shards(world, monkeypatch):
@@ -208,7 +208,7 @@ def test_all_ranks_end_where_one_has_loaded_something_unsaid(world):
     ids=["nowhere", "by the script", "by the manager"],
 )
 def test_who_begins_says_whether_checkpoints_are_written(
-    shelf, tmp_path, monkeypatch, start, manager, stored
+    snapshot_agent, tmp_path, monkeypatch, start, manager, stored
 ):
     """And nothing once there is something to go on from."""
     if manager:
@@ -225,4 +225,4 @@ def test_who_begins_says_whether_checkpoints_are_written(
     finally:
         finish_checkpoints()
         set_checkpoint_manager(None)
-    assert shelf.begun == [Begins(0, 0, stored)]
+    assert snapshot_agent.begun == [Begins(0, 0, stored)]

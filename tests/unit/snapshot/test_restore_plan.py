@@ -9,12 +9,12 @@ import pytest
 from torchelastic.snapshot.layout import SHARED, own, shard
 from torchelastic.snapshot.messages import Holding
 from torchelastic.snapshot.restore_plan import (
+    Agreement,
     Node,
     Outcome,
     Own,
     Said,
     Storage,
-    Verdict,
     agreed,
     bases,
     checkers,
@@ -144,14 +144,14 @@ F, A, U = Outcome.FOUND, Outcome.ABSENT, Outcome.UNUSABLE
 @pytest.mark.parametrize(
     ("outcomes", "holding", "replicated", "sharded"),
     [
-        ([F, F], "n0 n1", Verdict.LOAD, Verdict.LOAD),
-        ([F, A], "n0", Verdict.LOAD, Verdict.TRY_AGAIN),  # no room on a small node
-        ([F, U], "n0 n1", Verdict.LOAD, Verdict.PASS_OVER),  # damaged on one node
-        ([A, A], "n0", Verdict.TRY_AGAIN, Verdict.TRY_AGAIN),
-        ([U, A], "n0", Verdict.PASS_OVER, Verdict.TRY_AGAIN),  # the only one is damaged
-        ([U, A], "n0 n1", Verdict.TRY_AGAIN, Verdict.TRY_AGAIN),
-        ([U, U], "n0 n1", Verdict.PASS_OVER, Verdict.PASS_OVER),
-        ([U, U], "n0", Verdict.PASS_OVER, Verdict.PASS_OVER),
+        ([F, F], "n0 n1", Agreement.LOAD, Agreement.LOAD),
+        ([F, A], "n0", Agreement.LOAD, Agreement.TRY_AGAIN),  # no room on a small node
+        ([F, U], "n0 n1", Agreement.LOAD, Agreement.PASS_OVER),  # damaged on one node
+        ([A, A], "n0", Agreement.TRY_AGAIN, Agreement.TRY_AGAIN),
+        ([U, A], "n0", Agreement.PASS_OVER, Agreement.TRY_AGAIN),  # the only one is damaged
+        ([U, A], "n0 n1", Agreement.TRY_AGAIN, Agreement.TRY_AGAIN),
+        ([U, U], "n0 n1", Agreement.PASS_OVER, Agreement.PASS_OVER),
+        ([U, U], "n0", Agreement.PASS_OVER, Agreement.PASS_OVER),
     ],
 )
 def test_what_all_ranks_do_once_they_have_looked(outcomes, holding, replicated, sharded):

@@ -42,7 +42,7 @@ def test_tensors_have_dotted_names():
 
 def test_what_json_cannot_hold_is_refused_by_its_place():
     for value in ({1, 2}, object(), 1j, range(3)):
-        with pytest.raises(CheckpointError, match=r"'a\.b\.1' is of type .* cannot hold"):
+        with pytest.raises(CheckpointError, match=r"cannot hold 'a\.b\.1', a "):
             checkpoint_tree.flatten({"a": {"b": [0, value]}})
 
 

@@ -17,10 +17,12 @@ from torchelastic.training.state.torch_state import TorchState
 from torchelastic.worker.orders import Begins, Leave
 
 
-class Shelf:
+class FakeSnapshotAgent:
     """Memories as an agent has them: they outlive whoever writes to them."""
 
-    def __init__(self, name: str = "here", peers: dict[str, Shelf] | None = None) -> None:
+    def __init__(
+        self, name: str = "here", peers: dict[str, FakeSnapshotAgent] | None = None
+    ) -> None:
         """`peers` are all nodes that can fetch from each other, by name."""
         self.name, self.peers = name, peers if peers is not None else {}
         #: Sentences of refusals, one for each piece that is asked for.
@@ -51,7 +53,7 @@ class Shelf:
             yield piece, memory
             memory.close()
 
-    def room(self, piece: str, size: int, skeleton: int) -> Memory:
+    def request_memory(self, piece: str, size: int, skeleton: int) -> Memory:
         assert self.answering.wait(30)
         if self.refusal:
             raise SnapshotError(self.refusal)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.training.keep_support import Shelf
+from tests.unit.training.keep_support import FakeSnapshotAgent
 from torchelastic.snapshot import agent_client, exchange
 from torchelastic.tensors import transfer
 
@@ -21,7 +21,7 @@ PATIENCE = 60.0
 class Ranks:
     """A world with a node for each rank; the nodes outlive it."""
 
-    def __init__(self, nodes: Sequence[Shelf], monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, nodes: Sequence[FakeSnapshotAgent], monkeypatch: pytest.MonkeyPatch) -> None:
         self.nodes, self.size = nodes, len(nodes)
         self._here = threading.local()
         self._slots: list[Any] = [None] * self.size

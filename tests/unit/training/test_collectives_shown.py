@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from tests.support import poll_for
 from torchelastic.training.group import threads
+from torchelastic.training.group.abortable_waits import Operation
 from torchelastic.training.group.group import Group
-from torchelastic.training.group.waits import Operation
 from torchelastic.worker import status_page
 from torchelastic.worker.collective_log import Operation as Shown
 from torchelastic.worker.collective_log import read

@@ -6,19 +6,19 @@ from typing import NamedTuple
 
 import pytest
 
-from torchelastic.training.gate import Gate, Verdict
+from torchelastic.training.gate import Gate, GateDecision
 
 
 @pytest.mark.parametrize(
     ("calls", "verdicts"),
     [
-        ("enter 1", {1: Verdict.GO}),
-        ("ask", {0: Verdict.WAIT}),
-        ("ask, run_through -1", {0: Verdict.STOP}),
-        ("enter 5, ask", {5: Verdict.GO, 6: Verdict.WAIT}),
-        ("enter 5, ask, run_through 6", {6: Verdict.GO, 7: Verdict.STOP}),
-        ("ask, run_through 3, run_through 7", {4: Verdict.STOP}),  # the first word stands
-        ("enter 5, ask, run_through 9, end", {6: Verdict.OVER}),  # whatever was agreed
+        ("enter 1", {1: GateDecision.GO}),
+        ("ask", {0: GateDecision.WAIT}),
+        ("ask, run_through -1", {0: GateDecision.STOP}),
+        ("enter 5, ask", {5: GateDecision.GO, 6: GateDecision.WAIT}),
+        ("enter 5, ask, run_through 6", {6: GateDecision.GO, 7: GateDecision.STOP}),
+        ("ask, run_through 3, run_through 7", {4: GateDecision.STOP}),  # the first word stands
+        ("enter 5, ask, run_through 9, end", {6: GateDecision.OVER}),  # whatever was agreed
     ],
 )
 def test_what_follows_from_what_was_said(calls, verdicts):
@@ -26,7 +26,7 @@ def test_what_follows_from_what_was_said(calls, verdicts):
     for call in calls.split(", "):
         name, *step = call.split()
         getattr(gate, name)(*map(int, step))
-    assert {step: gate.verdict(step) for step in verdicts} == verdicts
+    assert {step: gate.decision(step) for step in verdicts} == verdicts
 
 
 def test_the_answer_stays_the_same():
@@ -75,7 +75,7 @@ def test_without_one_order_of_all_threads_every_step_looks(monkeypatch):
     monkeypatch.setattr("sys._is_gil_enabled", lambda: False, raising=False)
     gate = Gate(0)
     assert not gate.enter(0)
-    assert gate.verdict(0) is Verdict.GO
+    assert gate.decision(0) is GateDecision.GO
 
 
 # --- every order of events, with a leader --------------------------------------------------------
@@ -162,8 +162,8 @@ def training_thread(system, index, worker):
         else:
             yield system.with_worker(index, at="inside", inside=worker.step)
     elif worker.at == "looking" and not worker.locked:
-        after = {Verdict.GO: "inside", Verdict.STOP: "stopped", Verdict.OVER: "over"}
-        at = after.get(gate.verdict(worker.step))
+        after = {GateDecision.GO: "inside", GateDecision.STOP: "stopped", GateDecision.OVER: "over"}
+        at = after.get(gate.decision(worker.step))
         if at is not None:
             inside = worker.step if at == "inside" else worker.inside
             yield system.with_worker(index, at=at, inside=inside)

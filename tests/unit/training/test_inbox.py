@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.worker.entering import enter
 from torchelastic.errors import ChannelLost, JobClosed
-from torchelastic.training.gate import Verdict
+from torchelastic.training.gate import GateDecision
 from torchelastic.training.inbox import Inbox
 from torchelastic.worker.orders import Ask, Closed, Entered, Leave, Order, Over, Through
 
@@ -87,17 +87,17 @@ def test_what_a_worker_in_step_5_of_the_first_world_does_next(inbox, story):
 @pytest.mark.parametrize(
     ("orders", "verdicts"),
     [
-        ([Ask(0), enter(1, after=6)], {6: Verdict.GO, 7: Verdict.STOP}),
-        ([Ask(0), Through(0, 5)], {6: Verdict.STOP}),
-        ([enter(1, after=6), Over(1)], {6: Verdict.OVER}),
+        ([Ask(0), enter(1, after=6)], {6: GateDecision.GO, 7: GateDecision.STOP}),
+        ([Ask(0), Through(0, 5)], {6: GateDecision.STOP}),
+        ([enter(1, after=6), Over(1)], {6: GateDecision.OVER}),
     ],
 )
 def test_where_a_worker_in_step_5_of_the_first_world_stops(inbox, orders, verdicts):
     gate = in_world(inbox, 0, 5)
     for order in orders:
         inbox.take(order)
-    assert {step: gate.verdict(step) for step in verdicts} == verdicts
-    assert inbox.is_over(0) is (Verdict.OVER in verdicts.values())
+    assert {step: gate.decision(step) for step in verdicts} == verdicts
+    assert inbox.is_over(0) is (GateDecision.OVER in verdicts.values())
 
 
 def test_a_newcomer_enters_at_once_whatever_the_others_have_agreed_on(inbox):
@@ -110,7 +110,7 @@ def test_over_before_the_world_was_entered(inbox):
     inbox.take(enter(3))
     world = inbox.next(None)
     inbox.take(Over(3))
-    assert inbox.gate(world.generation).verdict(0) is Verdict.OVER
+    assert inbox.gate(world.generation).decision(0) is GateDecision.OVER
     assert inbox.is_over(3)
 
 
@@ -119,7 +119,7 @@ def test_at_the_end_of_the_training_the_last_step_is_run_to_its_end(inbox, throu
     gate = in_world(inbox, 0, 5)
     inbox.take(Over(0, "done", finished=True, through=through))
     assert inbox.is_over(0) is aborts
-    assert gate.verdict((through or 5) + 1) is (Verdict.OVER if aborts else Verdict.STOP)
+    assert gate.decision((through or 5) + 1) is (GateDecision.OVER if aborts else GateDecision.STOP)
     assert inbox.next(None).finished
 
 
@@ -128,6 +128,6 @@ def test_the_job_is_closed(inbox):
     inbox.take(Closed("The budget is spent."))
     inbox.close(ChannelLost("The agent is gone."))
     assert isinstance(inbox.closed, JobClosed)
-    assert gate.verdict(6) is Verdict.OVER
+    assert gate.decision(6) is GateDecision.OVER
     assert inbox.is_over(0)
     assert inbox.reason == "The budget is spent."

@@ -168,7 +168,7 @@ def test_an_agent_has_one_training(monkeypatch):
 
 def test_outside_of_a_world():
     coordinator = CoordinatorP2P(init_method="tcp://nowhere/x?min_workers=1")
-    with pytest.raises(RuntimeError, match="in no world"):
+    with pytest.raises(RuntimeError, match="not in a world"):
         _ = coordinator.rank
-    with pytest.raises(RuntimeError, match="in no world"):
+    with pytest.raises(RuntimeError, match="not in a world"):
         coordinator.rendezvous_barrier()

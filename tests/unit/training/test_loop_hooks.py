@@ -80,7 +80,7 @@ def test_a_coordinator_that_asks_for_another_world_gets_it_and_no_step_is_taken_
         begin(agent)
         erred = agent.hear(Erred)
         assert (erred.generation, erred.step, erred.retry) == (0, 2, True)
-        assert erred.message.endswith("should_rendezvous has asked for another world at step 2.")
+        assert erred.message.endswith("should_rendezvous asked for a new world at step 2.")
         again(agent, 2)
 
     steps = Steps()

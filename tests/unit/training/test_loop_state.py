@@ -74,7 +74,7 @@ def test_a_state_that_nobody_can_roll_back_ends_the_job(run):
         agent.enter(1)
         assert not agent.hear(Erred).retry
 
-    with pytest.raises(NonRetryableException, match="No worker holds a whole state"):
+    with pytest.raises(NonRetryableException, match="No worker holds a complete state"):
         run(script, Steps(_2=once(ValueError())), Fragile())
 
 

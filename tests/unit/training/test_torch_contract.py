@@ -16,9 +16,9 @@ from torchelastic import torch_private
 from torchelastic.errors import ConfigError
 from torchelastic.training.group import gloo, sockets
 from torchelastic.training.group import threads as group_threads
+from torchelastic.training.group.abortable_waits import OwnedWork, Waits, _Failed
 from torchelastic.training.group.gloo import OwnedGloo
 from torchelastic.training.group.group import GenerationOver, Group
-from torchelastic.training.group.waits import OwnedWork, Waits, _Failed
 
 SOON = timedelta(seconds=20)
 
@@ -61,7 +61,7 @@ def test_an_argument_of_a_later_torch_is_refused_only_where_it_asks_for_somethin
     """torch 2.14 added `enable_reconfigure` to all groups of gloo, and every world failed."""
     group = OwnedGloo(dist.HashStore(), 0, 1, SOON, of_tomorrow=False, hints=None)
     assert group.allreduce([torch.ones(1)]).wait()
-    with pytest.raises(NotImplementedError, match="make them without of_tomorrow"):
+    with pytest.raises(NotImplementedError, match="create them without of_tomorrow"):
         OwnedGloo(dist.HashStore(), 0, 1, SOON, of_tomorrow=True)
 
 
@@ -120,7 +120,7 @@ def test_nothing_is_launched_after_an_abort(alone):
 
 
 def test_two_backends_in_one_group_are_refused():
-    with pytest.raises(ConfigError, match=r"use one, and make a group for the other"):
+    with pytest.raises(ConfigError, match=r"use one, and create a group for the other"):
         Group(
             store=dist.HashStore(),
             rank=0,

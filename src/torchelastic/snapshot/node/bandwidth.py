@@ -1,22 +1,22 @@
-"""How fast copies may go: a bucket of bytes that fills at a rate. Pure: it is told the time."""
+"""The bandwidth limit of copies: a token bucket. Pure: the caller passes the time."""
 
 from __future__ import annotations
 
-#: Seconds of the rate that may be saved up, and spent at once.
+#: Seconds of the rate that may be saved up and spent at once (the burst).
 BURST = 0.1
 
 
 class Bucket:
-    """Holds back what exceeds a rate, however it is asked for."""
+    """A token bucket that limits bytes to a rate."""
 
     def __init__(self, rate: float) -> None:
-        """`rate` in bytes per second; 0 holds nothing back."""
+        """`rate` in bytes per second; 0 means no limit."""
         self._rate = rate
         self._has = rate * BURST
         self._at: float | None = None
 
     def take(self, size: int, now: float) -> float:
-        """Take so many bytes; returns the seconds to wait before they are sent.
+        """Take this many bytes; return the seconds to wait before sending them.
 
         >>> bucket = Bucket(1000)
         >>> bucket.take(100, 0.0), bucket.take(500, 0.0), bucket.take(100, 1.0)
@@ -26,6 +26,6 @@ class Bucket:
             return 0.0
         since = now - self._at if self._at is not None else 0.0
         self._at = now
-        # May be below nothing: who came before has taken what is to come, and waits for it.
+        # May be negative: an earlier caller has taken future bytes, and waits for them.
         self._has = min(self._has + since * self._rate, self._rate * BURST) - size
         return max(0.0, -self._has / self._rate)

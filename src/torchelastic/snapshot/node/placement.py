@@ -1,10 +1,9 @@
-"""Who holds whose replicas. Pure.
+"""The placement of replicas on nodes. Pure.
 
-Each node's pieces are held by the nodes that follow it in the order of the world, the first one
-after the last. So every node holds as much as it has others hold, none holds its own, and a change
-of the world moves as little as can be: who is lost was holder for as many nodes as it had holders,
-and each of them has one new one; who joins, at the end of the order, likewise. Nobody has to agree
-on anything but the world.
+The nodes that follow a node in the order of the world, as in a ring, hold its pieces. So every node
+holds as much for others as others hold for it, none holds its own, and a change of the world moves
+as little as possible: each node that a lost node held replicas for gets one new holder, and the
+same for a node that joins at the end of the order. Nodes need to agree only on the world.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 
 
 def holders(nodes: Sequence[str], node: str, replicas: int) -> tuple[str, ...]:
-    """The nodes that hold this node's pieces; fewer than asked for where there are fewer others.
+    """Return the nodes that hold this node's pieces: `replicas` of them, or all others.
 
     >>> holders(["a", "b", "c"], "b", 1), holders(["a", "b", "c"], "c", 5), holders(["a"], "a", 1)
     (('c',), ('a', 'b'), ())

@@ -1,4 +1,4 @@
-"""Carries snapshots from agent to agent, over direct connections that the reception has admitted.
+"""The replicator: copies snapshots between agents, over connections that the listener admitted.
 
     client                        server
     GIVE, a header           ->
@@ -11,15 +11,15 @@
     GO: they are here        ->
                              <-   HAVE: they were not overwritten until now; or NO
 
-WAIT may come before any first reply, again and again: other guests are served first. Who wants
-something waits for it; who gives comes again later.
+WAIT may come any number of times before a first reply: other visitors are served first. A client
+that wants a version waits; one that gives comes back later.
 
-What is given is summed by who takes it: nobody waits for that, and nobody else would look for
-hours. What is wanted is waited for, and summed by the worker, who would have to anyhow: here it is
-made sure only that it is the version that was asked for, and nothing that was written over it.
+The receiver of a given version verifies its checksum: nothing waits for that, and no one else might
+read the version for hours. A wanted version is urgent, and the worker verifies its checksum anyway:
+here we check only that it is the requested version and was not overwritten.
 
-A connection serves any number of these, one after another. What waits for the network is done in
-threads, never in the agent's loop; a connection on which nothing is said takes none.
+A connection serves any number of exchanges, one after another. Network waits happen in threads,
+never in the agent's loop; an idle connection uses no thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torchelastic.errors import ConfigError, RendezvousError, TransferError, Wir
 from torchelastic.snapshot.layout import SHARED, Held, Memory, Version
 from torchelastic.snapshot.node import stream
 from torchelastic.snapshot.node.bandwidth import Bucket
-from torchelastic.snapshot.node.memory import Kept, SnapshotMemory
+from torchelastic.snapshot.node.memory import MemoryEntry, SnapshotMemory
 from torchelastic.snapshot.node.stream import Header, SnapshotStream
 from torchelastic.system.memory_limit import NoRoom
 from torchelastic.transport import frames
@@ -52,16 +52,16 @@ T = TypeVar("T")
 ANSWERS = 5.0
 #: Transfers at a time, each way; others wait.
 OUTGOING, INCOMING = 4, 4
-#: How often a guest that waits for its turn is told so, in seconds: more often than a connection on
-#: which nothing moves is given up.
+#: Seconds between WAIT messages to a queued visitor: less than the timeout of a connection on which
+#: nothing moves.
 WAITING = 5.0
-#: Connections of others that are held open. Those at rest make way: who is closed calls again.
+#: The limit of open connections from others. Idle ones make way: their peers connect again.
 MOST_VISITORS = 256
 _BROKEN = (OSError, EOFError, RendezvousError)
 
 
 class Replicator:
-    """This node's end of all such connections. Made in a running loop."""
+    """This node's end of all snapshot connections. Create it in a running loop."""
 
     def __init__(
         self,
@@ -72,22 +72,22 @@ class Replicator:
         *,
         bandwidth: float = 0.0,
     ) -> None:
-        """`bandwidth` limits what is given to others, in bytes per second; 0: it does not."""
+        """`bandwidth` limits what is given to others, in bytes per second; 0: no limit."""
         self._snapshot_memory = snapshot_memory
         self._node = node
         self._job = job
         self._credentials = credentials
         self._bucket = Bucket(bandwidth)
         self._bucket_lock = threading.Lock()
-        # Apart: if all of two nodes' threads were giving, none would be left to take.
+        # Separate pools: if all threads of two nodes were giving, none would be left to take.
         self._outgoing = ThreadPoolExecutor(OUTGOING, "snapshot-out")
         self._incoming = ThreadPoolExecutor(INCOMING, "snapshot-in")
         self._pipes: set[SnapshotStream] = set()
         self._visitors: set[SnapshotStream] = set()
-        #: Those of them that say nothing, the one for longest first.
+        #: The idle ones, the longest idle first.
         self._resting: dict[SnapshotStream, None] = {}
         self._turns = asyncio.Semaphore(INCOMING)
-        #: By address, a connection that nobody uses just now.
+        #: By address, an unused connection.
         self._idle: dict[str, SnapshotStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
@@ -109,22 +109,22 @@ class Replicator:
     # --- calling others --------------------------------------------------------------------------
 
     async def fetch(self, piece: str, version: Version, peer: str) -> None:
-        """Have a version that another node holds on our own shelf, among our own.
+        """Copy a version that another node holds into our own snapshot memory.
 
-        `TransferError` if it cannot be had, `NoRoom` if there is none for it here.
+        `TransferError` if it cannot be fetched, `NoRoom` if there is no memory for it here.
         """
         wanted = Header(kind=stream.WANT, piece=piece, version=version)
         called = await self._call(peer)
         await self._use(called, peer, partial(_fetch, called, self._snapshot_memory, wanted))
 
     async def fetch_freshest(self, piece: str, peer: str) -> None:
-        """The same, of the freshest there is: for a shelf that has none."""
+        """Fetch the freshest version, for a node that has none."""
         wanted = Header(kind=stream.FRESHEST, piece=piece, version=(0, 0))
         called = await self._call(peer)
         await self._use(called, peer, partial(_fetch, called, self._snapshot_memory, wanted))
 
     async def give(self, piece: str, peer: str) -> Version:
-        """Give the freshest version of a piece of ours to another node; returns which it was."""
+        """Give the freshest version of our piece to another node; return which it was."""
         idle = self._idle.pop(peer, None)
         if idle is not None and not idle.has_ended():
             return await self._give(idle, piece, peer)
@@ -139,7 +139,7 @@ class Replicator:
         )
 
     async def _use(self, called: SnapshotStream, peer: str, work: Callable[[], T]) -> T:
-        """Do something with a connection in a thread; keep it for the next time if all is well."""
+        """Use a connection in a thread; hold it for the next use if that succeeds."""
         try:
             done = await asyncio.get_running_loop().run_in_executor(self._outgoing, work)
         except _Refused as refused:
@@ -147,9 +147,9 @@ class Replicator:
             raise TransferError(str(refused)) from None
         except (*_BROKEN, stream.Closed) as error:
             self._end(called)
-            raise TransferError(f"The agent at {peer} is lost ({_words(error)}).") from error
+            raise TransferError(f"Lost the agent at {peer} ({_words(error)}).") from error
         except asyncio.CancelledError:
-            called.hang_up()  # the thread may still be at it
+            called.hang_up()  # the thread may still be using it
             raise
         except BaseException:
             self._end(called)
@@ -169,10 +169,10 @@ class Replicator:
             link, answer = await connect_once(place, purpose=frames.SNAPSHOT, timeout=ANSWERS)
         except (OSError, asyncio.TimeoutError, NoAnswer, RendezvousError, ConfigError) as error:
             words = _words(error)
-            raise TransferError(f"The agent at {peer} does not answer ({words}).") from error
+            raise TransferError(f"The agent at {peer} did not answer ({words}).") from error
         if not isinstance(answer, frames.Welcome):
             link.abort()
-            raise TransferError(f"The agent at {peer} is not what it should be.")
+            raise TransferError(f"{peer} did not answer as an agent of this job.")
         return self._taken(link)
 
     def _taken(self, link: Link) -> SnapshotStream:
@@ -189,18 +189,18 @@ class Replicator:
         ended.close()
 
     def forget(self, peers: set[str]) -> None:
-        """Close the connections to all but these: the others are in no world with us."""
+        """Close the connections to all but these: the others are not in our world."""
         for peer in self._idle.keys() - peers:
             self._end(self._idle[peer])
 
     # --- being called ----------------------------------------------------------------------------
 
     def admit(self, link: Link, hello: frames.Hello) -> None:
-        """Take a connection from the reception."""
+        """Take a connection from the listener."""
         if len(self._visitors) >= MOST_VISITORS:
             self._send_one_away()
         if self._closing or len(self._visitors) >= MOST_VISITORS:
-            link.send(frames.Refusal("This agent takes no more connections for snapshots now."))
+            link.send(frames.Refusal("This agent has too many snapshot connections; retry later."))
             link.close()
             return
         link.send(frames.Welcome(frames.PROTOCOL, frames.VERSION, "", False, 0))
@@ -218,14 +218,14 @@ class Replicator:
             self._end(visitor)
 
     def _listen(self, visitor: SnapshotStream) -> None:
-        """Wait, without a thread, until the guest says something."""
+        """Wait, without a thread, until the visitor sends something."""
         self._resting[visitor] = None
         asyncio.get_running_loop().add_reader(visitor, self._heard, visitor)
 
     def _heard(self, visitor: SnapshotStream) -> None:
         asyncio.get_running_loop().remove_reader(visitor)
         del self._resting[visitor]
-        task = asyncio.create_task(self._answer(visitor), name="snapshot guest")
+        task = asyncio.create_task(self._answer(visitor), name="snapshot visitor")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -233,7 +233,7 @@ class Replicator:
         try:
             await self._serve(visitor)
         except (*_BROKEN, stream.Closed) as error:
-            logger.debug("a connection for snapshots has ended: %s", _words(error))
+            logger.debug("snapshot connection ended: %s", _words(error))
             self._end(visitor)
         except BaseException:
             self._end(visitor)
@@ -243,7 +243,7 @@ class Replicator:
                 self._listen(visitor)
 
     async def _serve(self, visitor: SnapshotStream) -> None:
-        """Do what a guest asks for, when it is its turn; until then it hears that it is not."""
+        """Serve a visitor when it is its turn; until then send it WAIT."""
         turn = asyncio.ensure_future(self._turns.acquire())
         try:
             while not turn.done():
@@ -262,7 +262,7 @@ class Replicator:
 
 
 class _Refused(Exception):
-    """The other end says no, and why; the connection is as good as before."""
+    """The other end refused, with a reason; the connection is still usable."""
 
 
 def _words(error: BaseException) -> str:
@@ -289,7 +289,7 @@ def _give(
                 _agreed(called)
             return held.version
     except KeyError:
-        raise _Refused(f"There is no version of '{piece}' here.") from None
+        raise _Refused(f"This node holds no version of '{piece}'.") from None
 
 
 def _header(kind: int, piece: str, origin: str, memory: Memory, held: Held) -> Header:
@@ -317,8 +317,8 @@ def _agreed(called: SnapshotStream, *, waits: bool = True) -> int:
     kind, sentence = called.receive_reply()
     while kind == stream.WAIT:
         if not waits:
-            # Others of this node, that somebody waits for, need the thread.
-            raise TransferError("The other node is busy with others: it is called again.")
+            # Urgent transfers of this node need the thread.
+            raise TransferError("The other node is busy; retrying later.")
         kind, sentence = called.receive_reply()
     if kind == stream.NO:
         raise _Refused(sentence)
@@ -338,20 +338,20 @@ def _fetch(called: SnapshotStream, snapshot_memory: SnapshotMemory, wanted: Head
     header = called.receive_header()
     is_it = wanted.kind == stream.FRESHEST or header.version == wanted.version
     if header.kind != stream.FOUND or header.piece != wanted.piece or not is_it:
-        raise WireError("Another snapshot has come than was asked for.")
-    # Of all its pages only those of this version are needed now, and writing them takes them.
-    kept = snapshot_memory.make_room(header.piece, header.room, header.skeleton_room, take=False)
-    with snapshot_memory.bringing(kept) as may:
+        raise WireError("Received a different snapshot than requested.")
+    # Only the pages of this version are needed now, and writing allocates them.
+    entry = snapshot_memory.memory_for(header.piece, header.room, header.skeleton_room, take=False)
+    with snapshot_memory.bringing(entry) as may:
         if not may:
-            raise TransferError(f"'{header.piece}' is just being brought by another connection.")
+            raise TransferError(f"Another connection is already bringing '{header.piece}'.")
         if wanted.kind == stream.WANT:
-            # What is asked for is the base: whatever this memory has beyond it is void.
-            kept.memory.settle(header.version, header.version[0] + 1)
-        _take(called, kept, header, partial(_is_confirmed, called, kept, header))
+            # The requested version is the base: whatever this memory has beyond it is void.
+            entry.memory.settle(header.version, header.version[0] + 1)
+        _take(called, entry, header, partial(_is_confirmed, called, entry, header))
 
 
 def _serve(visitor: SnapshotStream, snapshot_memory: SnapshotMemory) -> None:
-    """Do what a guest asks for, as long as it has asked already."""
+    """Serve all requests that a visitor has already sent."""
     while True:
         header = visitor.receive_header()
         if header.kind == stream.GIVE:
@@ -359,7 +359,7 @@ def _serve(visitor: SnapshotStream, snapshot_memory: SnapshotMemory) -> None:
         elif header.kind in (stream.WANT, stream.FRESHEST):
             _serve_want(visitor, snapshot_memory, header)
         else:
-            raise WireError("A guest has sent what was not asked for.")
+            raise WireError("A peer sent an unexpected message.")
         if not visitor.has_more:
             return
 
@@ -372,7 +372,7 @@ def _serve_want(visitor: SnapshotStream, snapshot_memory: SnapshotMemory, wanted
             visitor.reply(stream.GO)
             visitor.send(found.pack())
             _send(visitor, memory, descriptor, held, lambda size: None)
-            # Until they are there they lie in this memory, and may still change.
+            # Until they arrive there, they are in this memory, and may still change.
             visitor.receive_reply()
             if memory.still_holds(held):
                 visitor.reply(stream.HAVE)
@@ -384,54 +384,58 @@ def _serve_want(visitor: SnapshotStream, snapshot_memory: SnapshotMemory, wanted
 
 def _serve_give(visitor: SnapshotStream, snapshot_memory: SnapshotMemory, header: Header) -> None:
     if header.piece == SHARED:
-        # Whoever takes it for its workers' freshest state must have asked for it.
-        raise WireError("Shared state is fetched, and never given.")
+        # A node that uses it as its workers' freshest state must have requested it.
+        raise WireError("A peer pushed shared state, which nodes only fetch.")
     try:
-        kept = snapshot_memory.make_room_for_replica(
+        entry = snapshot_memory.memory_for_replica(
             header.piece, header.origin or "?", header.room, header.skeleton_room
         )
     except NoRoom as error:
         visitor.reply(stream.NO, str(error))
         return
-    freshest = kept.freshest()
-    if kept.find(header.version) is not None:
+    freshest = entry.freshest()
+    if entry.find(header.version) is not None:
         visitor.reply(stream.HAVE)
     elif freshest is not None and freshest.version > header.version:
-        # Void, if what is given now is what a generation has settled on: that is dropped soon.
-        visitor.reply(stream.NO, f"This node still holds something fresher of '{header.piece}'.")
+        # Ours is void if the given version is a generation's base: then it is dropped soon.
+        visitor.reply(stream.NO, f"This node holds a newer version of '{header.piece}'.")
     else:
-        with snapshot_memory.bringing(kept) as may:
-            visitor.reply(*_taken_in(visitor, kept, header, may))
+        with snapshot_memory.bringing(entry) as may:
+            visitor.reply(*_taken_in(visitor, entry, header, may))
 
 
-def _taken_in(visitor: SnapshotStream, kept: Kept, header: Header, may: bool) -> tuple[int, str]:
-    """Take what is given; the answer to that."""
+def _taken_in(
+    visitor: SnapshotStream, entry: MemoryEntry, header: Header, may: bool
+) -> tuple[int, str]:
+    """Take a given version; return the reply."""
     if not may:
-        return stream.NO, "Another connection is just bringing that piece."
-    _drop_between(kept.memory, header)
+        return stream.NO, "Another connection is already bringing that piece."
+    _drop_between(entry.memory, header)
     visitor.reply(stream.GO)
-    whole = _take(visitor, kept, header, partial(_is_whole, visitor, kept, header))
-    return (stream.HAVE, "") if whole else (stream.NO, "It was overwritten on its way.")
+    whole = _take(visitor, entry, header, partial(_is_whole, visitor, entry, header))
+    return (stream.HAVE, "") if whole else (stream.NO, "It was overwritten during the transfer.")
 
 
 def _drop_between(memory: Memory, header: Header) -> None:
-    """What some rank could not keep all have dropped. It goes here too, where what is given would
-    else take the place of the version before: the last one that all have."""
+    """Drop versions that all ranks have dropped because one could not hold them. Otherwise the
+    given version would replace the one before: the last one that all have."""
     if header.before != stream.NONE:
         for version in _versions(memory):
             if header.before < version < header.version:
                 memory.drop(version)
 
 
-def _take(by: SnapshotStream, kept: Kept, header: Header, receive: Callable[[], bool]) -> bool:
-    """Take a version into a memory; says whether it is what it was when it was sealed, which
-    `receive` finds out when it brings the bytes."""
+def _take(
+    by: SnapshotStream, entry: MemoryEntry, header: Header, receive: Callable[[], bool]
+) -> bool:
+    """Receive a version into a memory; return whether it is undamaged, as `receive` finds while it
+    reads the bytes."""
     skeleton = by.receive(header.skeleton)
     try:
-        kept.memory.begin(header.version)
+        entry.memory.begin(header.version)
         if not receive():
             return False
-        kept.memory.seal(
+        entry.memory.seal(
             header.version,
             skeleton,
             header.used,
@@ -440,19 +444,19 @@ def _take(by: SnapshotStream, kept: Kept, header: Header, receive: Callable[[], 
             size=header.size,
         )
     except ValueError as error:
-        # The memory has been let go of meanwhile, or holds something fresher.
-        raise WireError(f"A snapshot cannot be taken in: {error}") from error
+        # The memory was dropped meanwhile, or holds something fresher.
+        raise WireError(f"Cannot store a received snapshot: {error}") from error
     return True
 
 
-def _is_whole(by: SnapshotStream, kept: Kept, header: Header) -> bool:
-    summed = by.receive_summed(kept.descriptor, kept.memory.begun_at, header.used)
+def _is_whole(by: SnapshotStream, entry: MemoryEntry, header: Header) -> bool:
+    summed = by.receive_summed(entry.descriptor, entry.memory.begun_at, header.used)
     return summed == header.checksum
 
 
-def _is_confirmed(called: SnapshotStream, kept: Kept, header: Header) -> bool:
-    """Or raises what the other end has against it."""
-    called.receive_into(kept.descriptor, kept.memory.begun_at, header.used)
+def _is_confirmed(called: SnapshotStream, entry: MemoryEntry, header: Header) -> bool:
+    """Return whether the other end confirms; raise its refusal."""
+    called.receive_into(entry.descriptor, entry.memory.begun_at, header.used)
     called.reply(stream.GO)
     _agreed(called)
     return True

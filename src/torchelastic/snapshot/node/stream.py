@@ -1,8 +1,8 @@
-"""A connection between two agents that carries snapshots: headers of a fixed form and raw bytes.
+"""A snapshot stream between two agents: fixed-size headers and raw bytes.
 
-It has been greeted as any other (`rendezvous.embedded.listener`), so both ends are known to belong
-to the job, and goes on here without frames: bulk bytes are sent from the memory they lie in, and
-received into the memory they are to lie in. Blocks, hence belongs to a thread at a time.
+The connection was authenticated like any other (`transport.listener`), so both ends belong to the
+job. From here on it has no frames: bytes are sent from and received into the snapshot memory. Calls
+block, so only one thread uses a stream at a time.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from torchelastic.snapshot.layout import Version, checksum, rank_of
 from torchelastic.snapshot.node.bandwidth import Bucket
 from torchelastic.transport.tls import TlsPipe
 
-#: Bytes sent or received at a time: few enough to be in the processor's cache when they are summed
-#: and written.
+#: Bytes sent or received at a time: few enough to stay in the CPU cache for the checksum and write.
 CHUNK = 1 << 20
-#: Seconds without a byte after which the other end is given up; fewer amid a header, which comes in
-#: one piece: who sends half of one must not keep a thread from others.
+#: Seconds without a byte before giving up; fewer within a header, which comes in one piece: a peer
+#: that sends half of one must not block a thread.
 SILENCE, HEADER_SILENCE = 30, 5
-#: What a header may ask for: more would be no memory of this world.
+#: The largest size in a header; more is certainly invalid.
 MOST_BYTES = 1 << 46
 MOST_SKELETON = 1 << 30
 
@@ -52,7 +51,7 @@ GO, HAVE, NO, WAIT = 1, 2, 3, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What comes, or is asked for."""
+    """The description of a version that follows or is requested."""
 
     kind: int
     piece: str
@@ -61,13 +60,13 @@ class Header:
     origin: str = ""
     rank: int = 0
     size: int = 1
-    #: What the memory it lies in has room for.
+    #: The capacity of its memory.
     room: int = 0
     skeleton_room: int = 0
     used: int = 0
     skeleton: int = 0
     checksum: int = 0
-    #: The next older version that the sender holds: what lies between, it has dropped.
+    #: The next older version that the sender holds; it has dropped those between.
     before: Version = NONE
 
     def pack(self) -> bytes:
@@ -89,13 +88,13 @@ class Header:
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
-        """`WireError` for what no agent sends."""
+        """Parse a header; `WireError` if it is invalid."""
         magic, kind, piece, origin, generation, step, *rest = _HEADER.unpack(data)
         try:
             named, made_by = _text(piece), _text(origin)
             rank_of(named)
         except ValueError as error:
-            raise WireError(f"A header names no piece: {error}.") from None
+            raise WireError(f"Invalid piece in the header of a snapshot: {error}.") from None
         rank, size, room, skeleton_room, used, skeleton, summed, *before = rest
         if (
             magic != _MAGIC
@@ -103,7 +102,7 @@ class Header:
             or not (0 <= rank < size and generation >= 0 and step >= 0)
             or not (used <= room <= MOST_BYTES and skeleton <= skeleton_room <= MOST_SKELETON)
         ):
-            raise WireError("A header does not make sense.")
+            raise WireError("Invalid header of a snapshot.")
         return cls(
             kind=kind,
             piece=named,
@@ -125,25 +124,25 @@ def _text(padded: bytes) -> str:
 
 
 class Closed(Exception):
-    """This end has been closed, by us."""
+    """We have closed this end."""
 
 
 class SnapshotStream:
-    """One end. Methods raise OSError, EOFError or WireError: it is of no more use then."""
+    """One end of a stream. After OSError, EOFError or WireError it is unusable."""
 
     def __init__(self, connection: socket.socket, tls: TlsPipe | None) -> None:
-        """The connection is the pipe's from now on."""
+        """The stream takes over the connection."""
         connection.setblocking(True)
         self._connection = connection
         self._allow(socket.SO_SNDTIMEO, SILENCE)
         self._allow(socket.SO_RCVTIMEO, SILENCE)
         self._tls = tls
-        #: What has been decrypted and not been asked for yet.
+        #: Decrypted bytes that were not read yet.
         self._plain = bytearray()
         self._over = threading.Event()
 
     def _allow(self, option: int, seconds: int) -> None:
-        """How long the kernel waits: asking it to is cheaper than to wait before every call."""
+        """Set the socket's timeouts in the kernel: cheaper than a poll before every call."""
         limit = struct.pack("ll", seconds, 0)
         self._connection.setsockopt(socket.SOL_SOCKET, option, limit)
 
@@ -152,11 +151,11 @@ class SnapshotStream:
 
     @property
     def has_more(self) -> bool:
-        """Whether there is something to receive that the socket does not know of."""
+        """Whether there are decrypted bytes that the socket no longer reports."""
         return bool(self._plain)
 
     def has_ended(self) -> bool:
-        """Of a connection at rest, on which nothing is to come: whether the other end is closed."""
+        """Return whether the other end of an idle connection is closed."""
         try:
             return not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -165,7 +164,7 @@ class SnapshotStream:
             return True
 
     def hang_up(self) -> None:
-        """Make whoever is in here leave, from any thread; `close` is still to be called."""
+        """Interrupt the thread that uses this stream. Any thread; `close` must follow."""
         self._over.set()
         try:
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -192,7 +191,7 @@ class SnapshotStream:
         self.send(_REPLY.pack(kind, len(text)) + text)
 
     def send_file(self, descriptor: int, at: int, size: int, wait: Callable[[int], None]) -> None:
-        """Bytes of a file, which need not come into this process where they go in the clear.
+        """Send bytes of a file; without TLS they do not pass through this process.
 
         `wait` is called with the number of bytes before they are sent.
         """
@@ -213,7 +212,7 @@ class SnapshotStream:
             _is_silent()
 
     def limited_by(self, bucket: Bucket, lock: threading.Lock) -> Callable[[int], None]:
-        """What waits as long as the bucket says, or until this end is closed."""
+        """Return a function that waits as the bucket requires, or until this end is closed."""
 
         def wait(size: int) -> None:
             with lock:
@@ -240,13 +239,13 @@ class SnapshotStream:
         kind, length = _REPLY.unpack(self.receive(_REPLY.size))
         sentence = self.receive(length).decode(errors="replace")
         if kind not in (GO, HAVE, NO, WAIT):
-            raise WireError("A reply does not make sense.")
+            raise WireError("Invalid reply about a snapshot.")
         return kind, sentence
 
     def receive_into(self, descriptor: int, at: int, size: int) -> None:
-        """Write what comes to a file. In the clear it does not come into this process on its way.
+        """Receive bytes into a file; without TLS they do not pass through this process.
 
-        Not into a mapping: a page would be cleared before it is written, and looked up for us.
+        Not into a mapping: each page would be cleared and faulted in before it is written.
         """
         end = at + size
         with _Conduit() as conduit:
@@ -268,7 +267,7 @@ class SnapshotStream:
         return moved
 
     def receive_summed(self, descriptor: int, at: int, size: int) -> int:
-        """The same, but all of it is looked at: returns its checksum."""
+        """Do the same, and return the checksum of the bytes."""
         with _Summing() as summing:
             for begin in range(0, size, CHUNK):
                 part = summing.buffer()[: min(CHUNK, size - begin)]
@@ -285,7 +284,7 @@ class SnapshotStream:
             room = room[count:]
 
     def _some(self, room: memoryview) -> int:
-        """Receive something; returns how many bytes of it are in the room, 0 at the end."""
+        """Receive some bytes into the buffer; return how many, 0 at the end."""
         try:
             if self._tls is None:
                 return self._connection.recv_into(room)
@@ -308,7 +307,7 @@ class SnapshotStream:
 
 
 class _Conduit:
-    """Leads from a socket to a file: the kernel moves bytes through a pipe only."""
+    """Moves bytes from a socket to a file, through the pipe that `splice` needs."""
 
     def __enter__(self) -> _Conduit:
         self._out, self._in = os.pipe2(os.O_CLOEXEC)
@@ -321,7 +320,7 @@ class _Conduit:
         os.close(self._in)
 
     def move(self, source: int, descriptor: int, at: int, count: int) -> int:
-        """Wait for something; returns how much has been moved, 0 at the end."""
+        """Wait for bytes; return how many were moved, 0 at the end."""
         taken = left = os.splice(source, self._in, count)
         while left:
             moved = os.splice(self._out, descriptor, left, offset_dst=at)
@@ -336,9 +335,9 @@ def _write(descriptor: int, data: memoryview, at: int) -> None:
 
 
 class _Summing:
-    """Sums what passes through its buffers in a thread beside: summing takes longer than receiving.
+    """Computes checksums of received buffers in a thread: that takes longer than receiving.
 
-    A thread is made only for more than one buffer.
+    It starts a thread only for more than one buffer.
     """
 
     BUFFERS = 4
@@ -351,14 +350,14 @@ class _Summing:
         self._thread: threading.Thread | None = None
 
     def buffer(self) -> memoryview:
-        """A buffer that is not in use; waits for one."""
+        """Wait for a free buffer and return it."""
         if self._made < self.BUFFERS and self._free.empty():
             self._made += 1
             self._free.put(memoryview(bytearray(CHUNK)))
         return self._free.get()
 
     def add(self, part: memoryview) -> None:
-        """This part of a buffer has been filled."""
+        """Add the filled part of a buffer."""
         self._full.put(part)
         if self._made > 1 and self._thread is None:
             self._thread = threading.Thread(target=self._run, name="snapshot-sum")
@@ -370,7 +369,7 @@ class _Summing:
             self._free.put(memoryview(part.obj))
 
     def result(self) -> int:
-        """The checksum of all that was added."""
+        """Return the checksum of everything added."""
         self._full.put(None)
         if self._thread is None:
             self._run()
@@ -388,4 +387,4 @@ class _Summing:
 
 
 def _is_silent() -> NoReturn:
-    raise TimeoutError("nothing moves any more")
+    raise TimeoutError("timed out: no data is moving")

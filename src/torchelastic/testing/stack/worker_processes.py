@@ -18,7 +18,7 @@ from torchelastic.rendezvous.world import World
 from torchelastic.testing import laws
 from torchelastic.testing.stack.virtual_loop import Scheduler
 from torchelastic.testing.stack.virtual_network import Network, ProcessLoop
-from torchelastic.training.gate import Gate, Verdict
+from torchelastic.training.gate import Gate, GateDecision
 from torchelastic.training.inbox import Inbox
 from torchelastic.worker import orders
 
@@ -188,14 +188,14 @@ class Worker:
             return True
         if self.is_in_step or not group.has_begun:
             return False
-        verdict = Verdict.GO
+        decision = GateDecision.GO
         if self._is_resident and not self._gate.enter(step):
-            verdict = self._gate.verdict(step)
-        if verdict is Verdict.GO and step >= self.workers.training.steps:
+            decision = self._gate.decision(step)
+        if decision is GateDecision.GO and step >= self.workers.training.steps:
             return self._finish(group.generation, step)
-        if verdict is Verdict.GO:
+        if decision is GateDecision.GO:
             self.is_in_step = True
-        elif verdict is Verdict.STOP:
+        elif decision is GateDecision.STOP:
             self.leave_group(clean=True)
             self._inbox.left(group.generation)
             self._say(orders.Stopped(group.generation, step))

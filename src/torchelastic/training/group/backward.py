@@ -1,16 +1,17 @@
-"""Backwards: what is to be done before one begins, and before C++ code of one waits.
+"""Hooks into backwards: calls before one begins, and waits before its C++ code waits.
 
-`before_next` holds what is to be called when the next backward that adds to gradients begins. For
-that the engine, as Python knows it, is put into a class of ours, when first needed.
+`before_next` holds functions to call when the next backward that adds to gradients begins. When
+first needed, we wrap autograd's engine, as Python knows it, in our own class.
 
-DDP's reducer launches its collectives in a backward, and waits for them in a callback that it has
-the engine run at the end of the backward: in C++, and on whatever future it was given. A callback
-that was queued before runs before. So whoever launches for the reducer (it `asks`) queues a wait of
-its own (`at_end`), and the reducer finds every collective done, or never gets that far.
+DDP's reducer launches its collectives in a backward, and waits for them in a callback that the
+engine runs at the end of the backward: in C++, on whatever future it was given. Callbacks run in
+the order in which they were queued. So code that launches a collective for the reducer (it `asks`)
+queues its own wait first (`at_end`), and the reducer finds every collective done, or never gets
+that far.
 
-What is relied upon in torch (tests/process/test_abort.py fails when a release changes it): the
-reducer queues its callback after it has launched the last collective; callbacks run in the order in
-which they were queued; what they raise, the backward raises.
+We rely on this behaviour of torch (tests/process/test_abort.py fails when a release changes it):
+the reducer queues its callback after it has launched the last collective; callbacks run in the
+order in which they were queued; the backward raises what they raise.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from torchelastic.torch_private import current_node
 
 __all__ = ["asks", "at_end", "before_next", "watch"]
 
-#: What is called once, when the next backward begins; by the key of who wants it.
+#: Functions to call once, when the next backward begins, by the key of the caller.
 before_next: dict[int, Callable[[], object]] = {}
 
 
 class _Watched(torch_private.Engine):  # type: ignore[misc]
-    """The engine."""
+    """Autograd's engine, with our calls before each backward."""
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         if before_next and kwargs.get("accumulate_grad", True):
@@ -41,19 +42,19 @@ class _Watched(torch_private.Engine):  # type: ignore[misc]
 
 
 def watch(key: int, call: Callable[[], object]) -> None:
-    """Have this called when the next backward begins, unless it is taken out of `before_next`."""
+    """Call this when the next backward begins, unless it is removed from `before_next`."""
     torch_private.use_engine(_Watched)
     before_next[key] = call
 
 
 def asks() -> bool:
-    """Whether the caller of our caller is C++ code in a node of a backward.
+    """Return whether our caller was called by C++ code in a node of a backward.
 
-    Code of Python, a hook of the user's in a backward for one, has a frame of its own between the
-    engine and us. With the graph done there is no node: what is queued then may come too late.
+    Python code, such as a user's hook in a backward, has its own frame between the engine and us.
+    When the graph is done there is no node: a callback queued then may run too late.
     """
     return sys._getframe(2).f_code in _ENTERS_ENGINE and current_node() is not None
 
 
-#: The functions that call the engine. Without torch's, if it has another, `asks` is False.
+#: The functions that call the engine. If torch's function is not known, `asks` is False.
 _ENTERS_ENGINE = (torch_private.RUN_BACKWARD, _Watched.run_backward.__code__)

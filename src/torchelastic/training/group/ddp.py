@@ -1,19 +1,20 @@
-"""DistributedDataParallel kept from world to world: its group is swapped, its buckets are not.
+"""DistributedDataParallel across worlds: the group is replaced, the bucket layout stays.
 
-DDP adds up gradients bucket by bucket, and in which bucket a parameter is decides, with more than
-two ranks, in which order its gradients are added: the last bit of the sum depends on it. DDP lays
-the buckets out when it is built and once more, in the order in which the gradients became ready,
-before its second forward. So a new DDP in the middle of a run, on all ranks or on the newcomers'
-alone, gives another model than the undisturbed run, or a deadlock. Here
+DDP reduces gradients bucket by bucket. With more than two ranks, a parameter's bucket decides the
+order in which its gradients are added, and so the last bit of the sum. DDP lays out its buckets
+when it is built, and again before its second forward, in the order in which the gradients became
+ready. So a new DDP in the middle of a run, on all ranks or only on the new ones, gives a different
+model than the undisturbed run, or a deadlock. Therefore
 
 - survivors keep their DDP, and with it the layout;
-- newcomers are told the survivors' layout (`agree`);
-- a survivor that was interrupted goes back to the layout that its step began with, in new memory:
-  a collective of the lost world may still write into the old.
+- new ranks receive the survivors' layout (`agree`);
+- an interrupted survivor goes back to the layout that its step began with, in new memory: a
+  collective of the lost world may still write to the old memory.
 
-With `find_unused_parameters` DDP never lays out anew. With `static_graph` it would, and learns the
-graph in its first step, with other collectives than in later ones; so every rank learns it anew in
-every world, and the buckets are laid out once, in the reverse order of the parameters.
+With `find_unused_parameters`, DDP never changes its layout. With `static_graph` it would, and its
+first step, in which it learns the graph, uses different collectives than later steps. So every rank
+learns the graph again in every world, and the buckets are laid out once, in the reverse order of
+the parameters.
 """
 
 from __future__ import annotations
@@ -32,64 +33,64 @@ from torchelastic import torch_private
 from torchelastic.errors import TransferError
 from torchelastic.torch_private import parameters_of_ddp
 
-#: Parameters by their number, bucket by bucket, in the order in which the buckets are reduced.
+#: The indices of the parameters by bucket, in the order in which the buckets are reduced.
 Layout = tuple[tuple[int, ...], ...]
 
 
 @dataclass
-class _Kept:
-    """What is known of a DDP besides itself."""
+class _Layouts:
+    """The bucket layouts of one DDP."""
 
     first: Layout
-    #: What the order of the gradients has led to; None before there were any.
+    #: The current layout; None before the gradients have shown their order.
     now: Layout | None = None
-    #: What `now` was when the last step was committed: what the next one begins with.
+    #: `now` when the last step was committed: the layout that the next step begins with.
     base: Layout | None = None
-    #: Makes all ranks lay out alike before the forward after the first backward; then it goes.
+    #: Gives all ranks one layout before the forward after the first backward; then removed.
     before_forward: torch.utils.hooks.RemovableHandle | None = None
 
 
-_KEPT: WeakKeyDictionary[DistributedDataParallel, _Kept] = WeakKeyDictionary()
+_KEPT: WeakKeyDictionary[DistributedDataParallel, _Layouts] = WeakKeyDictionary()
 
 
 def wrap(module: torch.nn.Module, **options: Any) -> DistributedDataParallel:
-    """A DDP on the present default group; `options` are those of DDP.
+    """Return a DDP on the current default group; `options` are DDP's.
 
-    Nothing is sent: ranks that keep theirs take no part in this. That all ranks have the same
-    parameters is the caller's affair, and so is `agree` before the first step.
+    Sends nothing: ranks that keep their DDP take no part. The caller must give all ranks the same
+    parameters, and call `agree` before the first step.
     """
     options["init_sync"] = False
     ddp = DistributedDataParallel(module, **options)
     if ddp.static_graph:
         _dictate(ddp, _by_size(ddp))
-    _KEPT[ddp] = _Kept(first=_by_size(ddp) if _is_fixed(ddp) else _all_in_one(ddp))
+    _KEPT[ddp] = _Layouts(first=_by_size(ddp) if _is_fixed(ddp) else _all_in_one(ddp))
     _watch(ddp)
     return ddp
 
 
 def committed(ddp: DistributedDataParallel) -> bool:
-    """The step is done; to be called after each until it is True, in every world."""
-    kept = _KEPT[ddp]
-    if kept.base is not None or _is_fixed(ddp):
+    """Note that a step is done. Call after each step, in every world, until it returns True."""
+    layouts = _KEPT[ddp]
+    if layouts.base is not None or _is_fixed(ddp):
         return True
-    if kept.now is None:
-        # What keeps DDP from laying out (a parameter without a gradient, for one) it says in the
-        # next forward, where the user reads it.
+    if layouts.now is None:
+        # If DDP cannot lay out its buckets (a parameter has no gradient, for example), it raises in
+        # the next forward, where the user sees it.
         with contextlib.suppress(RuntimeError):
-            kept.now = _rebuild(ddp, None)
-    kept.base = kept.now
-    return kept.base is not None
+            layouts.now = _rebuild(ddp, None)
+    layouts.base = layouts.now
+    return layouts.base is not None
 
 
 def swap(ddp: DistributedDataParallel, *, interrupted: bool = True) -> None:
-    """Go on with the present default group. Nothing is sent; `agree` must follow.
+    """Switch to the current default group. Sends nothing; `agree` must follow.
 
-    `interrupted` says that a step was begun that is going to be done again; otherwise the last
-    step is committed, and no collective of the DDP can be under way.
+    `interrupted` means that a step was begun and will be repeated; otherwise the last step is
+    committed, and no collective of the DDP can be running.
     """
     group = dist.group.WORLD
     if group is None:
-        raise RuntimeError("There is no process group to swap to: enter a world first.")
+        raise RuntimeError("There is no process group to switch to: enter a world first.")
     ddp.process_group = group
     if not _is_fixed(ddp) and interrupted:
         adopt(ddp, layout(ddp))
@@ -100,24 +101,24 @@ def swap(ddp: DistributedDataParallel, *, interrupted: bool = True) -> None:
 
 
 def layout(ddp: DistributedDataParallel) -> Layout | None:
-    """What the next step begins with; None before the gradients have shown their order."""
+    """Return the next step's layout, or None before the gradients have shown their order."""
     return _KEPT[ddp].base
 
 
 def adopt(ddp: DistributedDataParallel, layout: Layout | None) -> None:
-    """Lay the buckets out like this, in new memory, whatever state a backward was left in."""
+    """Use this layout, in new memory, whatever state a backward was left in."""
     if _is_fixed(ddp):
         return
-    kept = _KEPT[ddp]
-    _dictate(ddp, kept.first if layout is None else layout)
-    kept.now = kept.base = layout
+    layouts = _KEPT[ddp]
+    _dictate(ddp, layouts.first if layout is None else layout)
+    layouts.now = layouts.base = layout
     if layout is None:
-        torch_private.forget_backward(ddp)  # so that it lays out anew after the step
+        torch_private.forget_backward(ddp)  # so that it lays out its buckets again after the step
     _watch(ddp)
 
 
 def agree(ddp: DistributedDataParallel, source: int) -> None:
-    """Collective, once per world: all lay their buckets out as rank `source` does."""
+    """Collective, once per world: give all ranks the bucket layout of rank `source`."""
     if _is_fixed(ddp):
         return
     mine = layout(ddp)
@@ -132,17 +133,17 @@ def agree(ddp: DistributedDataParallel, source: int) -> None:
 
 
 def _is_fixed(ddp: DistributedDataParallel) -> bool:
-    """Whether its buckets stay as they are laid out at first."""
+    """Return whether this DDP never changes its first layout."""
     return bool(ddp.static_graph or ddp.find_unused_parameters)
 
 
 def _all_in_one(ddp: DistributedDataParallel) -> Layout:
-    """What DDP begins with: one bucket for each type, since the order is not known."""
+    """Return DDP's first layout: one bucket per dtype, since the order is not known."""
     return _assign(ddp, torch_private.limits_by_hand(ddp) or [torch.iinfo(torch.int64).max])
 
 
 def _by_size(ddp: DistributedDataParallel) -> Layout:
-    """Buckets of the size asked for, the last parameters first."""
+    """Return buckets of the configured size, the last parameters first."""
     return _assign(ddp, torch_private.bucket_limits(ddp))
 
 
@@ -153,11 +154,11 @@ def _assign(ddp: DistributedDataParallel, limits: Sequence[int]) -> Layout:
 
 
 class _Dictation(dist.ProcessGroup):
-    """A group of one, shown to a reducer while it lays out its buckets.
+    """A group of one rank, given to a reducer while it lays out its buckets.
 
-    A reducer takes the layout that rank 0 broadcasts: the numbers of all parameters followed by
-    the number of buckets, then the sizes of the buckets. This one says what rank 0 wants, or
-    leaves what the reducer has found out, and keeps it.
+    A reducer takes the layout that rank 0 broadcasts: the indices of all parameters followed by
+    the number of buckets, then the sizes of the buckets. This group broadcasts the layout of
+    rank 0, or records the layout that the reducer found.
     """
 
     def __init__(self, wanted: Layout | None) -> None:
@@ -196,17 +197,17 @@ def _cut(numbers: Sequence[int], sizes: Sequence[int]) -> Layout:
 
 
 def _dictate(ddp: DistributedDataParallel, layout: Layout) -> None:
-    """Make the reducer forget the backward it was in, and use this layout from now on."""
+    """Make the reducer forget its current backward and use this layout from now on."""
     numbers = sorted(number for bucket in layout for number in bucket)
     if numbers != list(range(len(parameters_of_ddp(ddp)[0]))):
-        raise TransferError("The peers' bucket layout is not one of this model's parameters.")
+        raise TransferError("The peers' DDP bucket layout does not match this model's parameters.")
     torch_private.forget_backward(ddp)
     torch_private.count_all_ready(ddp)
     _rebuild(ddp, layout)
 
 
 def _rebuild(ddp: DistributedDataParallel, wanted: Layout | None) -> Layout | None:
-    """Have the reducer lay out its buckets; None if it has seen no gradients to do so by."""
+    """Make the reducer lay out its buckets; return None if it has seen no gradients yet."""
     dictation = _Dictation(wanted)
     torch_private.show_group(ddp, dictation)
     try:
@@ -217,46 +218,46 @@ def _rebuild(ddp: DistributedDataParallel, wanted: Layout | None) -> Layout | No
 
 
 def _renew(ddp: DistributedDataParallel) -> None:
-    """A new reducer with the same layout: this kind does not lay out anew."""
+    """Create a new reducer with the same layout: this kind never changes its layout."""
     torch_private.renew_reducer(ddp)
     if ddp.static_graph:
         _dictate(ddp, _KEPT[ddp].first)
 
 
 def _watch(ddp: DistributedDataParallel) -> None:
-    """Lay out before DDP does, which would broadcast where an abort cannot reach it."""
-    kept = _KEPT[ddp]
-    if not _is_fixed(ddp) and kept.before_forward is None:
+    """Lay out the buckets before DDP does: its own broadcast cannot be aborted."""
+    layouts = _KEPT[ddp]
+    if not _is_fixed(ddp) and layouts.before_forward is None:
         settle: Any = torch.compiler.disable(_settle)  # type: ignore[no-untyped-call]
-        kept.before_forward = ddp.register_forward_pre_hook(settle)
+        layouts.before_forward = ddp.register_forward_pre_hook(settle)
 
 
-def _unwatch(kept: _Kept) -> None:
-    if kept.before_forward is not None:
-        kept.before_forward.remove()
-        kept.before_forward = None
+def _unwatch(layouts: _Layouts) -> None:
+    if layouts.before_forward is not None:
+        layouts.before_forward.remove()
+        layouts.before_forward = None
 
 
 def _settle(ddp: DistributedDataParallel, inputs: object) -> None:
-    """Rank 0's layout for all; collective, as is the backward that comes before it."""
+    """Collective, like the backward before it: give all ranks the layout of rank 0."""
     if not torch.is_grad_enabled():
         return
-    kept = _KEPT[ddp]
-    if kept.now is None:
-        kept.now = _rebuild(ddp, None)
-    if kept.now is None:
+    layouts = _KEPT[ddp]
+    if layouts.now is None:
+        layouts.now = _rebuild(ddp, None)
+    if layouts.now is None:
         return
-    theirs = _broadcast(ddp, kept.now, source=0) or kept.now
-    if theirs != kept.now:
+    theirs = _broadcast(ddp, layouts.now, source=0) or layouts.now
+    if theirs != layouts.now:
         _dictate(ddp, theirs)
-    kept.now = theirs
-    if kept.base is not None:  # else this is the second backward of the first step
-        kept.base = theirs
-    _unwatch(kept)
+    layouts.now = theirs
+    if layouts.base is not None:  # else this is the second backward of the first step
+        layouts.base = theirs
+    _unwatch(layouts)
 
 
 def _broadcast(ddp: DistributedDataParallel, mine: Layout | None, source: int) -> Layout | None:
-    """The layout of rank `source`, as one tensor of a length known to all."""
+    """Collective: return the layout of rank `source`, sent as one tensor of known length."""
     if ddp.process_group.size() == 1:
         return mine
     count = len(parameters_of_ddp(ddp)[0])

@@ -1,11 +1,11 @@
-"""A process group whose operations are done by gloo and waited for by us.
+"""A process group whose operations gloo performs and whose waits we can abort.
 
-While a world of ours is alive, what `torch.distributed` makes for the backend "gloo" is an
-`OwnedGloo`: the default group and every `dist.new_group`. So scripts see the names they know, and
-no group can be made that an abort does not reach.
+In our worlds, `torch.distributed` creates an `OwnedGloo` for the backend "gloo": for the default
+group and for every `dist.new_group`. Scripts use the names they know, and an abort reaches every
+group.
 
-What is relied upon in torch (tests/unit/training/test_torch_contract.py fails, saying which, when a
-release changes it):
+We rely on this behaviour of torch (tests/unit/training/test_torch_contract.py fails, and names the
+item, when a release changes it):
 
 * `distributed_c10d` makes groups of backend "gloo" by calling its name `ProcessGroupGloo` with
   store, rank, size and timeout, and takes a `ProcessGroup` that it gets for the group.
@@ -15,7 +15,8 @@ release changes it):
 * DDP's reducer waits at the end of a backward (`backward`).
 * The ranks' listening addresses are in the store, under device and rank
   (`sockets.listening_address`).
-* DDP pickles what a future of a Python group holds to find the tensors in it (`waits._Failed`).
+* DDP pickles what a future of a Python group holds to find the tensors in it
+  (`abortable_waits._Failed`).
 * The destructor of `ProcessGroupGloo` joins its threads without the interpreter's lock.
 """
 
@@ -34,15 +35,15 @@ from torchelastic.config import format_endpoint
 from torchelastic.events.analysis.hangs import listed
 from torchelastic.torch_private import Store
 from torchelastic.training.group import backward, sockets
-from torchelastic.training.group.waits import Operation, OwnedWork, Waits
+from torchelastic.training.group.abortable_waits import Operation, OwnedWork, Waits
 from torchelastic.worker.collective_log import NO_ROW, Mark
 
 
 class Owner(Protocol):
-    """The world that groups made now belong to."""
+    """The world that owns the groups made now."""
 
     waits: Waits
-    #: Of the world, not of a group in it.
+    #: This worker's rank in the world, not in a group.
     size: int
 
     def adopt(self, group: OwnedGloo) -> None: ...
@@ -52,14 +53,14 @@ _owner: Owner | None = None
 
 
 def install(owner: Owner) -> None:
-    """From now on torch makes groups of ours, for this owner."""
+    """Make torch create our groups, for this owner, from now on."""
     global _owner
     _owner = owner
     torch_private.make_gloo_of(OwnedGloo)
 
 
 def uninstall() -> None:
-    """Torch makes gloo's own groups again."""
+    """Make torch create gloo's own groups again."""
     global _owner
     _owner = None
     torch_private.make_gloo_of(torch_private.Gloo)
@@ -68,8 +69,8 @@ def uninstall() -> None:
 def connect(
     store: Store, rank: int, size: int, timeout: timedelta
 ) -> tuple[Any, frozenset[int], sockets.Ports]:
-    """Meet the other ranks; gloo, its connections by inode, and where all listen. Blocks until all
-    are there."""
+    """Connect to the other ranks; blocks until all are there. Return the gloo object, the inodes of
+    its connections, and the addresses where the ranks listen."""
     faults.at("group.build")
     gloo = torch_private.Gloo(store, rank, size, timeout=timeout)
     cards: list[list[bytes]] = []
@@ -80,14 +81,14 @@ def connect(
 
 
 def silent_peer(store: Store, rank: int, size: int, world_size: int) -> str:
-    """Which rank cannot be connected to, though all have come to build; empty: none.
+    """Name the rank that cannot be reached although all ranks are building; empty if none.
 
-    gloo itself waits for five times its time-out, and then does not say for whom. A rank of a group
-    that is smaller than the world means nothing to others: there only the address is named.
+    gloo itself waits for five times its timeout, and then does not name the rank. In a group that
+    is smaller than the world a rank means nothing to others: there we name only the address.
     """
     try:
         cards = store.multi_get([f"0/{peer}" for peer in range(size)])
-    except RuntimeError:  # they have not all come, or the store is gone: that is another fault
+    except RuntimeError:  # not all ranks are here yet, or the store is gone: a different fault
         return ""
     for peer, card in enumerate(cards):
         host, port = sockets.listening_address(card)
@@ -97,7 +98,7 @@ def silent_peer(store: Store, rank: int, size: int, world_size: int) -> str:
 
 
 def no_answer(address: sockets.Address, ranks: Sequence[int] = ()) -> str:
-    """The fault of a connection, as `rendezvous.unconnected` reads it."""
+    """Describe a connection fault in the words that `rendezvous.unconnected` recognises."""
     return f"no answer from {f'{listed(ranks)} at ' if ranks else ''}{format_endpoint(*address)}"
 
 
@@ -122,9 +123,9 @@ def _label(name: str) -> bytes:
 
 
 def _collective(name: str, *, whole: bool = False) -> Callable[..., Any]:
-    """A method that launches gloo's operation of this name.
+    """Make a method that launches the gloo operation of this name.
 
-    `whole` are those that gloo offers through a group of C++ only.
+    `whole` marks operations that gloo offers only through a C++ group.
     """
     label = _label(name)
 
@@ -142,7 +143,7 @@ def _collective(name: str, *, whole: bool = False) -> Callable[..., Any]:
 def _blocking(
     name: str, *, whole: bool = False, tells_source: bool = False
 ) -> Callable[..., OwnedWork]:
-    """The same for an operation whose end gloo tells only to who waits for it."""
+    """Make the same for an operation whose end gloo reports only to the waiting thread."""
     label = _label(name)
 
     def method(self: OwnedGloo, *args: Any, **kwargs: Any) -> OwnedWork:
@@ -156,12 +157,12 @@ def _blocking(
 
 
 def _of_gloo(name: str) -> Callable[[OwnedGloo], Any]:
-    """A method that asks gloo at once."""
+    """Make a method that calls gloo directly."""
     return lambda self: getattr(self._gloo, name)()
 
 
 class OwnedGloo(dist.ProcessGroup):
-    """Stands where torch expects a group of gloo's."""
+    """The group that torch uses in place of gloo's."""
 
     def __init__(
         self,
@@ -174,14 +175,14 @@ class OwnedGloo(dist.ProcessGroup):
         assert _owner is not None, "made while installed"
         if asked := [name for name, value in options.items() if value]:
             raise NotImplementedError(
-                f"torchelastic.train rebuilds its groups itself: make them without {asked[0]}."
+                f"torchelastic.train rebuilds its groups itself: create them without {asked[0]}."
             )
         # The form that C++ calls back; it takes no store.
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._waits = _owner.waits
         self._store = store
         self._plain: dist.ProcessGroup | None = None
-        #: Collectives launched in it, and where the agent sees them.
+        #: The number of collectives launched in this group, and where the agent sees them.
         self._launched = 0
         self._row: int | None = None
         self._is_world = size == _owner.size
@@ -212,7 +213,7 @@ class OwnedGloo(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def allreduce(self, *args: Any, **kwargs: Any) -> Any:
-        """As any collective; to DDP's reducer gloo's own work, waited for before it waits."""
+        """Launch an allreduce; DDP's reducer gets gloo's own work, awaited before it waits."""
         if not backward.asks():
             return self._allreduce(*args, **kwargs)
         waits = self._waits
@@ -235,19 +236,19 @@ class OwnedGloo(dist.ProcessGroup):
     def _start(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], whole: bool = False
     ) -> tuple[int, Any]:
-        """Launch an operation of gloo's; its number, and gloo's work."""
+        """Launch a gloo operation; return its number and gloo's work."""
         number = self._waits.announce()
         try:
-            # gloo is looked up late: an error raised before would keep it in its frames.
+            # Look up gloo late: an error raised earlier would keep it alive in its frames.
             target = self._plain_group() if whole else self._gloo
             return number, getattr(target, name)(*args, **kwargs)
         except RuntimeError as error:
-            # On a connection that is broken already gloo raises here, not in the wait.
+            # If the connection is already broken, gloo raises here, not in the wait.
             self._waits.refused(error)
             raise
 
     def _show(self, order: int, label: bytes) -> Mark | None:
-        """Let the agent see what was launched; what to show while it is waited for."""
+        """Show the agent the launched operation; return the mark to show during the wait."""
         shown = self._waits.shown
         if shown is None:
             return None
@@ -271,20 +272,20 @@ class OwnedGloo(dist.ProcessGroup):
 
     def split_group(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            "A group that torchelastic can abort is not split: make it with dist.new_group(ranks)."
+            "torchelastic.train does not support split_group: use dist.new_group(ranks)."
         )
 
     merge_remote_group = split_group
 
     def unanswered(self, seconds: float) -> str:
-        """Which ranks have not answered at all for some seconds, in words; empty: none."""
+        """Name the ranks that have not answered for some seconds; empty if none."""
         address = sockets.unanswered(self.connections, seconds)
         if address is None:
             return ""
         return no_answer(address, self._ports.ranks_at(address) if self._is_world else [])
 
     def take(self) -> Any:
-        """gloo's own object, which this group then no longer has: who drops it must not hurry."""
+        """Take gloo's object out of this group; dropping it may block."""
         gloo, self._gloo, self._plain = self._gloo, _Left(self._waits), None
         return gloo
 
@@ -300,7 +301,7 @@ class OwnedGloo(dist.ProcessGroup):
         return self._gloo
 
     def getBackendName(self) -> str:  # C++ asks by this name
-        """Not "gloo", for which DDP's logger looks for a gloo inside; dist.get_backend says it."""
+        """Return not "gloo": DDP's logger would look for one inside. dist.get_backend has it."""
         return "torchelastic"
 
     name = _get_backend_name = getBackendName
@@ -317,10 +318,10 @@ class OwnedGloo(dist.ProcessGroup):
         return self._store
 
     def shutdown(self) -> None:
-        """Nothing: the owner parks what is left of gloo."""
+        """Do nothing: the owner parks the rest of gloo."""
 
     def _plain_group(self) -> dist.ProcessGroup:
-        """A group of C++ around the same gloo; made when first needed."""
+        """The C++ group around the same gloo, made when first needed."""
         if self._plain is None:
             self._plain = torch_private.group_of_backend(
                 self._store, self._gloo, self.rank(), self.size()
@@ -329,7 +330,7 @@ class OwnedGloo(dist.ProcessGroup):
 
 
 class _Left:
-    """What a group holds instead of gloo once its world has been left."""
+    """The placeholder for gloo in a group whose world was left."""
 
     def __init__(self, waits: Waits) -> None:
         self._waits = waits

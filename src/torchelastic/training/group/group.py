@@ -1,19 +1,19 @@
-"""The default process group of a world: built, aborted, left; and never waited in.
+"""The default process group of a world: built, aborted, left; its waits can be aborted.
 
     group = Group.build(store=store, rank=0, size=4, generation=7, timeout=timedelta(seconds=60))
     ...                                     # dist.all_reduce, DDP, dist.new_group as ever
     group.abort("node b is lost")           # any thread: every wait in the world ends within ms
     group.leave()                           # the training thread: torch.distributed is free again
 
-A worker that is to be reachable while it builds makes a `Group`, shows it to the thread that may
-abort it, and then calls `connect`.
+To be abortable while it builds, a worker makes a `Group`, passes it to the thread that may abort
+it, and then calls `connect`.
 
-The training thread waits for operations of ours (`waits`), which gloo's callback or the abort ends.
-The abort also shuts the group's connections down (`sockets`), so that gloo's threads and the other
-ranks notice. What is left of gloo then is parked until it can be dropped (`group_park`).
+The training thread waits for our operations (`abortable_waits`), which gloo's callback or the abort
+ends. The abort also shuts down the group's connections (`sockets`), so that gloo's threads and the
+other ranks notice. What remains of gloo is parked until it can be dropped (`parked`).
 
-NCCL has an abort of its own, which frees the device; there is nothing to own. Its groups are made
-and aborted by torch, and nothing done in them counts before it is settled (`group_native`).
+NCCL has its own abort, which frees the device. Torch makes and aborts its groups, and no result of
+them counts before it is settled (`native_groups`).
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from torchelastic import torch_backends, torch_private
 from torchelastic.errors import ConfigError
 from torchelastic.torch_private import PrefixStore, Store
 from torchelastic.training.group import gloo, native_groups, parked, sockets
+from torchelastic.training.group.abortable_waits import GenerationOver, PeerLostError, Waits
 from torchelastic.training.group.gloo import OwnedGloo
-from torchelastic.training.group.waits import GenerationOver, PeerLostError, Waits
 from torchelastic.worker.collective_log import NO_ROW
 
 __all__ = ["GenerationOver", "Group", "PeerLostError"]
 
-#: How long `leave` waits for gloo's threads to have stopped writing, in seconds.
+#: How long `leave` waits for gloo's threads to stop writing, in seconds.
 QUIET_WITHIN = 0.1
-#: After how long a broken connection that gloo has not seen is silenced, in seconds.
+#: Seconds until a broken connection that gloo has not noticed is silenced.
 _UNSEEN = 0.005
 #: How long a device may be busy after an abort before it counts as stuck, in seconds: aborts of
 #: NCCL have been seen to take that long, and what was computed meanwhile ends, too.
 _ABORT_TAKES = 5.0
-#: What a collective is called that torch only counts.
+#: The name of a collective that torch only counts.
 _NAMELESS = b"collective"
 
 
@@ -65,7 +65,7 @@ class Group:
     ) -> None:
         if ":" in backend:
             raise ConfigError(
-                f"The backend {backend!r} mixes two: use one, and make a group for the other"
+                f"The backend {backend!r} combines two: use one, and create a group for the other"
                 " with dist.new_group(backend=...)."
             )
         self.rank, self.size, self.generation = rank, size, generation
@@ -73,11 +73,11 @@ class Group:
         self.waits = Waits()
         self._store = PrefixStore(f"generation-{generation}", store)
         self._owned: list[OwnedGloo] = []
-        #: The operation that was waited for at the last `look`.
+        #: The operation that was pending at the last `look`.
         self._waited: int | None = None
         self._aborting = threading.Lock()
         self._excepthook: Any = None
-        #: What keeps connections silent that gloo does not see to be broken.
+        #: The sockets that keep broken connections silent which gloo has not noticed.
         self._silent: list[socket.socket] | None = None
         #: Of groups that torch made: where they are waited for, and what was launched in them when
         #: they were settled last.
@@ -97,7 +97,7 @@ class Group:
         backend: str = "gloo",
         timeout: timedelta,
     ) -> Group:
-        """Meet the other ranks and become the default process group of torch.distributed."""
+        """Connect to the other ranks and become the default group of torch.distributed."""
         group = cls(
             store=store,
             rank=rank,
@@ -110,9 +110,9 @@ class Group:
         return group
 
     def connect(self) -> None:
-        """The blocking part of `build`; an abort from another thread ends it.
+        """Do the blocking part of `build`; another thread may abort it.
 
-        Raises GenerationOver after an abort, PeerLostError when the others cannot be met.
+        Raises GenerationOver after an abort, PeerLostError when the others cannot be reached.
         """
         self.waits.check()
         self._excepthook = sys.excepthook
@@ -135,7 +135,7 @@ class Group:
             self.waits.check()
 
     def adopt(self, group: OwnedGloo) -> None:
-        """A group made in this world: the default one, or a script's."""
+        """Register a group made in this world: the default one, or a script's."""
         self._owned.append(group)
         if self.waits.over is not None:  # an abort has not seen it
             sockets.shut_down(group.connections)
@@ -147,15 +147,15 @@ class Group:
 
     @property
     def pending(self) -> int:
-        """Collectives launched that gloo has not ended yet; a device that is busy counts as one."""
+        """The number of unfinished collectives; a busy device counts as one."""
         late = time.monotonic() - self._aborted_at > _ABORT_TAKES
         busy = late and any(map(native_groups.is_busy, self._streams))
         return self.waits.pending + busy
 
     def look(self, silence: float) -> None:
-        """End waits for a rank that has not answered for `silence` seconds. The control thread.
+        """Control thread: end waits for a rank that has not answered for `silence` seconds.
 
-        The network may be cut between two nodes while their agents go on talking.
+        The network may be cut between two nodes while their agents can still talk.
         """
         before, self._waited = self._waited, None
         if self.waits.over is None and self.waits.failure is None and self.waits.pending:
@@ -168,10 +168,10 @@ class Group:
                 return
 
     def show(self) -> None:
-        """Let the agent see what was launched in groups of NCCL, by number. Any thread.
+        """Show the agent the number of collectives launched in NCCL groups. Any thread.
 
-        The training thread does not pass here when it launches them: they are counted by torch.
-        The names are not known, nor which of several groups a device waits in: the first is told.
+        The training thread does not pass here when it launches them: torch counts them. Neither
+        their names nor the group that a device waits in are known; we report the first group.
         """
         shown = self.waits.shown
         if shown is None or self.waits.pending:
@@ -194,7 +194,7 @@ class Group:
     def first(self, collective: Callable[[], object]) -> None:
         """Launch the first collective of this world; an abort ends the wait for the others.
 
-        NCCL makes its connections then, in the calling thread, where its own abort cannot reach it.
+        NCCL connects then, in the calling thread, where its own abort cannot reach it.
         """
         if torch_backends.is_on_host(self.backend):
             collective()
@@ -203,10 +203,10 @@ class Group:
         self.settle()
 
     def settle(self, *, again: bool = True) -> None:
-        """Raise unless every collective launched so far has ended well. The training thread.
+        """Training thread: raise unless every collective launched so far has succeeded.
 
-        Who waits for gloo knows that already: this is for groups of NCCL. `again` is False where
-        nothing needs to be waited for if nothing was launched since the last time.
+        This is for NCCL groups: a wait for gloo already checks it. With `again=False` there is
+        nothing to wait for if nothing was launched since the last call.
         """
         if torch_private.count_groups() == len(self._owned):
             return
@@ -227,12 +227,12 @@ class Group:
 
     @property
     def launched(self) -> int:
-        """How many collectives were launched: a sequence number."""
+        """The number of collectives launched: a sequence number."""
         return self.waits.launched
 
     @property
     def before_collective(self) -> Callable[[], None] | None:
-        """Called in the launching thread before each collective of the world."""
+        """Set a function to call in the launching thread before each collective of the world."""
         return self.waits.before
 
     @before_collective.setter
@@ -240,27 +240,27 @@ class Group:
         self.waits.before = hook
 
     def abort(self, reason: str) -> None:
-        """End the world: every wait in it raises GenerationOver. Any thread; once is enough."""
+        """End the world: every wait in it raises GenerationOver. Any thread."""
         with self._aborting:
             if self.waits.over is not None:
                 return
             self._aborted_at = time.monotonic()
             self.waits.end(GenerationOver(f"Generation {self.generation} is over: {reason}."))
-            # Every group before any is left: a script may wait in one for what another does.
+            # All groups before leaving any: a script may wait in one for the work of another.
             sockets.shut_down(self._connections())
             native_groups.abort(native_groups.groups())
 
     def leave(self) -> bool:
-        """Give torch.distributed back, from the training thread; what is left of gloo is parked.
+        """Training thread: release torch.distributed and park what remains of gloo.
 
-        False if a thread of gloo may still write into tensors of an operation that was aborted:
-        then this process must not train on with them.
+        Return False if a gloo thread may still write to tensors of an aborted operation: then this
+        process must not train with them any more.
         """
         in_order = not self.aborted and not self.waits.pending
         if in_order:
-            self.waits.end(GenerationOver(f"Generation {self.generation} was left."))
+            self.waits.end(GenerationOver(f"This worker has left generation {self.generation}."))
         else:
-            self.abort("it was left with operations under way")
+            self.abort("this worker left it with collectives still running")
             native_groups.synchronize(native_groups.groups())
         quiet = in_order or self._wait_until_quiet()
         if dist.is_initialized():
@@ -269,9 +269,9 @@ class Group:
         return quiet
 
     def explain(self, error: BaseException) -> BaseException:
-        """What an error raised in a step of this world really is.
+        """Return the real cause of an error raised in a step of this world.
 
-        An error that passed through C++ code of a hook comes back as a plain RuntimeError.
+        An error that passed through the C++ code of a hook comes back as a plain RuntimeError.
         """
         if isinstance(error, GenerationOver | PeerLostError) or not isinstance(error, Exception):
             return error
@@ -280,7 +280,7 @@ class Group:
             failure = native_groups.failure(native)
             if failure or isinstance(error, dist.DistError):
                 self.waits.failed(RuntimeError(failure or str(error)))
-        # Whatever user code makes of garbage that an abort of NCCL has left says nothing of it.
+        # After an NCCL abort, user code may raise because of garbage; that says nothing of it.
         known = self.waits.over or self.waits.failure
         if known is None or not (native or isinstance(error, RuntimeError)):
             return error
@@ -290,7 +290,7 @@ class Group:
         return frozenset().union(*(group.connections for group in list(self._owned)))
 
     def _unmake(self) -> None:
-        """Undo what `connect` did to torch and the process, and park gloo."""
+        """Revert what `connect` did to torch and the process, and park gloo."""
         gloo.uninstall()
         # A build that failed has counted a group; with another count the ranks would not meet.
         torch_private.count_groups_anew()
@@ -303,12 +303,12 @@ class Group:
         parked.park(gloos, self.waits, silent=self._silent or [], rank=self.rank, aborted=aborted)
 
     def _wait_until_quiet(self) -> bool:
-        """Until no thread of gloo can write into a tensor of an aborted operation any more.
+        """Wait until no gloo thread can write to a tensor of an aborted operation any more.
 
-        The waits were freed at once, but a reduction in progress runs to its next exchange, and
-        data that had arrived is still read; into a bucket that the next step uses again, it would
-        be a silently wrong gradient. This takes as long as gloo needs to see its broken
-        connections. A thread that is stuck all the same sleeps, and writes nothing when it wakes.
+        The waits ended at once, but a running reduction continues to its next exchange, and gloo
+        still reads data that has arrived. In a bucket that the next step uses again, that would be
+        a silently wrong gradient. The wait lasts until gloo notices its broken connections. A
+        thread that is still stuck then sleeps, and writes nothing when it wakes.
         """
         began = time.monotonic()
         while self.waits.pending and not self._only_stuck():
@@ -321,14 +321,14 @@ class Group:
         return True
 
     def _only_stuck(self) -> bool:
-        """Whether what is pending will never again touch anything."""
+        """Return whether the pending operations can never write again."""
         if self._silent is None and sockets.are_open(self._connections()):
             return False
         return not any(map(_is_running, _gloo_threads()))
 
 
 def _gloo_threads() -> list[Path]:
-    """The threads of this process that run gloo's operations, of any group."""
+    """Return this process's threads that run gloo operations, of any group."""
     found = []
     for task in Path("/proc/self/task").iterdir():
         try:

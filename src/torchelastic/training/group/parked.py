@@ -1,8 +1,9 @@
-"""Old groups: kept until gloo is done with them, then dropped where it disturbs nobody.
+"""Parked groups: held until gloo is done with them, then dropped in a separate thread.
 
 Dropping gloo's object joins its threads. One of them may be stuck in a send to a lost peer until
-the group's time-out, and the connections of a group left in order may still carry what another rank
-is about to read. So groups are parked, and a thread that exists only while some are drops them.
+the group's timeout, and the connections of a group that was left cleanly may still carry data that
+another rank is about to read. So groups are parked, and a thread drops them later. It exists only
+while groups are parked.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import threading
 import time
 from typing import Any, NamedTuple
 
-from torchelastic.training.group.waits import Waits
+from torchelastic.training.group.abortable_waits import Waits
 
-#: How long the connections of a group left in order stay open for the other ranks, in seconds.
+#: How long the connections of a cleanly left group stay open for the other ranks, in seconds.
 GRACE = 1.0
 #: How long the end of the process waits for the threads of groups, in seconds: rank 0, and how much
 #: longer each next rank does. A thread that is stuck in spite of an abort is freed when its peer's
@@ -27,7 +28,7 @@ _SOON, _SELDOM = 0.05, 2.0
 
 
 class _Parked(NamedTuple):
-    """What is left of one world."""
+    """The gloo objects of one world."""
 
     gloos: list[Any]
     waits: Waits
@@ -37,22 +38,22 @@ class _Parked(NamedTuple):
     aborted: bool
 
     def is_done(self, now: float) -> bool:
-        """Whether no operation is under way, and nobody can need the connections."""
+        """Return whether no operation is running and no rank can need the connections."""
         if self.waits.pending:
             return False
         return self.aborted or _ending or now - self.since > GRACE
 
     def drop(self) -> None:
-        """Here gloo's threads are joined, without the interpreter's lock."""
+        """Drop gloo, which joins its threads without holding the GIL."""
         self.gloos.clear()
         for listener in self.silent:
             listener.close()
 
 
 _lock = threading.Lock()
-#: Held while groups are dropped, and by the process that ends: after that none are.
+#: Held while groups are dropped. At process exit it is taken for good: no more are dropped.
 _dropping = threading.Lock()
-#: The connections will not outlive the process: nobody is given time any more.
+#: The process is ending, and its connections with it: do not wait for other ranks any more.
 _ending = False
 _parked: list[_Parked] = []
 _wake = threading.Event()
@@ -62,7 +63,7 @@ _reaper: threading.Thread | None = None
 def park(
     gloos: list[Any], waits: Waits, *, silent: list[socket.socket], rank: int, aborted: bool
 ) -> None:
-    """Keep these until they can be dropped, and drop them then."""
+    """Hold these groups until they can be dropped, then drop them."""
     global _reaper
     if not gloos:
         return
@@ -75,12 +76,12 @@ def park(
 
 
 def parked() -> int:
-    """How many worlds have left something that is kept."""
+    """Return the number of worlds with parked groups."""
     return len(_parked)
 
 
 def _reap() -> None:
-    """Until nothing is parked."""
+    """Drop parked groups until none are left."""
     period = _SOON
     while not _is_over():
         period = _SOON if _wake.wait(period) else min(2 * period, _SELDOM)
@@ -100,7 +101,7 @@ def _is_over() -> bool:
 
 
 def _drop_done() -> int:
-    """Drop what is done; how many. They leave the list only when they are really gone."""
+    """Drop groups that are done; return how many. They stay listed until they are gone."""
     now = time.monotonic()
     done = [entry for entry in _parked if entry.is_done(now)]
     for entry in done:
@@ -113,10 +114,10 @@ def _drop_done() -> int:
 
 @atexit.register
 def _end() -> None:
-    """Join gloo's threads while the interpreter lives; what is stuck is kept for ever.
+    """Join gloo's threads while the interpreter lives; stuck ones are never dropped.
 
-    A thread that wants the interpreter's lock later, to tell the end of an operation or to come
-    back from a drop, is ended by Python in the middle of C++ code, which is SIGABRT.
+    If a thread asks for the GIL later, to report the end of an operation or to return from a drop,
+    Python ends it in the middle of C++ code, which is SIGABRT.
     """
     global _ending
     _ending = True

@@ -1,12 +1,12 @@
-"""A process group's connected sockets: found by their addresses, told from others by their inodes.
+"""A process group's connected sockets: found by their addresses, identified by their inodes.
 
-gloo keeps its descriptors to itself, and a list of those that appeared while the group was built
-also has what other threads opened meanwhile. But every rank of a group listens on a port of the
-group's own, and says which in the store. So a socket is the group's if, and only if, it was
-accepted at our rank's port or is connected to another rank's.
+gloo does not expose its descriptors, and a list of those that appeared while the group was built
+also includes what other threads opened meanwhile. But every rank of a group listens on a port used
+only by that group, and publishes it in the store. So a socket belongs to the group if, and only if,
+it was accepted at our rank's port or is connected to another rank's.
 
-A descriptor may be closed, and its number used again, between any two system calls. Therefore what
-is shut down is a duplicate, whose inode says that it is the socket it was taken for.
+A descriptor may be closed, and its number reused, between any two system calls. Therefore we shut
+down a duplicate whose inode proves that it is the right socket.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 #: A C `sockaddr` of the family AF_UNSPEC: connecting to it dissolves a connection.
 _NOBODY = bytes(16)
 
-#: How often a host is asked whether it answers, and seconds it has for that.
+#: How often to probe a host, and the seconds it has to answer.
 ATTEMPTS, ANSWERS = 2, 1.5
-#: Packets sent again, and window probes, in a row that no answer came to, before that counts.
+#: Retransmits and window probes in a row without an answer before a peer counts as silent.
 AGAIN, ASKED = 3, 2
 
 #: Of a C `tcp_info`: packets sent again and window probes, both since the last answer; the present
@@ -40,7 +40,7 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class Ports:
-    """Where the ranks of one group listen."""
+    """The addresses where the ranks of one group listen."""
 
     own: frozenset[Address]
     #: With the rank of each.
@@ -48,7 +48,7 @@ class Ports:
 
     @classmethod
     def told(cls, rank: int, cards: Iterable[Iterable[bytes]]) -> Ports:
-        """From what the ranks put into the store: for each device the cards in order of ranks."""
+        """Build from the store's contents: for each device, the cards in order of ranks."""
         own: set[Address] = set()
         others: dict[Address, int] = {}
         for device in cards:
@@ -60,18 +60,18 @@ class Ports:
         return cls(frozenset(own), others)
 
     def ranks_at(self, address: Address) -> list[int]:
-        """The ranks that the other end of a connection may be: where it was accepted at our port,
-        only the host is known."""
+        """Return the ranks that the other end of a connection may be. If it was accepted at our
+        port, only the host is known."""
         if address in self.others:
             return [self.others[address]]
         return sorted({rank for (host, _), rank in self.others.items() if host == address[0]})
 
 
 def listening_address(card: bytes) -> Address:
-    """The listening address in what gloo tells the other ranks.
+    """Return the listening address in the card that gloo publishes for the other ranks.
 
     A card is: length (8 bytes) and host name, length and address, more. The address is a C
-    `sockaddr_storage`. What cannot be read raises ValueError.
+    `sockaddr_storage`. Raises ValueError for an unreadable card.
     """
     try:
         (skip,) = struct.unpack_from("=Q", card)
@@ -82,11 +82,11 @@ def listening_address(card: bytes) -> Address:
         packed = card[start + skip : start + skip + size]
         return socket.inet_ntop(family, packed), port
     except (struct.error, KeyError, ValueError, OverflowError) as error:
-        raise ValueError(f"not an address as gloo writes it: {card[:40]!r}") from error
+        raise ValueError(f"not a gloo address: {card[:40]!r}") from error
 
 
 def is_silent(address: Address) -> bool:
-    """Whether a host does not answer at all. One that refuses a connection does."""
+    """Return whether a host does not answer at all. A refused connection is an answer."""
     for _ in range(ATTEMPTS):
         try:
             socket.create_connection(address, timeout=ANSWERS).close()
@@ -99,8 +99,8 @@ def is_silent(address: Address) -> bool:
 
 
 def unanswered(inodes: frozenset[int], seconds: float) -> Address | None:
-    """The other end of a connection on which nothing that was sent has been acknowledged for some
-    seconds: the network is cut, whatever the processes at both ends do."""
+    """Return the other end of a connection on which nothing was acknowledged for some seconds:
+    the network is cut, whatever the processes at both ends do."""
     for connection in _connections(inodes):
         with contextlib.suppress(OSError):  # it may be closed meanwhile
             told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
@@ -110,11 +110,11 @@ def unanswered(inodes: frozenset[int], seconds: float) -> Address | None:
 
 
 def is_unanswered(told: bytes, seconds: float) -> bool:
-    """Whether the kernel has sent again and again for so long, and nothing came back.
+    """Return whether the kernel has retransmitted for this long without an answer.
 
-    `told` is a C `tcp_info`. The time between two packets doubles, so the present one says when
-    they began. A peer that does not read, because it is frozen or late, still acknowledges; when
-    its window is full, the kernel asks whether it still is, and gets an answer.
+    `told` is a C `tcp_info`. The interval between two packets doubles, so the current one shows
+    when the retransmits began. A peer that does not read, because it is frozen or late, still
+    acknowledges; when its window is full, it answers the kernel's window probes.
     """
     again, asked, wait, heard = _TCP_INFO.unpack(told)
     if heard < seconds * 1000:
@@ -125,7 +125,7 @@ def is_unanswered(told: bytes, seconds: float) -> bool:
 
 
 def find(ports: Ports) -> frozenset[int]:
-    """The inodes of the group's connections; when all are up, for later they may not be known."""
+    """Return the inodes of the group's connections. Call when all are up; later some may fail."""
     return frozenset(inode for fd, inode in _sockets() if _is_of_group(fd, ports))
 
 
@@ -137,24 +137,24 @@ def shut_down(inodes: frozenset[int]) -> None:
 
 
 def silence(inodes: frozenset[int]) -> list[socket.socket]:
-    """Connect those still open to somebody who says nothing, until what is returned is closed.
+    """Reconnect those still open to a silent peer, until the returned socket is closed.
 
-    gloo may not see that a connection was shut down. It does not read while it has no place for
-    what comes next, and an operation that failed has taken the place away; and of a write that
-    fails with EPIPE it thinks that it should try again. In both cases the kernel tells it of the
-    connection without end, and its thread takes a processor for itself until the group's time-out.
-    Any other error of a write ends the process. On a silent connection the thread sleeps.
+    gloo may not notice that a connection was shut down. It does not read while it has no buffer
+    for the next data, and a failed operation has taken the buffer away; and it retries a write
+    that fails with EPIPE. In both cases the kernel keeps reporting the connection, and gloo's
+    thread uses a full core until the group's timeout. Any other write error ends the process. On
+    a silent connection the thread sleeps.
     """
     return [_silence(connection) for connection in _connections(inodes)]
 
 
 def are_open(inodes: frozenset[int]) -> bool:
-    """Whether a descriptor of this process is still one of these sockets."""
+    """Return whether this process still has one of these sockets open."""
     return any(inode in inodes for _, inode in _sockets())
 
 
 def _sockets() -> Iterator[tuple[int, int]]:
-    """Descriptor and inode of this process's open sockets."""
+    """Yield descriptor and inode of this process's open sockets."""
     for name in os.listdir("/proc/self/fd"):
         try:
             status = os.fstat(int(name))
@@ -165,7 +165,7 @@ def _sockets() -> Iterator[tuple[int, int]]:
 
 
 def _connections(inodes: frozenset[int]) -> Iterator[socket.socket]:
-    """Descriptors of our own for these sockets, one after the other."""
+    """Yield our own descriptors for these sockets, one at a time."""
     for fd, inode in _sockets():
         connection = _duplicate(fd, inode) if inode in inodes else None
         if connection is not None:
@@ -174,7 +174,7 @@ def _connections(inodes: frozenset[int]) -> Iterator[socket.socket]:
 
 
 def _is_of_group(fd: int, ports: Ports) -> bool:
-    """Whether the descriptor is, at this moment, a connected socket of the group."""
+    """Return whether the descriptor is currently a connected socket of the group."""
     try:
         looking = socket.socket(fileno=fd)
     except OSError:
@@ -199,12 +199,12 @@ def _matches(connection: socket.socket, ports: Ports) -> bool:
 
 
 def _address(name: tuple[Any, ...]) -> Address:
-    """Without the zone of a link-local address, which gloo's card does not name."""
+    """Return the address without the zone of a link-local address, which gloo's card lacks."""
     return name[0].partition("%")[0], name[1]
 
 
 def _duplicate(fd: int, inode: int) -> socket.socket | None:
-    """A descriptor of our own for the socket with this inode; None if it is gone."""
+    """Return our own descriptor for the socket with this inode, or None if it is gone."""
     try:
         own = os.dup(fd)
     except OSError:
@@ -226,7 +226,7 @@ def _silence(connection: socket.socket) -> socket.socket:
 
 
 def _dissolve(connection: socket.socket) -> None:
-    """Connect it to nobody, which Python's own `connect` cannot say."""
+    """Dissolve its connection (AF_UNSPEC), which Python's own `connect` cannot do."""
     if _libc.connect(connection.fileno(), _NOBODY, len(_NOBODY)):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

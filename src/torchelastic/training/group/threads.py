@@ -1,7 +1,7 @@
-"""Threads for what blocks and cannot be interrupted: left alone when nobody waits any longer.
+"""Threads for calls that block and cannot be interrupted; abandoned when no one waits for them.
 
-A thread that is done serves again, so that a send costs no thread start; one that finds nothing to
-do for a while ends.
+A finished thread is reused, so that a send does not start a thread; an idle thread ends after a
+while.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import queue
 import threading
 from collections.abc import Callable
 
-#: How long a thread without work stays, in seconds.
+#: How long an idle thread stays, in seconds.
 IDLE = 2.0
 
 _Tasks = queue.SimpleQueue[Callable[[], None]]
 
-#: The threads without work, by what they wait on. `pop` and `remove` decide who has one.
+#: The idle threads, by the lock they wait on. `pop` and `remove` decide who gets one.
 _idle: list[_Tasks] = []
 
 
 def run(task: Callable[[], None]) -> None:
-    """Run `task` in a thread of its own, at once. It must not raise."""
+    """Run `task` in a separate thread, at once. It must not raise."""
     try:
         tasks = _idle.pop()
     except IndexError:
@@ -40,7 +40,7 @@ def _serve(tasks: _Tasks) -> None:
         except queue.Empty:
             if _retired(tasks):
                 return
-            continue  # somebody has just taken us: a task is on its way
+            continue  # just taken: a task is on its way
         task()
         del task  # it may hold the last reference to a group
         _idle.append(tasks)

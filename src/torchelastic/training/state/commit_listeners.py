@@ -1,4 +1,4 @@
-"""Which parts of a state are told that a step is committed, and which know its samples."""
+"""The parts of a state that hear of commits, and those that record a step's samples."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torchelastic.data.progress import Progress
 
 
 def recorded(stateful: Mapping[str, Any], ledger: Ledger | None) -> list[Progress]:
-    """What knows which samples a step has used; nothing without a ledger."""
+    """Return the parts that record the samples of a step; none without a ledger."""
     found = [part for part in _told(stateful) if isinstance(part, Progress)]
     if ledger is not None and not found:
         raise TypeError(
-            "A ledger needs a sampler that knows which samples a step has used: pass an "
+            "A ledger needs a sampler that records the samples of each step: pass an "
             "ElasticSampler or an ElasticStream as sampler."
         )
     return found if ledger is not None else []
@@ -26,7 +26,7 @@ def listeners(stateful: Mapping[str, Any]) -> list[Callable[[], object]]:
 
 
 def _told(stateful: Mapping[str, Any]) -> list[Any]:
-    """What is told of commits: the parts, and for a loader its sampler; none of them twice."""
+    """Return the objects to notify of commits: parts, and a loader's sampler; each once."""
     told = {}
     for part in stateful.values():
         known = getattr(part, "progress", None)

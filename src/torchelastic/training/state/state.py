@@ -1,4 +1,4 @@
-"""`State`: what survives a failure. The user's class says what it consists of."""
+"""`State`: the training state that survives a failure; the user's class defines it."""
 
 from __future__ import annotations
 
@@ -7,53 +7,53 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
-#: (generation, step): in which world so many steps were committed. The freshest is the largest.
+#: (generation, step): the world, and the number of steps committed. The freshest is the largest.
 Version = tuple[int, int]
 
-#: What every worker can build alone; loaded from a checkpoint of step s it is (-1, s).
+#: The version that every worker can build alone; from a checkpoint of step s it is (-1, s).
 FIRST: Version = (-1, 0)
-#: Half-written, and it cannot be rolled back: anything is fresher.
+#: Half-written and impossible to roll back: every other version is fresher.
 TORN: Version = (-2, -1)
 
 
 class Torn(RuntimeError):
     """Raised by `State.apply`: the state is half-written and cannot be rolled back.
 
-    The worker lives on and is given a state by a peer in the next world.
+    The worker lives on and receives a peer's state in the next world.
     """
 
 
 class State(ABC):
-    """All that a training needs to go on, and how workers come to agree on it.
+    """Everything that training needs to continue, and how workers agree on it.
 
-    Every worker builds the same first state from the same arguments, alone. `sync` is yours to
-    write; without `snapshot` and `apply` a step that fails half-way is not rolled back.
+    Every worker builds the same first state from the same arguments. Implement `sync`; without
+    `snapshot` and `apply`, a step that fails half-way is not rolled back.
     """
 
-    #: Whether `snapshot` is taken before every step, whatever `train(snapshot_every=)` says:
-    #: True where only a step that has just begun can be undone.
+    #: Call `snapshot` before every step, whatever `train(snapshot_every=)` is: True where only
+    #: the current step can be undone.
     _every_step = False
 
     @abstractmethod
     def sync(self) -> None:
-        """Bring all workers to one state. Called once in every world, by all its workers, when
+        """Bring all workers to one state. Called once in every world, on all its workers, after
         its process group is up and before its first step.
 
-        `torchelastic.training.session.current().versions` says who has the freshest state.
+        `torchelastic.training.session.current().versions` shows which rank has the freshest state.
         """
 
     def snapshot(self) -> Any:
-        """What `apply` needs to bring this very object back to where it is now.
+        """Return what `apply` needs to bring this object back to its current state.
 
-        Taken before a step, and before `sync`. None: rolling back is not supported.
+        Called before a step, and before `sync`. Return None if rollback is not supported.
         """
         return None
 
     def apply(self, snapshot: Any) -> None:  # noqa: B027, the default is to do nothing
-        """Go back to a snapshot. `sync` follows. Raise `Torn` where that is impossible."""
+        """Roll back to the result of `snapshot`; `sync` follows. Raise `Torn` if impossible."""
 
     def save(self, stream: IO[bytes]) -> None:
-        """Write a checkpoint: the snapshot, by `torch.save`."""
+        """Write a checkpoint: `torch.save` of what `snapshot` returns."""
         import torch
 
         torch.save(self.snapshot(), stream)
@@ -61,30 +61,31 @@ class State(ABC):
     def load(self, stream: IO[bytes]) -> None:
         """Read what `save` has written: any Python object, by `torch.load`.
 
-        That is pickle, which runs what a file tells it to: a checkpoint must come from a place
-        that only you write to. Override both to be stricter. Nothing of this crosses the network.
+        That is pickle, which can run code from the file: load only checkpoints from a place that
+        only you can write to. Override both methods to be stricter. None of this crosses the
+        network.
         """
         import torch
 
         self.apply(torch.load(stream, weights_only=False))
 
     def should_save_checkpoint(self, rank: int) -> bool:
-        """Asked after every step, on every rank: is it time for a checkpoint? Rank 0 writes it."""
+        """Return True for a checkpoint. Called after every step on every rank; rank 0 writes."""
         return False
 
     def _begins_at(self) -> Version:
-        """The version it has when the training begins."""
+        """Return the state's version when the training begins."""
         return FIRST
 
     def _form(self) -> Sequence[tuple[str, str]]:
-        """What must be the same in all workers: a thing and how it is, in words, one by one."""
+        """Return what must be the same on all workers, as (thing, description) pairs."""
         return ()
 
     def _committed(self, version: Version) -> None:  # noqa: B027, most states need not know
-        """The step is done, and the state has this version."""
+        """Note that the step is done and the state has this version."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Release 0.1's names of two methods are taken for today's."""
+        """Accept release 0.1's names of two methods."""
         super().__init_subclass__(**arguments)
         for today, old in (("snapshot", "capture_snapshot"), ("apply", "apply_snapshot")):
             if old in vars(cls) and today not in vars(cls):
@@ -92,7 +93,7 @@ class State(ABC):
 
 
 def _forward(name: str) -> Callable[..., Any]:
-    """A method that calls the one with this name, as subclasses of the subclass have it."""
+    """Make a method that calls the one with this name, including later overrides."""
 
     def method(self: State, *args: Any) -> Any:
         return getattr(self, name)(*args)
@@ -101,7 +102,7 @@ def _forward(name: str) -> Callable[..., Any]:
 
 
 def call_sync(state: State, *, rank: int, size: int) -> None:
-    """`sync()`, or 0.1's `sync(world_size, rank)`."""
+    """Call `sync()`, or 0.1's `sync(world_size, rank)`."""
     if _wants_world(state):
         state.sync(size, rank)  # type: ignore[call-arg]
     else:

@@ -1,4 +1,4 @@
-"""`TorchState`: a ready-made State from a model, optimizers and whatever else a training has."""
+"""`TorchState`: a ready-made State from a model, optimizers and other parts of a training."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torchelastic.data.ledger import Ledger
 from torchelastic.snapshot import agent_client
 from torchelastic.snapshot.dtensors import is_plain, is_sharded, put_in, shape_of, take_out
 from torchelastic.snapshot.keeper import Keeper
-from torchelastic.snapshot.kept_tree import Tree
 from torchelastic.snapshot.leave import Departure
 from torchelastic.snapshot.own_checkpoints import steps_taken
 from torchelastic.snapshot.shards import Shards
+from torchelastic.snapshot.state_tree import Tree
 from torchelastic.tensors import module_state, rank_private, tensor_tree, transfer
 from torchelastic.tensors.buffers import Buffers
 from torchelastic.tensors.checkpoint_tree import flatten
@@ -32,41 +32,41 @@ from torchelastic.training.group import ddp
 from torchelastic.training.session import Session
 from torchelastic.training.state import commit_listeners
 from torchelastic.training.state.state import FIRST, TORN, State, Torn, Version
-from torchelastic.training.undo.undo import Snapshot, Undo
+from torchelastic.training.undo.undo import Undo, UndoRecord
 from torchelastic.worker.backward_waits import BackwardWaits
 
-#: What a checkpoint of this class says of itself.
+#: The format name in a checkpoint of this class.
 _FORMAT = "torchelastic.TorchState 2"
-#: Where in it the tensors of optimizers are: `optimizer.state/0/3/exp_avg`.
+#: The prefix of optimizer tensors in it: `optimizer.state/0/3/exp_avg`.
 _OPTIMIZER = "optimizer"
 #: Parts that may be several: a list, a tuple or a dict of them.
 _SEVERAL = ("model", "optimizer", "scheduler", "sampler", "scaler")
 
 
 class TorchState(State):
-    """A state made of parts, each found again under its name: `state.model`, `state.optimizer`.
+    """A state made of parts, each available under its name: `state.model`, `state.optimizer`.
 
     `model`, `optimizer`, `scheduler`, `sampler` and `scaler` are one object each, or a list, tuple
-    or dict of several. `step` is the number of committed steps, kept by the training loop; `epoch`
-    is yours to count. `more` parts are numbers, strings, tensors, arrays, lists, tuples, dicts, or
-    objects with `state_dict` and `load_state_dict` made of these; anything else is refused.
-    Values may be assigned anew (`state.best = 0.93`); objects stay.
+    or dict of several. `step` is the number of committed steps, counted by the training loop; you
+    count `epoch`. `more` parts are numbers, strings, tensors, arrays, lists, tuples, dicts, or
+    objects with `state_dict` and `load_state_dict` made of these; anything else raises TypeError.
+    You can assign values (`state.best = 0.93`), but not replace objects.
 
-    In a world `state.model` is the model in DistributedDataParallel, kept from world to world;
-    `state.module` is the model itself. `ddp=False` leaves it bare, `ddp={...}` are DDP's options.
+    In a world `state.model` is the model in DistributedDataParallel, reused in later worlds;
+    `state.module` is the model itself. `ddp=False` does not wrap it, `ddp={...}` are DDP's options.
 
-    A step is undone without a copy of the parameters: they and the state of optimizers are written
-    in `optimizer.step` alone, and a collective of all ranks must come before every such write.
-    With DDP the backward is one. A collective *after* a write in the same step (a second optimizer,
-    a sharded one, a reduced loss) makes this class copy them before every write; it says so.
-    `copy_before_write=True` does so from the beginning, `False` never.
+    A step is undone without a copy of the parameters: only `optimizer.step` writes to them and to
+    optimizer state, and a collective of all ranks must come before every such write. With DDP the
+    backward is one. A collective *after* a write in the same step (a second optimizer, a sharded
+    one, a reduced loss) makes this class copy them before every write, and log a warning.
+    `copy_before_write=True` copies from the beginning, `False` never.
 
-    Not kept, neither when a step is undone nor for newcomers: anything that is not in a part, such
-    as averaged weights held elsewhere, iterators over data, the state of communication hooks and of
+    Anything outside the parts is lost when a step is undone and is not sent to new workers:
+    averaged weights held elsewhere, iterators over data, the state of communication hooks and of
     hooks on modules, caches of `torch.compile`, generators other than the global ones of torch,
-    Python and numpy, and attributes of modules that are neither parameters nor buffers. A random
-    number drawn after the last collective of a step is unknown to the replacement of a worker
-    that is killed before the step ends.
+    Python and numpy, and attributes of modules that are neither parameters nor buffers. If a
+    worker is killed before a step ends, its replacement does not know random numbers that were
+    drawn after the last collective of the step.
     """
 
     model: Any
@@ -103,20 +103,20 @@ class TorchState(State):
         self._ddp = ddp
         self._wrapped: list[nn.Module] = []
         self._ddps: list[DistributedDataParallel] = []
-        #: Those of which a committed step of this world may yet tell something.
+        #: The DDP models whose layout a committed step of this world may still settle.
         self._unsettled: list[DistributedDataParallel] = []
         self._version: Version = (FIRST[0], step)
-        #: No world was entered yet; then, whether a step was undone since the last sync.
+        #: Whether no world was entered yet, and whether a step was undone since the last sync.
         self._newborn, self._interrupted = True, False
         self._values = ("epoch", *values)
         self._objects = {name: part for name, part in given.items() if part is not None} | objects
         self._copy_before_write = copy_before_write
         self._keeper: Keeper | None = None
-        #: Of a script's worker that has an agent.
+        #: How this worker leaves, in a script with an agent.
         self._departure: Departure | None = None
-        #: Parts that are to be told of every committed step.
+        #: Parts to notify of every committed step.
         self._listeners = commit_listeners.listeners(self._stateful)
-        #: Whether its optimizers wait until checkpoints have their copy.
+        #: Whether the optimizers wait until checkpoints have their copy.
         self._is_guarded = False
         self._ledger = ledger
         self._recorded = commit_listeners.recorded(self._stateful, ledger)
@@ -132,14 +132,14 @@ class TorchState(State):
 
     @property
     def module(self) -> Any:
-        """The model without DDP, in the shape it was given."""
+        """The model without DDP, as it was passed in."""
         return _like(self._objects.get("model"), self._models)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._objects:
             raise AttributeError(
-                f"'{name}' is an object this state was made of, and cannot be replaced: load what "
-                "you want it to be into it, or make another state."
+                f"Cannot replace '{name}', an object this state was made of: load a state_dict "
+                "into it, or make a new TorchState."
             )
         if name in self._values:
             tensor_tree.check(name, value)
@@ -147,7 +147,7 @@ class TorchState(State):
 
     @cached_property
     def _undo(self) -> Undo:
-        """Made when a world is entered: a script needs none of its hooks and copies."""
+        """Made when a world is entered: a script does not need its hooks and copies."""
         copy = self._copy_before_write
         return Undo(self._models, self._optimizers, self._savers(), copy=copy)
 
@@ -160,12 +160,12 @@ class TorchState(State):
 
     # --- a step ----------------------------------------------------------------------------------
 
-    def snapshot(self) -> Snapshot:
-        """Save what is small, at the beginning of a step. Only the latest can be applied."""
+    def snapshot(self) -> UndoRecord:
+        """Return an undo record of the step that begins. Only the latest can be applied."""
         return self._undo.begin(self._version)
 
-    def apply(self, snapshot: Snapshot) -> None:
-        """Undo the step. Torn if it failed inside or after a write that was not copied."""
+    def apply(self, snapshot: UndoRecord) -> None:
+        """Undo the step. Raises Torn if it failed in or after a write without a copy."""
         self._interrupted = True
         self.step = snapshot.version[1]
         self._undo.undo(snapshot)
@@ -175,11 +175,11 @@ class TorchState(State):
             isinstance(model, DistributedDataParallel)
             for model in members(self._objects.get("model"))
         ):
-            raise TypeError("Pass the plain module as model: TorchState puts it into DDP itself.")
+            raise TypeError("Pass the plain module as model: TorchState wraps it in DDP itself.")
         if self._sharded:
             raise TypeError(
-                f"{self._sharded[0]} is sharded over ranks, and torchelastic.train keeps what is "
-                "the same on all of them: run it as a script with restore() and commit()."
+                f"{self._sharded[0]} is sharded over ranks, and torchelastic.train supports only "
+                "replicated state: run it as a script with restore() and commit()."
             )
         return self._version
 
@@ -192,7 +192,7 @@ class TorchState(State):
         ]
 
     def _committed(self, version: Version) -> None:
-        # Not by `self.step = ...`, at every step: `__setattr__` asks whether that is a part.
+        # Faster than `self.step = ...`, for which `__setattr__` checks whether it is a part.
         for tell in self._listeners:
             tell()
         own = self.__dict__
@@ -204,7 +204,7 @@ class TorchState(State):
             own["_unsettled"] = [one for one in self._unsettled if not ddp.committed(one)]
 
     def _record(self, version: Version) -> None:
-        """Have it written down which samples the step has used."""
+        """Record the samples of the step in the ledger."""
         assert self._ledger is not None
         for part in self._recorded:
             self._ledger.record(*version, part.latest)
@@ -214,14 +214,14 @@ class TorchState(State):
     def sync(self) -> None:
         """Bring all ranks of this world to the freshest version.
 
-        What is collective comes first, what is local last: a rank that loses its peers on the way
-        has either kept what it had or has all it needs.
+        Collectives come first, local changes last: a rank that loses its peers meanwhile has
+        either its old state or all of the new one.
         """
         checkpoint.before_write()
         world = session.current()
         base = world.freshest
         if base == TORN:
-            raise Torn("No worker of this world has a whole state; a checkpoint is needed.")
+            raise Torn("No worker of this world has a complete state; a checkpoint is needed.")
         self._undo.outside()
         holders = holders_of(world.versions)
         self._join(source=holders[0])
@@ -240,7 +240,7 @@ class TorchState(State):
         self._newborn = self._interrupted = False
 
     def _join(self, *, source: int) -> None:
-        """Put the models on this world's group."""
+        """Move the models to this world's group."""
         if self._ddp is False:
             return
         if self._wrapped:
@@ -261,7 +261,7 @@ class TorchState(State):
         vars(self)["model"] = _like(self.module, self._wrapped)
 
     def _receive(self, world: Session, holders: Sequence[int]) -> Any:
-        """The state, for those who lack it; None for those who have it."""
+        """Return the state on ranks that lack it, None on ranks that have it."""
         if len(holders) == world.size:
             return None
         if world.rank in holders:
@@ -272,7 +272,7 @@ class TorchState(State):
         return transfer.share(world, None, holders=holders, into=self._tree())
 
     def _private_at(self, base: Version, world: Session) -> Private | None:
-        """This rank's own state at `base`: remembered, or left behind by its predecessor."""
+        """Return this rank's private state at `base`: remembered, or left by its predecessor."""
         late = self._undo.late
         if late is not None and late[0][1] == base[1]:
             return late[1]
@@ -289,7 +289,7 @@ class TorchState(State):
         }
 
     def _solid(self) -> dict[str, Any]:
-        """What there is between any two steps."""
+        """Return the state that exists between any two steps."""
         return {
             "model": [module_state.module_tree(model) for model in self._models],
             "optimizer": [module_state.optimizer_tree(optimizer) for optimizer in self._optimizers],
@@ -323,14 +323,17 @@ class TorchState(State):
     # --- run + keep ------------------------------------------------------------------------------
 
     def restore(self, start: int | None = None) -> int:
-        """In a script, before its loop, on all ranks: go on from the freshest state there is.
+        """Resume from the freshest state. Call in a script, before its loop, on all ranks.
 
-        From memory of this node, else of another one, else the latest checkpoint; or from what the
-        script has loaded itself, of `start` steps, if nothing is newer. Returns how many steps are
-        done, the same on all ranks; 0, and nothing is changed, if there is nothing.
+        Takes the snapshot in this node's memory, else another node's, else the latest checkpoint;
+        or keeps the state that the script loaded itself (`start` steps done) if nothing is newer.
+        Returns the number of steps done, the same on all ranks: 0 if there is no saved state, and
+        then nothing changes.
         """
         if session.is_entered():
-            raise RuntimeError("torchelastic.train restores and commits by itself.")
+            raise RuntimeError(
+                "Do not call this under torchelastic.train, which restores and commits itself."
+            )
         if self._keeper is None:
             start = start if start is not None else self.step or None
             tree = Tree(self._models, self._optimizers, self._rest, self._load_rest, self._form())
@@ -359,10 +362,11 @@ class TorchState(State):
         return self.step
 
     def commit(self, step: int | None = None) -> None:
-        """In a script, after each step: the step is done, keep the state.
+        """Commit a step and keep the state in memory. Call in a script, after each step.
 
-        Parameters and optimizer state are copied behind the next forward and backward, and
-        `optimizer.step` waits for that. `step` is how many are done; one more than before if None.
+        Parameters and optimizer state are copied during the next forward and backward, and
+        `optimizer.step` waits for the copy. `step` is the number of steps done; by default one
+        more than before.
         """
         if self._keeper is None:
             raise RuntimeError("Call restore() before the first commit(), on all ranks.")
@@ -370,7 +374,7 @@ class TorchState(State):
             self._commit(self._keeper, self.step + 1 if step is None else step)
 
     def _commit(self, keeper: Keeper, done: int) -> None:
-        keeper.check(done)  # before anything has moved
+        keeper.check(done)  # before anything has changed
         for tell in self._listeners:
             tell()
         self.step = done
@@ -384,24 +388,24 @@ class TorchState(State):
         """Write a checkpoint; `torch.load(...)["model"]` is the model's state_dict."""
         if self._sharded:
             raise TypeError(
-                f"{self._sharded[0]} is sharded over ranks, of which one cannot write all: set a "
-                "CheckpointStore as the manager of checkpoints."
+                f"{self._sharded[0]} is sharded over ranks, so one rank cannot save it: use a "
+                "CheckpointStore as the checkpoint manager."
             )
         torch.save(self._stored(), stream)
 
     def load(self, stream: IO[bytes]) -> None:
-        """Read a checkpoint. No code in it is run."""
+        """Read a checkpoint, without running any code from it."""
         self._load_stored(torch.load(stream, weights_only=True, map_location="cpu"))
 
     def _stored(self) -> dict[str, Any]:
-        """What a checkpoint holds, as a tree of tensors and plain values; nothing is copied."""
+        """Return a checkpoint's content as a tree of tensors and plain values, without copying."""
         optimizers = [module_state.optimizer_tree(optimizer) for optimizer in self._optimizers]
         return _stored(self.step, self._model_tree(), optimizers, self._rest())
 
     def _stored_of(
         self, lasting: Mapping[str, Any], passing: Mapping[str, Any], step: int
     ) -> dict[str, Any]:
-        """The same, of both halves of a snapshot."""
+        """Return a checkpoint's content from both halves of a snapshot."""
         named = zip(self._models, lasting["parameters"], passing["buffers"], strict=True)
         models = [
             module_state.state_dict_of(model, {**some, **more}) for model, some, more in named
@@ -414,7 +418,7 @@ class TorchState(State):
         return _like(self.module, [model.state_dict() for model in self._models])
 
     def _lasting(self) -> list[torch.Tensor]:
-        """What only optimizers write to, each of which waits for checkpoints from now on."""
+        """Return the tensors that only optimizers write; these now wait for checkpoints."""
         if not self._is_guarded:
             for optimizer in self._optimizers:
                 optimizer.register_step_pre_hook(_before_write)
@@ -430,8 +434,8 @@ class TorchState(State):
         return Shards(self._models, self._optimizers)
 
     def _shards_of(self, stored: Mapping[str, Any]) -> dict[str, Any]:
-        """What a checkpoint holds is stored under these names: those of which each rank reads its
-        part, as DTensors of this world."""
+        """Return, by the given names of a checkpoint's tensors, the DTensors of this world whose
+        part each rank reads."""
         if not self._sharded:
             return {}
         _, model = flatten({"model": self._model_tree()})
@@ -447,7 +451,7 @@ class TorchState(State):
 
     def _load_stored(self, saved: Any) -> None:
         if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
-            raise ValueError("This is no checkpoint that a TorchState has written.")
+            raise ValueError("This checkpoint was not written by a TorchState.")
         checkpoint.before_write()
         rest = tensor_tree.restore(saved["skeleton"], saved["tensors"])
         put_in(_state_of(rest["optimizer"]), saved[_OPTIMIZER])
@@ -464,7 +468,7 @@ class TorchState(State):
 def _stored(
     step: int, model: Any, optimizers: Sequence[Mapping[str, Any]], rest: Mapping[str, Any]
 ) -> dict[str, Any]:
-    # By name, so that they are found again whether they are sharded then or not.
+    # By name, so that they are found whether or not they are sharded at the time.
     named = take_out(_state_of(optimizers), is_plain)
     skeleton, tensors = tensor_tree.flatten({**rest, "optimizer": optimizers})
     saved = {"format": _FORMAT, "step": step, "model": model}
@@ -476,15 +480,15 @@ def _before_write(*_: object) -> None:
 
 
 def _state_of(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of optimizers as `take_out` and `put_in` want it."""
+    """Return the state of optimizers in the form for `take_out` and `put_in`."""
     return {"parameters": [], "state": [optimizer["state"] for optimizer in optimizers]}
 
 
 def holders_of(versions: Sequence[Version]) -> tuple[int, ...]:
-    """The ranks whose state all are brought to.
+    """Return the ranks whose state all others receive.
 
-    A state that no world has committed a step of is built by each rank alone, and nothing says that
-    they are equal: the first such rank's is taken.
+    Before any step is committed, each rank has built its state alone, and these may differ: then
+    the first such rank's is taken.
     """
     best = max(versions)
     ranks = tuple(rank for rank, version in enumerate(versions) if version == best)
@@ -492,10 +496,10 @@ def holders_of(versions: Sequence[Version]) -> tuple[int, ...]:
 
 
 def is_worthless(own: Version, base: Version) -> bool:
-    """Whether a state may be overwritten before the one that replaces it is there in full.
+    """Return whether a state may be overwritten before its replacement has fully arrived.
 
-    The state of a worker that rolled back is the second best there is, should the best be lost on
-    its way. So is a first state while nobody has a better one.
+    The state of a worker that rolled back is the second best, should the best be lost during the
+    transfer. So is a first state while no rank has a better one.
     """
     return own < base and own[0] < 0 <= base[0]
 
@@ -504,7 +508,7 @@ def is_worthless(own: Version, base: Version) -> bool:
 
 
 def members(part: Any) -> list[Any]:
-    """The objects of a part that is one, several or none."""
+    """Return the objects of a part that is one, several or none."""
     if part is None:
         return []
     if type(part) is dict:
@@ -513,7 +517,7 @@ def members(part: Any) -> list[Any]:
 
 
 def _like(part: Any, items: Sequence[Any]) -> Any:
-    """The items in the shape that the part has."""
+    """Return the items in the shape of the part."""
     if part is None:
         return None
     if type(part) is dict:
@@ -522,7 +526,7 @@ def _like(part: Any, items: Sequence[Any]) -> Any:
 
 
 def _cut_like(part: Any, items: Any) -> list[Any]:
-    """The items, put together as `_like` does it; each may be a dict itself."""
+    """Reverse `_like`: return the items of a part; each may be a dict itself."""
     return members(items) if type(part) in (dict, list, tuple) or part is None else [items]
 
 
@@ -531,7 +535,7 @@ def _is_trained(model: nn.Module) -> bool:
 
 
 def _modules(part: Any) -> list[nn.Module]:
-    """The models, without DDP."""
+    """Return the models, without DDP."""
     for model in members(part):
         _expect("model", model, nn.Module)
     return [
@@ -541,7 +545,7 @@ def _modules(part: Any) -> list[nn.Module]:
 
 
 def _take_out_shards(solid: Mapping[str, Any]) -> list[str]:
-    """Take the tensors that are sharded over ranks out of a fresh tree; their names."""
+    """Remove the sharded tensors from a fresh tree; return their names."""
     lasting = {
         "parameters": [model["parameters"] for model in solid["model"]],
         "state": [optimizer["state"] for optimizer in solid["optimizer"]],
@@ -557,13 +561,11 @@ def _optimizers(part: Any) -> list[Optimizer]:
 
 def _expect(name: str, part: object, kind: type) -> None:
     if not isinstance(part, kind):
-        raise TypeError(
-            f"'{name}' is of type {type(part).__qualname__}; it must be a {kind.__qualname__}."
-        )
+        raise TypeError(f"'{name}' must be a {kind.__qualname__}, not a {type(part).__qualname__}.")
 
 
 def _stateful(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything but models and optimizers, one by one."""
+    """Return all objects but models and optimizers, by name."""
     found = {}
     for name, part in objects.items():
         if name in ("model", "optimizer"):
@@ -571,15 +573,15 @@ def _stateful(objects: Mapping[str, Any]) -> dict[str, Any]:
         for number, one in enumerate(members(part)):
             if not tensor_tree.is_stateful(one):
                 raise TypeError(
-                    f"'{name}' is of type {type(one).__qualname__}, which has no state_dict and "
-                    "load_state_dict: give it these, or keep its state in values."
+                    f"'{name}', a {type(one).__qualname__}, has no state_dict and load_state_dict: "
+                    "add them, or keep its state in values."
                 )
             found[name if one is part else f"{name}.{number}"] = one
     return found
 
 
 def _sort(more: Mapping[str, Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The names of values, and the objects."""
+    """Split `more` into the names of values and the objects."""
     objects = {name: part for name, part in more.items() if tensor_tree.is_stateful(part)}
     values = tuple(name for name in more if name not in objects)
     for name in values:
@@ -590,4 +592,6 @@ def _sort(more: Mapping[str, Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
 def _refuse_names(more: Mapping[str, Any], kind: type) -> None:
     for name in more:
         if hasattr(kind, name) or name.startswith("_"):
-            raise TypeError(f"A part cannot be called '{name}': a TorchState has that already.")
+            raise TypeError(
+                f"A part cannot be named '{name}': TorchState already has that attribute."
+            )

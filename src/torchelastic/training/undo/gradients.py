@@ -1,10 +1,11 @@
-"""Gradients as they were at the beginning of a step, without copying them in the usual patterns.
+"""Gradients as they were at the beginning of a step, without a copy in the usual patterns.
 
-Zeroed at the end of a step, gradients are None at the beginning, and None is all there is to put
-back. Zeroed at the start, they hold values that nobody will read: nothing to put back either. Only
-when a backward adds to what an earlier step has left do the values matter. A hook on each parameter
-runs just before that, and copies then. The hooks are installed once a backward begins while there
-are such values: a job that zeroes all at the start or the end never pays for them.
+If a job zeroes gradients at the end of a step, they are None at the beginning, and None is all
+there is to put back. If it zeroes them at the start, they hold values that nothing will read: there
+is nothing to put back. The values matter only when a backward adds to what an earlier step left. A
+hook on each parameter runs just before that, and makes the copy. The hooks are installed when a
+backward begins while there are such values: a job that zeroes all gradients at the start or the
+end never pays for them.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ class Gradients:
         self._index = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._unhooked = list(enumerate(self._parameters))
         self._nothing_pending = [False] * len(self._parameters)
-        #: What each was at the beginning: None, or which tensor in which version.
+        #: Each gradient at the beginning: None, or the tensor and its version.
         self._marks: list[_Mark | None] = [None] * len(self._parameters)
-        #: Which have a gradient whose values are neither copied nor known to be unwanted.
+        #: Parameters with gradient values that are neither copied nor known to be unneeded.
         self._pending = self._nothing_pending
-        #: Whether there may be such.
+        #: Whether there may be any.
         self.pending = False
         self._copies: dict[int, torch.Tensor] = {}
         self._copied: set[int] = set()
         self._lost = False
-        #: In this job values that a step has left are added to in the next.
+        #: Whether this job accumulates gradients over steps.
         self.wanted = False
-        #: Copy at the beginning: here gradients are changed by other means than a backward.
+        #: Copy at the beginning: this job changes gradients outside of backwards.
         self._at_once = False
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         marks: list[_Mark | None] = []
         pending = []
         for parameter in self._parameters:
@@ -63,10 +64,10 @@ class Gradients:
                 self._keep_all()
 
     def before_write(self, parameters: Iterable[torch.Tensor], *, copy: bool) -> None:
-        """An optimizer is about to read those of these parameters, and may not be the last.
+        """Prepare for an optimizer that reads the gradients of these parameters.
 
-        Values that no backward of this step has touched come from an earlier one. `copy` says
-        that the write itself can be undone: then they are wanted for doing it again.
+        Values that no backward of this step has touched come from an earlier step. `copy` means
+        that the write can be undone: then they are needed to repeat it.
         """
         if True not in self._pending:
             return
@@ -76,7 +77,7 @@ class Gradients:
                 self._keep(index, copy=copy)
 
     def undo(self) -> bool:
-        """Put the gradients back; False if their values have been lost."""
+        """Put the gradients back; return False if their values are lost."""
         for index, pending in enumerate(self._pending):
             if pending:
                 self._keep(index, copy=False)
@@ -86,12 +87,12 @@ class Gradients:
             elif index in self._copied:
                 _put_back(parameter, self._copies[index])
             elif parameter.grad is None:
-                # Its values are not wanted, but whether it is None decides what optimizers skip.
+                # Its values are not needed, but optimizers skip parameters whose gradient is None.
                 parameter.grad = torch.zeros_like(parameter)
         return not self._lost
 
     def zeroed(self, groups: Sequence[dict[str, Any]]) -> None:
-        """An optimizer zeroes the gradients of its groups: nobody wants what they were."""
+        """Note that an optimizer zeroes its gradients: their old values are not needed."""
         first, mine = groups[0]["params"], self._parameters
         if len(groups) == 1 and len(first) == len(mine) and all(map(is_, first, mine)):
             self.pending, self._pending = False, self._nothing_pending
@@ -104,7 +105,7 @@ class Gradients:
                     self._pending[index] = False
 
     def tree(self) -> list[torch.Tensor | bool]:
-        """For those who lack them: the values where they are wanted, else whether there are any."""
+        """Return, for other ranks, the values where needed, else whether there is a gradient."""
         return [
             grad if self.wanted and grad is not None else grad is not None
             for grad in (parameter.grad for parameter in self._parameters)
@@ -125,7 +126,7 @@ class Gradients:
                 self._keep(index)
 
     def _install(self) -> None:
-        """A backward begins; if it may add to what is there, see to it that it is copied."""
+        """Install the copying hooks when a backward begins that may add to old values."""
         if True not in self._pending:
             return
         remaining = []
@@ -145,7 +146,7 @@ class Gradients:
 
     @torch.no_grad()
     def _keep(self, index: int, *, copy: bool = True) -> None:
-        """Copy the values, unless they have been zeroed: then nobody will ask for them."""
+        """Copy the values, unless they have been zeroed and so are not needed."""
         grad = self._parameters[index].grad
         untouched = grad is not None and (id(grad), version_of(grad)) == self._marks[index]
         self._pending[index] = untouched and not copy
@@ -155,7 +156,7 @@ class Gradients:
             if copy:
                 self._copy(index, grad)
         elif bool(grad.any()):
-            # Changed where no hook looks, by clipping for one. From now on copied in time.
+            # Changed outside of hooks, for example by clipping. From now on, copy in time.
             self._lost = self._at_once = True
 
     def _copy(self, index: int, grad: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
-"""Undo a step: everything is again as it was at its beginning, so that it can be done anew.
+"""Undo a step: restore everything to the step's beginning, so that it can be repeated.
 
-At the beginning of a step only small things are saved. Gradients and what optimizers write are
-saved by hooks, when and if they are about to change in a way that would have to be undone.
+At the beginning of a step only small state is saved. Hooks save gradients and what optimizers
+write, if and when these are about to change in a way that would have to be undone.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torchelastic.training.undo.gradients import Gradients
 from torchelastic.training.undo.writes import Writes
 
 
-class Snapshot(NamedTuple):
-    """The beginning of a step. What is large is not in it: only the latest can be applied."""
+class UndoRecord(NamedTuple):
+    """The small state at the beginning of a step. Only the latest record can be applied."""
 
     version: Version
     private: Private
@@ -31,7 +31,7 @@ class Snapshot(NamedTuple):
 
 
 class Undo:
-    """What is needed to undo the step that these modules and optimizers are in."""
+    """Undoes the current step of these modules and optimizers."""
 
     def __init__(
         self,
@@ -48,17 +48,17 @@ class Undo:
         self._savers = list(savers)
         self._saves = [saver.save for saver in savers]
         self._publisher: Publisher | None = None
-        self._latest: Snapshot | None = None
-        #: The version that the end of this step has; None outside of a step.
+        self._latest: UndoRecord | None = None
+        #: The version at the end of this step; None outside of a step.
         self._next: Version | None = None
-        #: The generation whose steps these are; None until one is entered after a step was undone.
+        #: The generation of these steps; None from an undone step to the next world.
         self._generation: int | None = None
         self._overwritten = False
-        #: What this rank had of its own when its step failed, as of the end of that step.
+        #: This rank's private state when its step failed, as of the end of that step.
         self.late: tuple[Version, Private] | None = None
 
     def enter(self, generation: int, publisher: Publisher | None) -> None:
-        """The steps that follow are of this generation."""
+        """Enter a generation: the following steps belong to it."""
         self._generation = generation
         self._publisher = publisher
         self.late = None
@@ -66,15 +66,15 @@ class Undo:
         rng.look()
 
     def overwritten(self) -> None:
-        """All was replaced by another state: there is no way back to the latest snapshot."""
+        """Note that another state was loaded: the latest undo record is useless."""
         self._overwritten = True
 
     def outside(self) -> None:
-        """Collectives that follow belong to no step."""
+        """Note that the following collectives belong to no step."""
         self._next = None
 
-    def begin(self, version: Version) -> Snapshot:
-        """A step begins."""
+    def begin(self, version: Version) -> UndoRecord:
+        """Begin a step; return its undo record."""
         now = self._private()
         if self.buffers.heavy:
             self.buffers.save_heavy()
@@ -85,7 +85,7 @@ class Undo:
         for save in self._saves:
             small.append(save())
         # Not Snapshot(...), here and below with other tuples: that is a call of Python code.
-        self._latest = tuple.__new__(Snapshot, (version, now, small))
+        self._latest = tuple.__new__(UndoRecord, (version, now, small))
         if self._generation is not None:
             self._next = (self._generation, version[1] + 1)
             if self._publisher is not None:
@@ -93,13 +93,13 @@ class Undo:
         return self._latest
 
     def committed(self) -> None:
-        """The step is done."""
+        """Note that the step is done."""
         self._next = None
         if self.writes.learning:
             self.writes.committed()
 
     def before_collective(self) -> None:
-        """In the launching thread, which may be one of a backward's."""
+        """Run in the launching thread, which may be one of autograd's."""
         ending = self._next
         if ending is None:
             return
@@ -108,25 +108,25 @@ class Undo:
         if self._publisher is not None:
             self._publisher.in_flight(ending, self._private())
 
-    def undo(self, snapshot: Snapshot) -> None:
-        """Go back. Raises Torn, everything small being restored, when the rest cannot be."""
+    def undo(self, snapshot: UndoRecord) -> None:
+        """Undo the step. If only the small state can be restored, do that and raise Torn."""
         if snapshot is not self._latest:
-            raise ValueError("Only the latest snapshot of a TorchState can be applied.")
+            raise ValueError("Only the latest undo record of a TorchState can be applied.")
         if self._next is not None:
-            # Peers may have got to the end of this step, and then that is where we go as well.
+            # Peers may have finished this step, and then so must we.
             self.late = self._next, self._private()
         self.outside()
         self._generation = None
         self._restore_small(snapshot)
         why = self.writes.undo()
         if self._overwritten:
-            why = "Another state was loaded since the snapshot."
+            why = "Another state was loaded since the undo record was made."
         if not self.gradients.undo():
-            why = why or "Gradients were changed in place, and their values are lost."
+            why = why or "Gradients were changed in place; their old values are lost."
         if why is not None:
             raise Torn(why)
 
-    def _restore_small(self, snapshot: Snapshot) -> None:
+    def _restore_small(self, snapshot: UndoRecord) -> None:
         for saver, saved in zip(self._savers, snapshot.small, strict=True):
             saver.restore(saved)
         rank_private.restore(snapshot.private, self.buffers)
@@ -136,7 +136,7 @@ class Undo:
 def _parameters(
     modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> list[torch.Tensor]:
-    """All of both, each once, in an order that is the same on every rank."""
+    """Return the parameters of both, each once, in the same order on every rank."""
     found = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -1,14 +1,14 @@
-"""Writes to parameters and optimizer state: noticed by hooks, copied beforehand only if need be.
+"""Writes to parameters and optimizer state: noticed by hooks, copied beforehand only if needed.
 
-They are written in `optimizer.step` alone. A step that fails before it leaves them as they were, so
-there is nothing to undo. A step that fails inside or after it cannot be undone, and needs not be,
-as long as no collective follows the write: no other rank's fate can interrupt this one then, and
-those who finished the step have what it would have led to.
+Only `optimizer.step` writes them. A step that fails before it leaves them unchanged, so there is
+nothing to undo. A step that fails inside or after it cannot be undone, and need not be, as long as
+no collective follows the write: no other rank can interrupt this one then, and ranks that finished
+the step hold its result.
 
 A collective after or in a write (a loss reduced after the step, a second optimizer, a sharded one)
-breaks that rule: all ranks may be caught between. It is seen when it is launched, and from then on
-parameters and state are copied before each write. Nothing is known of the first step with a write,
-so it is copied too.
+breaks that rule: all ranks may fail between the two. We notice it when it is launched, and from
+then on copy parameters and state before each write. In the first step with a write this is not
+known yet, so we copy there too.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ log = logging.getLogger(__name__)
 
 
 class Writes:
-    """What the optimizers of a state have written since the step began."""
+    """The optimizers' writes since the step began."""
 
     def __init__(
         self, optimizers: Sequence[Optimizer], gradients: Gradients, *, copy: bool | None = None
     ) -> None:
-        """`copy` says whether to copy before writing; None finds out."""
+        """`copy`: whether to copy before writing; None finds out."""
         self._gradients = gradients
         self._copies = {id(optimizer): _Copy(optimizer) for optimizer in optimizers}
         self._fixed = copy is not None
         self.copying = copy is not False
         #: Whether the first step with a write is still to come.
         self.learning = copy is None
-        #: Optimizers that have begun to write in this step, and those that have not ended.
+        #: Optimizers that have begun to write in this step, and those still writing.
         self.begun: set[int] = set()
         self._open: set[int] = set()
-        #: Raises unless what is about to be written was computed in collectives that ended well.
+        #: Raises unless the collectives behind the next write have succeeded.
         self.settle: Callable[[], None] | None = None
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before)
@@ -51,7 +51,7 @@ class Writes:
             _notice_zeroing(optimizer, gradients)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         if self.begun:
             self.begun.clear()
             self._open.clear()
@@ -60,12 +60,12 @@ class Writes:
                     copy.taken = False
 
     def committed(self) -> None:
-        """The step is done."""
+        """Note that the step is done."""
         if self.learning and self.begun:
             self.learned(copying=False)
 
     def learned(self, *, copying: bool) -> None:
-        """What this job does is known, from a step of its own or from a peer's."""
+        """Note whether this job must copy, learned from its own step or from a peer."""
         if self._fixed:
             return
         self.learning = False
@@ -76,26 +76,26 @@ class Writes:
 
     @property
     def known(self) -> bool | None:
-        """Whether this job copies before it writes; None while nothing is known of it."""
+        """Whether this job copies before it writes; None while not known."""
         return None if self.learning else self.copying
 
     def collective(self) -> None:
-        """A collective is about to be launched, in a step."""
+        """Note that a collective is about to be launched in a step."""
         if not self.begun or (self.copying and not self.learning) or self._fixed:
             return
         self.learned(copying=True)
         log.warning(
-            "A collective %s optimizer.step: from now on parameters and optimizer state are "
-            "copied before each write, since a failure in that collective must undo it. Moving "
-            "the collective before optimizer.step saves the copy.",
-            "in" if self._open else "follows",
+            "A collective runs %s optimizer.step: from now on parameters and optimizer state are "
+            "copied before each write, so that a failure of the collective can be undone. To avoid "
+            "the copy, run the collective before optimizer.step.",
+            "in" if self._open else "after",
         )
 
     def undo(self) -> str | None:
-        """Take back what was written; None, or why that is not possible."""
+        """Undo the writes; return None, or the reason why that is impossible."""
         if any(not self._copies[key].taken for key in self.begun):
             where = "inside" if self._open else "after"
-            return f"The step failed {where} optimizer.step, and nothing was copied before it."
+            return f"The step failed {where} optimizer.step, and there is no copy from before it."
         for key in self.begun:
             self._copies[key].undo()
         self.begin()
@@ -124,7 +124,7 @@ class Writes:
 
 
 def _notice_zeroing(optimizer: Optimizer, gradients: Gradients) -> None:
-    """Values zeroed by the optimizer need not be looked at to know that nobody wants them.
+    """Note when an optimizer zeroes gradients, which are then not needed.
 
     The wrapper stays with this object: optimizers leave it out when they are copied or pickled.
     """
@@ -139,14 +139,14 @@ def _notice_zeroing(optimizer: Optimizer, gradients: Gradients) -> None:
 
 
 class _Copy:
-    """Parameters and state of one optimizer before its write, in memory that is used again."""
+    """Parameters and state of one optimizer before its write, in reused memory."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.drop()
 
     def drop(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.taken = False
         self._parameters: list[torch.Tensor] = []
         self._parameter_copies: list[torch.Tensor] = []
@@ -187,12 +187,12 @@ class _Copy:
 
 
 def _copy_all(live: Sequence[torch.Tensor], rooms: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of all, in the rooms where they fit."""
-    fitting = len(rooms) == len(live) and all(
+    """Return copies of all tensors, in the old copies' memory where they fit."""
+    reused = len(rooms) == len(live) and all(
         room.shape == one.shape and room.dtype == one.dtype
         for room, one in zip(rooms, live, strict=True)
     )
-    if not fitting:
+    if not reused:
         rooms = [torch.empty_like(one) for one in live]
     if rooms:
         torch_private.copy_all(rooms, list(live))

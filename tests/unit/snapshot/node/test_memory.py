@@ -24,9 +24,9 @@ def snapshot_memory():
 
 def write(snapshot_memory, piece, version, size=1000, origin=""):
     if origin:
-        kept = snapshot_memory.make_room_for_replica(piece, origin, size, 100)
+        kept = snapshot_memory.memory_for_replica(piece, origin, size, 100)
     else:
-        kept = snapshot_memory.make_room(piece, size, 100)
+        kept = snapshot_memory.memory_for(piece, size, 100)
     data = bytes([version[1] % 256]) * 10
     kept.memory.begin(version)[:10] = data
     kept.memory.seal(version, b"{}", 10, layout.checksum(data))
@@ -40,11 +40,11 @@ def held(snapshot_memory):
 
 
 def test_a_piece_keeps_its_memory(snapshot_memory):
-    first = snapshot_memory.make_room(SHARED, 1000, 100)
-    assert snapshot_memory.make_room(SHARED, 1000, 100) is first
-    assert snapshot_memory.make_room(SHARED, 900, 50) is first
-    with pytest.raises(ValueError, match="no piece"):
-        snapshot_memory.make_room("own:x", 10, 10)
+    first = snapshot_memory.memory_for(SHARED, 1000, 100)
+    assert snapshot_memory.memory_for(SHARED, 1000, 100) is first
+    assert snapshot_memory.memory_for(SHARED, 900, 50) is first
+    with pytest.raises(ValueError, match="is not a piece"):
+        snapshot_memory.memory_for("own:x", 10, 10)
 
 
 def test_a_piece_that_has_grown_gets_another_and_keeps_the_old_until_it_is_of_no_use(
@@ -59,8 +59,8 @@ def test_a_piece_that_has_grown_gets_another_and_keeps_the_old_until_it_is_of_no
 
 
 def test_a_memory_much_too_large_is_given_back(snapshot_memory):
-    large = snapshot_memory.make_room(SHARED, 8 << 20, 100)
-    assert snapshot_memory.make_room(SHARED, 100, 100) is not large
+    large = snapshot_memory.memory_for(SHARED, 8 << 20, 100)
+    assert snapshot_memory.memory_for(SHARED, 100, 100) is not large
 
 
 def test_pieces_of_older_generations_go_when_this_one_has_committed_enough(snapshot_memory):
@@ -150,7 +150,7 @@ def test_in_the_world_memory_stays_for_those_who_write_to_it(snapshot_memory):
     kept = write(snapshot_memory, SHARED, (0, 11))
     snapshot_memory.settle((0, 10), 1)
     assert held(snapshot_memory) == []
-    assert snapshot_memory.make_room(SHARED, 1000, 100) is kept
+    assert snapshot_memory.memory_for(SHARED, 1000, 100) is kept
 
 
 def test_what_is_held_can_be_opened_also_after_the_shelf_is_gone(snapshot_memory):
@@ -195,9 +195,9 @@ def test_what_is_fresher_than_known(snapshot_memory):
 def test_own_pieces_have_a_buffer_more_to_be_copied_from():
     with_replicas = SnapshotMemory(replicated=True)
     try:
-        assert with_replicas.make_room(own(0), 10, 10).sizes.buffers == 4
+        assert with_replicas.memory_for(own(0), 10, 10).sizes.buffers == 4
         for piece in (SHARED, shard(0)):
-            assert with_replicas.make_room(piece, 10, 10).sizes.buffers == 2
+            assert with_replicas.memory_for(piece, 10, 10).sizes.buffers == 2
     finally:
         with_replicas.close()
 
@@ -205,8 +205,8 @@ def test_own_pieces_have_a_buffer_more_to_be_copied_from():
 def test_no_room_is_said_and_nothing_is_taken(snapshot_memory, monkeypatch):
     monkeypatch.setattr(memory_limit, "limits", lambda: [Limit("its cgroup", 4 << 20, 1 << 20)])
     with pytest.raises(NoRoom, match="No room for snapshots of 'shared'"):
-        snapshot_memory.make_room(SHARED, 4 << 20, 100)
-    assert snapshot_memory.make_room(SHARED, 1000, 100).sizes.bytes == 1000
+        snapshot_memory.memory_for(SHARED, 4 << 20, 100)
+    assert snapshot_memory.memory_for(SHARED, 1000, 100).sizes.bytes == 1000
 
 
 def test_only_so_many_copies_are_held_and_those_that_never_came_go_first(
@@ -215,11 +215,11 @@ def test_only_so_many_copies_are_held_and_those_that_never_came_go_first(
     monkeypatch.setattr(module, "MOST_REPLICAS", 3)
     write(snapshot_memory, own(0), (0, 1), origin="a")
     for name in ("x", "y", "z"):
-        snapshot_memory.make_room_for_replica(own(0), name, 10, 10)
+        snapshot_memory.memory_for_replica(own(0), name, 10, 10)
     for name in ("b", "c"):
         write(snapshot_memory, own(0), (0, 1), origin=name)
-    with pytest.raises(NoRoom, match="3 are held"):
-        snapshot_memory.make_room_for_replica(own(0), "d", 10, 10)
+    with pytest.raises(NoRoom, match="already holds 3 copies"):
+        snapshot_memory.memory_for_replica(own(0), "d", 10, 10)
     write(snapshot_memory, own(0), (0, 2), origin="c")
     assert len(held(snapshot_memory)) == 4
 
@@ -259,9 +259,9 @@ def test_a_memory_keeps_its_descriptor_while_something_is_brought_to_it(snapshot
 
 
 def test_so_it_does_when_a_larger_one_is_asked_for_meanwhile(snapshot_memory):
-    kept = snapshot_memory.make_room_for_replica(own(7), "b", 1000, 100)
+    kept = snapshot_memory.memory_for_replica(own(7), "b", 1000, 100)
     with snapshot_memory.bringing(kept):
-        assert snapshot_memory.make_room_for_replica(own(7), "b", 8000, 100) is not kept
+        assert snapshot_memory.memory_for_replica(own(7), "b", 8000, 100) is not kept
         kept.memory.begin((0, 1))
         os.pwrite(kept.descriptor, b"here", kept.memory.begun_at)
         kept.memory.seal((0, 1), b"{}", 4, layout.checksum(b"here"))
@@ -269,17 +269,17 @@ def test_so_it_does_when_a_larger_one_is_asked_for_meanwhile(snapshot_memory):
 
 
 def test_nothing_is_brought_twice_at_a_time_nor_to_what_was_let_go_of(snapshot_memory):
-    kept = snapshot_memory.make_room_for_replica(own(7), "b", 1000, 100)
+    kept = snapshot_memory.memory_for_replica(own(7), "b", 1000, 100)
     with snapshot_memory.bringing(kept), snapshot_memory.bringing(kept) as second:
         assert not second
-    snapshot_memory.make_room_for_replica(own(7), "b", 8000, 100)
+    snapshot_memory.memory_for_replica(own(7), "b", 8000, 100)
     with snapshot_memory.bringing(kept) as gone:
         assert not gone
 
 
 def test_what_a_worker_seals_while_the_agent_settles_stays(snapshot_memory):
     """The worker is ahead of the agent: it has torn what is void, and put the next in its place."""
-    kept = snapshot_memory.make_room(SHARED, 1000, 100)
+    kept = snapshot_memory.memory_for(SHARED, 1000, 100)
     worker = layout.Memory(kept.descriptor)
 
     def seal(version):
@@ -338,15 +338,15 @@ def test_nobody_waits_while_pages_are_taken_and_they_count_as_taken(snapshot_mem
     monkeypatch.setattr(layout.os, "posix_fallocate", slow)
     monkeypatch.setattr(memory_limit, "limits", lambda: [Limit("its cgroup", 8 << 20, 1 << 20)])
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(snapshot_memory.make_room, SHARED, 2 << 20, 100)
+        first = pool.submit(snapshot_memory.memory_for, SHARED, 2 << 20, 100)
         assert begun.wait(30)
-        second = pool.submit(snapshot_memory.make_room, SHARED, 2 << 20, 100)
+        second = pool.submit(snapshot_memory.memory_for, SHARED, 2 << 20, 100)
         assert held(snapshot_memory) == [(own(0), (0, 1), False)]
         with pytest.raises(NoRoom, match=r"and 2\.6 MiB of the 8\.0 MiB"):
-            snapshot_memory.make_room(shard(1), 2 << 20, 100)
+            snapshot_memory.memory_for(shard(1), 2 << 20, 100)
         goes_on.set()
         assert first.result() is second.result()
-    assert snapshot_memory.make_room(shard(1), 2 << 20, 100)
+    assert snapshot_memory.memory_for(shard(1), 2 << 20, 100)
     assert snapshot_memory._promised == 0
 
 
@@ -358,7 +358,7 @@ def test_pages_that_cannot_be_taken_are_not_promised_any_more(
 
     monkeypatch.setattr(layout.os, "posix_fallocate", full)
     with pytest.raises(OSError, match="no space"):
-        snapshot_memory.make_room(SHARED, 1000, 100)
+        snapshot_memory.memory_for(SHARED, 1000, 100)
     assert snapshot_memory._promised == 0
     assert not memories()
 

@@ -151,7 +151,7 @@ def test_what_the_watchdog_found_is_a_lost_peer(alone):
     native.set_timeout(timedelta(seconds=0))
     device.moves.clear()
     dist.all_reduce(torch.ones(1), async_op=True)
-    with pytest.raises(PeerLostError, match="late says COMM_ERROR"):
+    with pytest.raises(PeerLostError, match="late reports COMM_ERROR"):
         alone.settle()
     with pytest.raises(RuntimeError) as refused:
         dist.all_reduce(torch.ones(1))
@@ -210,7 +210,7 @@ def test_an_abort_that_is_refused_does_not_keep_others_from_theirs(alone, monkey
 
     monkeypatch.setattr(default, "abort", refuse, raising=False)
     alone.abort("a test says so")
-    assert "A group of late cannot be aborted: not supported" in caplog.text
+    assert "Could not abort a process group of late: not supported" in caplog.text
     with pytest.raises(RuntimeError, match="aborted"):
         dist.all_reduce(torch.ones(1), group=other)
     monkeypatch.undo()
@@ -322,4 +322,4 @@ def test_a_collective_after_the_write_is_noticed_when_the_step_ends(run, caplog)
 
     run(script, step, state, coordinator=LateCoordinator)
     assert state._undo.writes.known is True
-    assert "A collective follows optimizer.step" in caplog.text
+    assert "A collective runs after optimizer.step" in caplog.text

@@ -29,8 +29,8 @@ exec(script)
 #: The reaper is in the middle of a drop, and another group waits, when the script ends.
 IN_A_DROP = """
 import threading, time
-from torchelastic.training.group import parked as group_park
-from torchelastic.training.group.waits import Operation, Waits
+from torchelastic.training.group import parked
+from torchelastic.training.group.abortable_waits import Operation, Waits
 
 begun = threading.Event()
 
@@ -68,10 +68,10 @@ class Freed:
 stuck, late = Waits(), Waits()
 stuck.enter(Operation(stuck, stuck.announce(), Endless()))
 late.enter(Operation(late, late.announce(), Late()))
-group_park.park([Freed()], late, silent=[], rank=1, aborted=True)
-group_park.park([Stuck()], stuck, silent=[], rank=1, aborted=True)
-group_park.park([Waiting()], Waits(), silent=[], rank=1, aborted=False)
-group_park.park([Slow()], Waits(), silent=[], rank=1, aborted=True)
+parked.park([Freed()], late, silent=[], rank=1, aborted=True)
+parked.park([Stuck()], stuck, silent=[], rank=1, aborted=True)
+parked.park([Waiting()], Waits(), silent=[], rank=1, aborted=False)
+parked.park([Slow()], Waits(), silent=[], rank=1, aborted=True)
 assert begun.wait(30)
 """
 

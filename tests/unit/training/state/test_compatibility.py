@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 from torchelastic import TorchState
 from torchelastic.errors import UnfitError
 from torchelastic.tensors.module_state import form_number
-from torchelastic.training.group.waits import GenerationOver, Waits
+from torchelastic.training.group.abortable_waits import GenerationOver, Waits
 from torchelastic.training.session import Session
 from torchelastic.training.state import compatibility
 
@@ -27,12 +27,16 @@ LINEAR = (("parameter 'weight'", "float32 of shape (2, 3)"), ("the part 'epoch'"
         (
             [("a", "large"), ("b", "x")],
             [("a", "small"), ("b", "x")],
-            "a is large here and small in the others",
+            "a is large here and small on the others",
         ),
-        ([("a", ""), ("b", "")], [("a", "")], "it has b, which the others do not have"),
-        ([("a", "")], [("a", ""), ("b", "")], "it lacks b, which the others have"),
-        ([("a", ""), ("b", "")], [("b", ""), ("a", "")], "it has a where the others have b"),
-        ([], [("a", "")], "it lacks a, which the others have"),
+        ([("a", ""), ("b", "")], [("a", "")], "only this worker has b"),
+        ([("a", "")], [("a", ""), ("b", "")], "this worker lacks b"),
+        (
+            [("a", ""), ("b", "")],
+            [("b", ""), ("a", "")],
+            "this worker has a where the others have b",
+        ),
+        ([], [("a", "")], "this worker lacks a"),
     ],
 )
 def test_the_first_difference_is_said(own, others, says):
@@ -118,7 +122,7 @@ def test_who_is_unlike_the_freshest_fails_and_the_others_wait_for_the_next_world
     for rank in (holder, (holder + 2) % 3, odd):
         found[rank] = verdict(store, rank, *forms, trained=(holder,))
     assert isinstance(found.pop(odd), UnfitError)
-    said = f"Rank {odd} has a state that is not of this training's form."
+    said = f"Rank {odd} has an incompatible state."
     assert [str(error) for error in found.values()] == [said, said]
 
 
@@ -133,9 +137,9 @@ def test_it_says_which_parameter_is_different():
     store = HashStore()
     verdict(store, 0, LINEAR, WIDE)
     assert str(verdict(store, 1, LINEAR, WIDE)) == (
-        "This worker's state does not fit into the training: parameter 'weight' is float32 of "
-        "shape (4, 3) here and float32 of shape (2, 3) in the others. Start it with the script and "
-        "the arguments that the others have."
+        "This worker's state differs from the other workers': parameter 'weight' is float32 of "
+        "shape (4, 3) here and float32 of shape (2, 3) on the others. Start all workers with the "
+        "same script and arguments."
     )
 
 
@@ -143,7 +147,7 @@ def test_it_fails_too_where_nobody_is_left_to_say_how_the_others_are(monkeypatch
     monkeypatch.setattr(compatibility, "PATIENCE", timedelta(milliseconds=1))
     error = verdict(HashStore(), 1, LINEAR, WIDE)
     assert isinstance(error, UnfitError)
-    assert "training: it is not like that of the others. Start it" in str(error)
+    assert "workers': the difference is unknown. Start all" in str(error)
 
 
 def test_the_end_of_the_world_ends_its_wait_for_that():

@@ -41,7 +41,7 @@ def test_values_may_be_assigned_and_objects_may_not():
     state.best, state.epoch, state.anything = (1, 2), 7, object()
     assert (state.best, state.epoch) == ((1, 2), 7)
     for name in ("model", "tracker"):
-        with pytest.raises(AttributeError, match=f"'{name}' is an object"):
+        with pytest.raises(AttributeError, match=f"Cannot replace '{name}'"):
             setattr(state, name, None)
     with pytest.raises(TypeError, match="best"):
         state.best = object()
@@ -109,7 +109,7 @@ class Wire:
             self.sent = skeleton, [tensor.clone() for tensor in tensors]
             return None
         skeleton, tensors = self.sent
-        room = transfer._room(into)
+        room = transfer._destination(into)
         specs = tensor_tree.specs(skeleton)
         received = [room(spec).copy_(one) for spec, one in zip(specs, tensors, strict=True)]
         return tensor_tree.restore(skeleton, received)
@@ -319,7 +319,7 @@ def test_another_file_is_no_checkpoint():
     stream = io.BytesIO()
     torch.save({"model": {}}, stream)
     stream.seek(0)
-    with pytest.raises(ValueError, match="no checkpoint"):
+    with pytest.raises(ValueError, match="not written by a TorchState"):
         TorchState().load(stream)
 
 

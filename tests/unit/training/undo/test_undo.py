@@ -158,7 +158,7 @@ def test_a_collective_after_a_write_makes_every_write_copied_and_says_so_once(ca
         take(expected, plain_step)
     assert {**outcome(state), ".copying": None} == {**outcome(expected), ".copying": None}
     (record,) = caplog.records
-    assert "follows" in record.message
+    assert "runs after" in record.message
 
 
 def test_a_collective_before_the_write_changes_nothing(caplog):

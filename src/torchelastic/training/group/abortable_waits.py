@@ -1,12 +1,13 @@
-"""Waits that can be ended: what a training thread waits on instead of on gloo.
+"""Abortable waits: the training thread waits on these instead of on gloo.
 
-gloo's own waits end when the operation does, and a frozen peer ends it never. So every operation
-launched in a world is registered here, and whoever waits for it waits for an `Operation`. That is
-finished once, by gloo or by `Waits.end`, whichever comes first. gloo tells the end by its future:
-who waits has it call back, and nobody else is told, for a call into Python is not free.
+gloo's own waits end when the operation does, which a frozen peer may never let happen. So every
+operation launched in a world is registered here, and code that waits for it waits for an
+`Operation`. It is finished once, by gloo or by `Waits.end`, whichever comes first. gloo reports the
+end through its future; we ask for a callback only where a thread waits, since a call into Python is
+not free.
 
 Nothing here takes a lock that two threads want: a dict's `setdefault` and `pop` are atomic, and
-decide races between the thread of gloo that finishes an operation and the one that ends the world.
+decide races between the gloo thread that finishes an operation and the thread that ends the world.
 """
 
 from __future__ import annotations
@@ -27,49 +28,49 @@ from torchelastic.worker_counters import stalls
 
 
 class GenerationOver(RuntimeError):
-    """The world this worker was in is over; whatever was under way in it will not be done."""
+    """This worker's world is over; operations still running in it will not finish."""
 
 
 class PeerLostError(RuntimeError):
-    """A collective failed by itself: a connection was closed or reset, or time ran out."""
+    """A collective failed: a connection was closed or reset, or it timed out."""
 
 
-#: In errors of gloo's that are about connections: the file they come from.
+#: The source file named in gloo's errors about connections.
 _TRANSPORT = "gloo/transport"
 
-#: After how long it is asked why a call does not end, in seconds.
+#: Seconds after which to look for the reason that a call does not end.
 FAULT_AFTER = 3.0
 
-#: From so many operations under way on, those that have ended are looked for.
+#: With at least this many unfinished operations, look for those that have ended.
 _MANY = 64
 
-#: How an operation ended: an error, or a value.
+#: The end of an operation: an error, or a value.
 _Outcome = tuple[Exception | None, Any]
 
 
 class Waits:
-    """The operations under way in one world, and the end of all of them."""
+    """The unfinished operations of one world, and a way to end them all."""
 
     def __init__(self) -> None:
         #: Number of operations launched so far.
         self.launched = 0
         #: Called in the launching thread before each operation.
         self.before: Callable[[], None] | None = None
-        #: Why no more operations are launched; None while they are.
+        #: The reason that no more operations are launched; None while they are.
         self.over: GenerationOver | None = None
-        #: The first operation that failed by itself.
+        #: The error of the first operation that failed.
         self.failure: PeerLostError | None = None
-        #: Where the agent sees what is launched and waited for, if it gave us such a place.
+        #: The memory where the agent sees operations and waits, if it gave us any.
         self.shown: Collectives | None = None
         self._calls = 0
-        #: The thread that trains: what it waits is counted.
+        #: The training thread, whose waiting time is counted.
         self.trainer = threading.get_ident()
-        #: Those that gloo is not known to be done with, whoever waits for them.
+        #: Operations that gloo may not have finished, whether or not a thread waits for them.
         self.under_way: dict[int, Operation] = {}
 
     @property
     def pending(self) -> int:
-        """Operations launched that gloo has not ended yet, freed waits among them."""
+        """The number of operations gloo has not finished, including those with aborted waits."""
         for operation in list(self.under_way.values()):
             operation.look()
         return len(self.under_way)
@@ -77,13 +78,13 @@ class Waits:
     def check(self) -> None:
         """Raise if the world is over.
 
-        A new error each time: an error keeps the frames it was raised through, and these a group.
+        Raises a new error each time: an error keeps the frames it passed alive, and these a group.
         """
         if self.over is not None:
             raise GenerationOver(*self.over.args)
 
     def announce(self) -> int:
-        """Pass what comes before every operation; its number."""
+        """Do what precedes every operation; return the operation's number."""
         if self.over is not None:
             self.check()
         if self.before is not None:
@@ -94,26 +95,26 @@ class Waits:
         return self.launched
 
     def enter(self, operation: Operation) -> None:
-        """An operation was launched that has a future of gloo's."""
+        """Register a launched operation that has a gloo future."""
         self.under_way[operation.number] = operation
         if len(self.under_way) > _MANY:
-            _ = self.pending  # those that nobody waits for are not kept for ever
+            _ = self.pending  # do not hold operations that no thread waits for
         if faults.planned or self.over is not None:
             self._launched(operation)
 
     def _launched(self, operation: Operation) -> None:
-        """Pass what comes after every launch."""
+        """Do what follows every launch."""
         faults.at("collective.launched")
         if self.over is not None:  # ended while the operation was launched: `end` did not see it
             operation.finish(GenerationOver(*self.over.args), None)
 
     def refused(self, error: RuntimeError) -> None:
-        """gloo has raised instead of launching; if that is about a connection, say so."""
+        """Handle an error raised by gloo at launch; report it if it is about a connection."""
         if _TRANSPORT in str(error):
             raise self.failed(error) from None
 
     def follow(self, number: int, inner: Any, *, tells_source: bool) -> OwnedWork:
-        """One was launched whose end is found out by waiting for it: a send, a receive."""
+        """Register a launched operation whose end is known only by waiting: a send, a receive."""
         work = OwnedWork(self, number)
 
         def wait() -> None:
@@ -132,10 +133,10 @@ class Waits:
         *,
         find_fault: Callable[[], str] | None = None,
     ) -> Any:
-        """Do something that blocks, in a thread that is left to it when the world ends.
+        """Make a blocking call in a thread that is abandoned when the world ends.
 
-        Where it takes long, `find_fault` is asked, in another thread, why it cannot end; it fails
-        with the answer, unless that is empty.
+        If it takes long, `find_fault` looks for the reason in another thread; unless it returns an
+        empty string, the call fails with its answer.
         """
         self.check()
         self._calls += 1
@@ -175,19 +176,19 @@ class Waits:
         threads.run(run)
 
     def failed(self, error: Exception) -> PeerLostError:
-        """What a failure of gloo's own is to the training thread."""
+        """Return the error that the training thread gets for a failure of gloo."""
         what = f"A collective failed: {error}"
         if self.failure is None:
             self.failure = PeerLostError(what)
         return PeerLostError(what)
 
     def fail(self, fault: str) -> None:
-        """Free every wait with what was found to keep it from ending."""
+        """End every wait with the fault that keeps it from ending."""
         for operation in list(self.under_way.values()):
             operation.finish(self.failed(RuntimeError(fault)), None)
 
     def end(self, over: GenerationOver) -> None:
-        """Free every wait, now, and launch nothing more."""
+        """End every wait now, and launch nothing more."""
         self.over = over
         for operation in list(self.under_way.values()):
             operation.finish(GenerationOver(*over.args), None)
@@ -196,31 +197,31 @@ class Waits:
 class Operation:
     """An operation whose waits end with the operation, or with the world."""
 
-    #: What the agent is shown of it while it is waited for.
+    #: The mark that the agent sees during a wait for it.
     mark: Mark | None = None
     #: The error or the value it ended with; absent before.
     _outcome: _Outcome
-    #: What the waiting are released by; absent as long as nobody waits.
+    #: The lock that releases waiting threads; absent while none waits.
     _gate: threading.Lock
 
     def __init__(self, waits: Waits, number: int, inner: Any = None) -> None:
-        """`inner` is gloo's work, for operations whose end is told by a future."""
+        """`inner` is gloo's work, for operations whose end a future reports."""
         self.number = number
         self._waits = waits
         self._inner = inner
 
     def look(self) -> None:
-        """Take note of the end if gloo has come to it."""
+        """Finish the operation if gloo has."""
         inner = self._inner
         if inner is not None and inner.is_completed():
             self._ended(inner.wait)
 
     def told(self, future: Any) -> None:
-        """By gloo, in a thread of its own. It must not raise: that would end the process."""
+        """Handle gloo's callback, in gloo's thread. Must not raise: that would end the process."""
         self._ended(future.value)
 
     def _ended(self, tell: Callable[[], Any]) -> None:
-        """gloo is done; `tell` says how that was, without a wait."""
+        """Finish after gloo is done; `tell` returns the result without a wait."""
         self._inner = None  # it keeps gloo's connections open
         self._waits.under_way.pop(self.number, None)
         try:
@@ -231,13 +232,13 @@ class Operation:
             self.finish(None, value)
 
     def finish(self, error: Exception | None, value: Any) -> None:
-        """The first one to call this decides how the operation ended."""
+        """Set how the operation ended. The first call counts."""
         outcome = (error, value)
         if self.__dict__.setdefault("_outcome", outcome) is outcome and "_gate" in self.__dict__:
             self._gate.release()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until the operation or the world ends. Signal handlers run meanwhile."""
+        """Wait until the operation or the world ends. Signal handlers run meanwhile."""
         if "_outcome" not in self.__dict__:
             self.look()
             if "_outcome" not in self.__dict__:
@@ -264,11 +265,11 @@ class Operation:
         else:
             is_done = gate.acquire(timeout=seconds)
         if not is_done:
-            raise PeerLostError(f"A collective was not done within {seconds:g} s.")
+            raise PeerLostError(f"A collective timed out after {seconds:g} s.")
         gate.release()
 
     def _watched(self, gate: threading.Lock, seconds: float) -> bool:
-        """The thread that trains waits: how long is counted, and what for is shown."""
+        """Wait in the training thread: count the time and show the agent the operation."""
         shown, mark, began = self._waits.shown, self.mark, time.monotonic()
         if shown is not None and mark is not None:
             shown.waits(*mark)
@@ -290,7 +291,7 @@ class Operation:
 
 
 class OwnedWork(Operation, dist.Work):
-    """An operation as torch and scripts know them."""
+    """An operation as torch and scripts see it."""
 
     #: Only for those who ask for it.
     _future: Any
@@ -311,7 +312,7 @@ class OwnedWork(Operation, dist.Work):
             self._settle()
 
     def get_future(self) -> Any:
-        """A future of ours."""
+        """Return our own future."""
         future = self.__dict__.get("_future")
         if future is None:
             future = self._future = torch.futures.Future()
@@ -322,7 +323,7 @@ class OwnedWork(Operation, dist.Work):
         return future
 
     def _settle(self) -> None:
-        """Complete the future; once, for `finish` and `get_future` may both find it unsettled."""
+        """Complete the future once: `finish` and `get_future` may both find it incomplete."""
         token = object()
         if self.__dict__.setdefault("_settled", token) is not token:
             return
@@ -357,12 +358,11 @@ class OwnedWork(Operation, dist.Work):
 
 
 class _Failed:
-    """The value of a future that failed, for readers in C++.
+    """The value of a failed future, for readers in C++.
 
-    `Future.set_exception` is known to Python only: C++ finds an exception object as the value, and
-    DDP, which looks for the tensors in it and takes the first of none, crashes. To look for the
-    tensors it pickles the value: that is where this one raises, through DDP's backward, the error
-    itself.
+    Only Python knows `Future.set_exception`: C++ finds an exception object as the value. DDP looks
+    for tensors in it, takes the first of none, and crashes. To find tensors it pickles the value,
+    and there this class raises the error itself, through DDP's backward.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -373,7 +373,7 @@ class _Failed:
 
 
 def _raise_failed(value: Any) -> Any:
-    """What a future that failed does to readers in Python."""
+    """Raise a failed future's error for readers in Python."""
     if isinstance(value, _Failed):
         raise value.error
     return value

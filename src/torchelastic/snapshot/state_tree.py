@@ -1,13 +1,13 @@
-"""A state as it is kept: a skeleton, and the bytes of its tensors one after the other.
+"""A state in a snapshot: a skeleton, and the bytes of its tensors one after the other.
 
-The skeleton has three lines of JSON: a number that tells one form of state from another, and the
-skeletons (`parts`) of two halves. The *lasting* half is what only `optimizer.step` writes,
-parameters and optimizer state: nearly all of the bytes, in the same tensors step after step. The
-*passing* half is everything else: buffers, hyperparameters, and the other parts of the state.
+The skeleton has three lines of JSON: a number that identifies the form of state, and the skeletons
+(`tensor_tree`) of two halves. The *lasting* half is what only `optimizer.step` writes, parameters
+and optimizer state: nearly all of the bytes, in the same tensors step after step. The *passing*
+half is everything else: buffers, hyperparameters, and the other parts of the state.
 
-In the bytes the large tensors of the lasting half come first (`Layout`).
+In the bytes, the large tensors of the lasting half come first (`Layout`).
 
-Of tensors that are sharded over ranks there is only said that they are (`keeping_dtensor`).
+Sharded tensors are only listed here, not stored (`dtensors`).
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from torchelastic.tensors import module_state, tensor_tree
 from torchelastic.tensors.tensor_bytes import SMALL, address_of
 from torchelastic.tensors.tensor_tree import Spec
 
-#: Where a tensor begins in a buffer.
+#: The alignment of tensors in a buffer.
 ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class Flat:
-    """A state taken apart. Its tensors are the state's own memory wherever possible."""
+    """A flattened state. Its tensors are the state's own memory wherever possible."""
 
     skeleton: bytes
     lasting: Sequence[torch.Tensor]
     passing: Sequence[torch.Tensor]
-    #: What counts writes to the large tensors of the lasting half, where they do not themselves.
+    #: The tensors whose version counts writes to large lasting tensors, where not their own.
     watched: Sequence[torch.Tensor] | None = None
 
 
 class Tree:
-    """What is kept of some modules and optimizers, and of the rest of a state."""
+    """The part of a state that snapshots hold: modules, optimizers, and the rest."""
 
     def __init__(
         self,
@@ -55,27 +55,27 @@ class Tree:
         put_rest: Callable[[Mapping[str, Any]], None],
         form: module_state.Form,
     ) -> None:
-        """`rest` says what else there is, `put_rest` puts it back."""
+        """`rest` returns the rest of the state, `put_rest` puts it back."""
         self._modules, self._optimizers = modules, optimizers
         self._rest, self._put_rest = rest, put_rest
         self.form = str(module_state.form_number(form))
-        #: The lasting half as it was flattened last, and of which tensors it was made.
+        #: The lasting half as last flattened, and the tensors it was made of.
         self._marks: list[tuple[int, int]] = []
         self._flat: _Lasting | None = None
 
     def flatten(self) -> Flat:
-        """The state now."""
+        """Flatten the current state."""
         lasting = self._flatten_lasting()
         passing, others = tensor_tree.flatten(self._passing())
         skeleton = "\n".join((self.form, lasting.skeleton, passing)).encode()
         return Flat(skeleton, lasting.tensors, others)
 
     def sharded(self) -> Sharded:
-        """The tensors that are not in it, since each rank has a part of them."""
+        """Return the sharded tensors, which are not in it."""
         return self._flatten_lasting().sharded
 
     def _flatten_lasting(self) -> _Lasting:
-        """Anew only if it is in other tensors: a model may have thousands."""
+        """Flatten the lasting half again only if its tensors changed: there may be thousands."""
         marks = self._current_marks()
         if marks is None:
             return _Lasting.of(self._lasting())
@@ -84,7 +84,7 @@ class Tree:
         return self._flat
 
     def _current_marks(self) -> list[tuple[int, int]] | None:
-        """By which the tensors are known; None if there is more than tensors, such as numbers."""
+        """Return marks that identify the tensors; None if there is more, such as numbers."""
         tensors: list[torch.Tensor] = []
         for module in self._modules:
             tensors.extend(module.parameters())
@@ -112,28 +112,29 @@ class Tree:
     # --- taking it back --------------------------------------------------------------------------
 
     def read(self, skeleton: bytes, data: memoryview) -> Stored:
-        """A state found in memory. `SnapshotError` if it is none, or not one of this training."""
+        """Read a state in memory. `SnapshotError` if it is invalid or of another training."""
         try:
             form, lasting, passing = skeleton.decode().split("\n")
             stored = Stored(
                 lasting, passing, tensor_tree.specs(lasting), tensor_tree.specs(passing), data
             )
         except (ValueError, TransferError) as error:
-            raise SnapshotError(f"A snapshot cannot be read: {error}.") from None
+            raise SnapshotError(f"Cannot read the snapshot: {error}.") from None
         if form != self.form:
             raise SnapshotError(
-                "A snapshot is of another model, or has other parts, than this script's state."
+                "The snapshot belongs to a different model, or has different parts than this "
+                "script's state."
             )
         if stored.layout.size > len(data):
-            raise SnapshotError("A snapshot is shorter than its skeleton says.")
+            raise SnapshotError("The snapshot is shorter than its skeleton says.")
         return stored
 
     def load(self, stored: Stored, sharded: Sharded) -> None:
-        """Put it into the modules, the optimizers and the rest; sharded tensors are loaded."""
+        """Load it into the modules, the optimizers and the rest; shards are already loaded."""
         live = self._lasting()
         dtensors.take_out(live)
         own = dict(tensor_tree.tensors_by_path(live))
-        tensors = stored.tensors(lambda spec: _room(spec, own.get(spec.path)))
+        tensors = stored.tensors(lambda spec: _destination(spec, own.get(spec.path)))
         count = len(stored.lasting_specs)
         lasting = tensor_tree.restore(stored.lasting, tensors[:count])
         dtensors.put_in(lasting, sharded)
@@ -141,11 +142,11 @@ class Tree:
         self.put([lasting, passing])
 
     def whole(self) -> list[dict[str, Any]]:
-        """Both halves, as they can be sent to others."""
+        """Return both halves, in a form that can be sent to other ranks."""
         return [self._lasting(), self._passing()]
 
     def put(self, whole: Sequence[Mapping[str, Any]]) -> None:
-        """Take both halves; a tensor that lies where it belongs is not copied."""
+        """Load both halves; a tensor already in its place is not copied."""
         lasting, passing = whole
         for module, parameters, buffers in zip(
             self._modules, lasting["parameters"], passing["buffers"], strict=True
@@ -160,7 +161,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class _Lasting:
-    """The lasting half, taken apart."""
+    """The lasting half, flattened."""
 
     skeleton: str
     tensors: Sequence[torch.Tensor]
@@ -175,7 +176,7 @@ class _Lasting:
 
 @dataclass(frozen=True)
 class Stored:
-    """A state that lies in memory."""
+    """A state in memory."""
 
     lasting: str
     passing: str
@@ -189,7 +190,7 @@ class Stored:
         return Layout.of([one.nbytes for one in lasting], [one.nbytes for one in passing])
 
     def sharded(self) -> dict[str, Shape]:
-        """The tensors that are sharded over ranks, which lie elsewhere."""
+        """Return the tensors that are sharded over ranks, which are stored elsewhere."""
         nowhere = [
             torch.empty(one.shape, dtype=one.dtype, device="meta") for one in self.lasting_specs
         ]
@@ -197,7 +198,7 @@ class Stored:
         return dtensors.read_shapes(tree.get("sharded", {}))
 
     def tensors(self, room_for: Callable[[Spec], torch.Tensor]) -> list[torch.Tensor]:
-        """Its tensors, copied to where there is room for each: lasting ones, then the others."""
+        """Return its tensors, copied into existing ones where they fit: lasting, then passing."""
         layout, begin = self.layout, address_of(self.data)
         found = [room_for(spec) for spec in (*self.lasting_specs, *self.passing_specs)]
         places = (*layout.lasting, *layout.passing)
@@ -205,8 +206,8 @@ class Stored:
         return found
 
 
-def _room(spec: Spec, own: torch.Tensor | None) -> torch.Tensor:
-    """In the tensor that is there, if its bytes fit: optimizers and DDP refer to it."""
+def _destination(spec: Spec, own: torch.Tensor | None) -> torch.Tensor:
+    """Return the existing tensor if the bytes fit, since optimizers and DDP refer to it."""
     return own.detach() if own is not None and spec.describes(own) else spec.empty()
 
 
@@ -215,17 +216,17 @@ def _room(spec: Spec, own: torch.Tensor | None) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where in a buffer each tensor of the two halves begins."""
+    """The offset of each tensor of the two halves in a buffer."""
 
     lasting: Sequence[int]
     passing: Sequence[int]
-    #: Where all that is not both lasting and large begins.
+    #: Where the tensors begin that are not both lasting and large.
     small_at: int
     size: int
 
     @classmethod
     def of(cls, lasting: Sequence[int], passing: Sequence[int]) -> Layout:
-        """For tensors of so many bytes each."""
+        """Lay out tensors of these sizes in bytes."""
         large = [size if size >= SMALL else 0 for size in lasting]
         small = [size if size < SMALL else 0 for size in lasting]
         large_places, small_at = _end_to_end(large, 0)
@@ -247,7 +248,7 @@ def _end_to_end(sizes: Sequence[int], at: int) -> tuple[list[int], int]:
 
 
 class Staging:
-    """Copies of small tensors, put together as they lie in a buffer, in memory used again."""
+    """Copies of small tensors, arranged as in a buffer, in reused memory."""
 
     def __init__(self) -> None:
         self._forms: list[object] = []
@@ -256,7 +257,7 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, tensors: Sequence[torch.Tensor], places: Sequence[int], size: int) -> None:
-        """Copy them to these places of the block, which has this size."""
+        """Copy them to these offsets of the block, which has this size."""
         forms: list[object] = [(one.dtype, one.shape, one.stride()) for one in tensors]
         if forms != self._forms or size != len(self.block):
             self.block = torch.zeros(size, dtype=torch.uint8)

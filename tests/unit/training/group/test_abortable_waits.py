@@ -12,10 +12,15 @@ from torch import nn
 
 from tests.support import poll_for
 from torchelastic.training import world_entry
+from torchelastic.training.group import abortable_waits as waits_module
 from torchelastic.training.group import gloo, sockets, threads
-from torchelastic.training.group import waits as waits_module
+from torchelastic.training.group.abortable_waits import (
+    GenerationOver,
+    Operation,
+    PeerLostError,
+    Waits,
+)
 from torchelastic.training.group.group import Group
-from torchelastic.training.group.waits import GenerationOver, Operation, PeerLostError, Waits
 from torchelastic.worker import backward_waits
 from torchelastic.worker.backward_waits import BackwardWaits
 from torchelastic.worker_counters import stalls
