@@ -437,21 +437,37 @@ def choose(
     """The most workers that make an allowed world, from the beginning of the list; possibly none.
 
     Nodes that are held out are included only if there is no world without them, and as few as
-    possible. `awaits_starts`: they are not included while other workers are starting that would
-    make a world.
+    possible, or to hand over the state if no other node has it. `awaits_starts`: they are not
+    included while other workers are starting that would make a world.
     """
-    for offers in _holding_out(ordered, state):
+    out = state.out
+    if out:
+        out -= {only_holder(ordered, the_world(state).held, out)}
+    for offers in _holding_out(ordered, state, out):
         chosen = _prefer_holders(rules, offers, state)
-        awaited = awaits_starts and state.out and enough_without(rules, state, state.out)
+        awaited = awaits_starts and out and enough_without(rules, state, out)
         if chosen or awaited:
             return chosen
     return []
 
 
-def _holding_out(ordered: list[Offer], state: RoundState) -> Iterator[list[Offer]]:
+def only_holder(offers: Iterable[Offer], held: held_out.Held, out: Set[str]) -> str:
+    """The node among those held `out` without which the newest state in memory would be lost; if
+    several have it, the one with the fewest failures. Empty if there is none."""
+    kept_out = {one.node: one for one in held if one.node in out}
+    unable = {one.node for one in kept_out.values() if one.unable}
+    able = [offer for offer in offers if offer.node not in unable]
+    newest = max((offer.member.holds for offer in able), default=-1)
+    holders = [offer.node for offer in able if offer.member.holds == newest]
+    if newest < 0 or any(node not in kept_out for node in holders):
+        return ""
+    return min(holders, key=lambda node: kept_out[node].times)
+
+
+def _holding_out(ordered: list[Offer], state: RoundState, held: Set[str]) -> Iterator[list[Offer]]:
     """The list without nodes that are held out; then with one more of them each time, those with
     the fewest failures first."""
-    out = {offer.node for offer in ordered} & state.out if state.out else set()
+    out = {offer.node for offer in ordered} & held if held else set()
     yield [offer for offer in ordered if offer.node not in out] if out else ordered
     for one in sorted(the_world(state).held if out else (), key=lambda one: one.times):
         if one.node in out:

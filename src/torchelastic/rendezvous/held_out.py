@@ -38,6 +38,8 @@ class HeldOut(NamedTuple):
     reason: str
     #: A node that it could not talk to, and that may have been to blame instead; empty: none.
     other: str = ""
+    #: It could not hand a state over: others could not talk to it, or its workers fail at start.
+    unable: bool = False
 
     def span(self) -> str:
         """`60 s`, `2 min`."""
@@ -55,7 +57,9 @@ class HeldOut(NamedTuple):
 Held = tuple[HeldOut, ...]
 
 
-def hold(held: Held, node: str, name: str, reason: str, other: str = "") -> Held:
+def hold(
+    held: Held, node: str, name: str, reason: str, other: str = "", *, unable: bool = False
+) -> Held:
     """Hold a node out, for longer each time; because of `other`, or so it may turn out.
 
     >>> held = hold((), "b", "node-b", "no GPU")
@@ -64,24 +68,25 @@ def hold(held: Held, node: str, name: str, reason: str, other: str = "") -> Held
     >>> [one.seconds for one in hold(held, "b", "node-b", "no GPU")]
     [120.0]
     """
-    return _note(held, node, name, reason, max(_times(held, node), ALLOWED) + 1, other)
+    times = max(_times(held, node), ALLOWED) + 1
+    return _note(held, HeldOut(node, name, times, _seconds(times), reason, other, unable))
 
 
-def note_failure(held: Held, node: str, name: str, reason: str) -> Held:
+def note_failure(held: Held, node: str, name: str, reason: str, *, unable: bool = False) -> Held:
     """Count a failure of a node; one that keeps failing is held out."""
-    return _note(held, node, name, reason, _times(held, node) + 1)
+    times = _times(held, node) + 1
+    return _note(held, HeldOut(node, name, times, _seconds(times), reason, unable=unable))
 
 
-def _note(held: Held, node: str, name: str, reason: str, times: int, other: str = "") -> Held:
+def _note(held: Held, new: HeldOut) -> Held:
     """The list with this node last; unchanged if it is full of nodes that are held out. A node that
     was held out because of this one is released."""
-    others = tuple(one for one in forget(held, [node]) if one.other != node)
+    others = tuple(one for one in forget(held, [new.node]) if one.other != new.node)
     if len(others) >= MOST:
         others = tuple(one for one in others if one.seconds)
     if len(others) >= MOST:
         return held
-    line = " ".join(reason.split())[:MOST_WORDS]
-    return (*others, HeldOut(node, name, times, _seconds(times), line, other))
+    return (*others, new._replace(reason=" ".join(new.reason.split())[:MOST_WORDS]))
 
 
 def _times(held: Held, node: str) -> int:

@@ -9,8 +9,9 @@
     no other node could reach a node                               that node, at once
     a node was lost                                                that node, if it keeps doing so
 
-A node that the next world needs is never held out. A kill from outside counts against no node, nor
-does the loss of most nodes at once: the network, or this node, is the likelier cause.
+A node that the next world needs is never held out: for its size, or because the newest state in
+memory would be lost (`forming.only_holder`). A kill from outside counts against no node, nor does
+the loss of most nodes at once: the network, or this node, is the likelier cause.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import NamedTuple
 from torchelastic.errors import UnfitError
 from torchelastic.events.failure import Failure
 from torchelastic.rendezvous import held_out, root_cause, unconnected
-from torchelastic.rendezvous.forming import enough_without
+from torchelastic.rendezvous.forming import candidates, enough_without, only_holder
 from torchelastic.rendezvous.held_out import Held
 from torchelastic.rendezvous.restart_policy import is_from_outside
 from torchelastic.rendezvous.round_state import (
@@ -127,7 +128,7 @@ def _newcomers(
     named = names_of(state, [node.node for node in new])
     what = f"generation {world.generation} with {named} failed before its first step"
     reason = f"{what}: {cause.message}"
-    return _hold_all(state, held, new, reason, f"{what}: {cause.sentence()}")
+    return _hold_all(state, held, new, reason, f"{what}: {cause.sentence()}", unable=False)
 
 
 def _hold_all(
@@ -137,17 +138,23 @@ def _hold_all(
     reason: str,
     instead: str = "",
     other: str = "",
+    unable: bool = True,
 ) -> Finding | None:
-    """Hold these nodes out from now on; None if there are too many."""
+    """Hold these nodes out from now on; None if there are too many, or one alone has the state."""
     for node in nodes:
-        held = held_out.hold(held, node.node, node.name, reason, other)
+        held = held_out.hold(held, node.node, node.name, reason, other, unable=unable)
     every = frozenset(node.node for node in nodes)
     out = [one for one in held if one.node in every and one.seconds]
-    if len(out) < len(nodes):
+    if len(out) < len(nodes) or _would_lose_state(state, held, every):
         return None
     longest = max(out, key=lambda one: one.seconds).span()
     named = names_of(state, [node.node for node in nodes])
     return Finding(held, every, f"continuing without {named} for {longest}", instead)
+
+
+def _would_lose_state(state: RoundState, held: Held, out: frozenset[str]) -> bool:
+    """Return whether the newest state in memory would be held out with these nodes."""
+    return only_holder(candidates(state), held, out | state.out) in out
 
 
 def _unable(rules: RoundRules, state: RoundState, held: Held, failure: Failure) -> Finding | None:
@@ -214,7 +221,7 @@ def _failing_start(
         return None
     node = found[0]
     reason = f"its workers keep failing at start: {cause.message}"
-    held = held_out.note_failure(held, node.node, node.name, reason)
+    held = held_out.note_failure(held, node.node, node.name, reason, unable=True)
     return _counted(rules, state, held, found, "keeps failing at start", cause.sentence())
 
 
@@ -227,7 +234,7 @@ def _lost(rules: RoundRules, state: RoundState, held: Held) -> Finding:
     for node in lost:
         if node.node in state.unreachable:
             reason = "other nodes could not reach it"
-            held = held_out.hold(held, node.node, node.name, reason)
+            held = held_out.hold(held, node.node, node.name, reason, unable=True)
         else:
             held = held_out.note_failure(held, node.node, node.name, "it keeps failing")
     return _counted(rules, state, held, lost, "keeps failing")
@@ -245,7 +252,8 @@ def _counted(
     counted = {node.node for node in nodes}
     out = [one for one in held if one.node in counted and one.seconds]
     gone = frozenset(one.node for one in out)
-    if not out or not enough_without(rules, state, gone | state.out):
+    enough = bool(out) and enough_without(rules, state, gone | state.out)
+    if not enough or _would_lose_state(state, held, gone):
         return Finding(held_out.end_all_but(held, state.out))
     said = []
     for one in out:

@@ -14,15 +14,25 @@ from torchelastic.rendezvous.held_out import ALLOWED, FIRST, LONGEST, MOST
 from torchelastic.rendezvous.world import World
 
 
-def hold_out(job: Job, *names: str) -> None:
+def hold_out(job: Job, *names: str, unable: bool = False) -> None:
     """As if something had told against these nodes when the last world was formed."""
     held = job.world.held
     for name in names:
-        held = held_out.hold(held, name, name, "no GPU")
+        held = held_out.hold(held, name, name, "no GPU", unable=unable)
     world = replace(job.world, held=held)
     job.worlds.append(world)
     job.state = round_state.published(job.state, world, job.now)
     job.settle()
+
+
+def out_of(job: Job) -> set[str]:
+    return {one.node for one in job.world.held if one.seconds}
+
+
+def fail(job: Job, *names: str, message: str) -> None:
+    for name in names:
+        job.say(name, failures=(failure(name, job.world.generation, message=message),))
+    job.all_gone()
 
 
 def end(job: Job) -> None:
@@ -120,6 +130,91 @@ def test_those_who_failed_least_often_are_taken_first():
     hold_out(job, "b", "b", "c")
     end(job)
     assert job.names == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("holds", "out", "unable", "names"),
+    [
+        ({"c": 3}, "c", False, "abc"),
+        ({"a": 2, "b": 2, "c": 3}, "c", False, "abc"),
+        ({"a": 3, "c": 3}, "c", False, "ab"),
+        ({}, "c", False, "ab"),
+        ({"b": 3, "c": 3}, "bbc", False, "ac"),
+        ({"c": 3}, "bcc", False, "ac"),
+        ({"c": 3}, "c", True, "ab"),
+    ],
+    ids=["alone", "newer", "not alone", "nobody", "least often", "only that one", "unable"],
+)
+@pytest.mark.parametrize("is_resident", [False, True], ids=["script", "train"])
+def test_who_alone_has_the_newest_state_is_let_in(holds, out, unable, names, is_resident):
+    job = running("1:3", "abc")
+    trains = {"resident": True, "standing": (0, 1)} if is_resident else {}
+    for name in "abc":
+        job.say(name, holds=holds.get(name, -1), **trains)
+    hold_out(job, *out, unable=unable)
+    end(job)
+    assert "".join(job.names) == names
+    assert out_of(job) == set(out) - set(names)
+
+
+@pytest.mark.parametrize(("holds", "phase"), [(3, "running"), (-1, "waiting")])
+def test_only_for_a_state_it_is_let_in_before_the_workers_of_others_have_started(holds, phase):
+    job = Job("1:2")
+    job.come("a", "b", resident=True, standing=(0, 1))
+    hold_out(job, "b")
+    job.say("a", failures=(failure("a", exitcode=-9, message="killed"),), standing=(), starting=2)
+    job.say("a", gone=0)
+    job.say("b", gone=0, holds=holds)
+    assert job.world.phase == phase
+    assert job.names == (["b"] if phase == "running" else ["a", "b"])
+
+
+@pytest.mark.parametrize(("holds", "back"), [((1, 1), True), ((-1, 1), False), ((0, 1), False)])
+def test_a_newcomer_that_alone_has_the_newest_state_is_tried_again_within_the_budget(holds, back):
+    job = running("1:2", "a")
+    job.say("a", trained=0)
+    job.come("b")
+    job.wait(5)
+    job.all_gone()
+    for name, held in zip("ab", holds, strict=True):
+        job.say(name, holds=held)
+    assert (job.world.generation, job.names) == (1, ["a", "b"])
+    fail(job, "a", "b", message="lost a peer: connection closed")
+    assert (job.names, job.world.ledger.used) == ((["a"], 0) if back else (["a", "b"], 1))
+    assert out_of(job) == ({"b"} if back else set())
+    assert ("going on without b" in job.world.reason) == back
+
+
+def test_a_node_that_keeps_being_lost_is_not_held_out_while_it_alone_has_the_state():
+    job = running("1:3", "abc")
+    for holds_too, names in ((-1, "abc"),) * (ALLOWED + 1) + ((3, "ab"),):
+        job.say("a", holds=holds_too)
+        job.die("c")
+        job.come("c", holds=3)
+        job.all_gone()
+        assert (job.names, out_of(job)) == (list(names), set("abc") - set(names))
+        assert ("going on without" in job.world.reason) == (names == "ab")
+
+
+@pytest.mark.parametrize("why", ["unconnected", "unreachable", "no start", "no module"])
+def test_who_could_not_hand_over_the_state_is_held_out_all_the_same(why):
+    job = running("1:3", "abc")
+    job.say("c", holds=3)
+    if why == "unconnected":
+        refused = "Gloo connectFullMesh failed: Connection refused, remote=[c]:59264"
+        fail(job, "a", "b", message=f"RuntimeError: {refused}")
+    elif why == "unreachable":
+        job.state = round_state.given_up(job.state, "c")
+        job.die("c")
+        job.come("c", holds=3)
+        job.all_gone()
+    elif why == "no module":
+        fail(job, "c", message="ModuleNotFoundError: No module named 'apex'")
+    else:
+        for _ in range(ALLOWED + 1):
+            assert job.names == ["a", "b", "c"]
+            fail(job, "c", message="ValueError: no")
+    assert (job.names, out_of(job)) == (["a", "b"], {"c"})
 
 
 def test_a_new_leader_begins_the_hold_again():

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchelastic.agent.lifecycle import script
 from torchelastic.agent.lifecycle.script import Phase, Rejoin, WorkersGone
-from torchelastic.rendezvous import forming, majority, round_state
+from torchelastic.rendezvous import forming, majority, round_state, suspects
 from torchelastic.rendezvous.embedded.ask_peers import Returns
 from torchelastic.rendezvous.embedded.election import Poll, Search
 from torchelastic.rendezvous.embedded.failover_state import Holding
@@ -82,6 +82,11 @@ def who_resumes_forgets_where_others_are(change: Set) -> None:
 def who_has_the_state_may_be_left_out(change: Set) -> None:
     """Of a world after one that never began."""
     change(forming, "_prefer_holders", forming._prefer_fast)
+
+
+def who_has_the_state_may_be_held_out(change: Set) -> None:
+    for module in (forming, suspects):
+        change(module, "only_holder", lambda offers, held, out: "")
 
 
 def a_node_takes_along_that_its_workers_are_resident(change: Set) -> None:
