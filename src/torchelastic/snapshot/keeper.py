@@ -33,7 +33,7 @@ from torchelastic import checkpoint, env, faults
 from torchelastic.checkpoint.background.saving import store_for_shards
 from torchelastic.checkpoint.manager import Saved
 from torchelastic.errors import CheckpointError, SnapshotError
-from torchelastic.snapshot import exchange as exchange
+from torchelastic.snapshot import exchange
 from torchelastic.snapshot.agent_client import SnapshotAgent
 from torchelastic.snapshot.layout import SHARED, Version
 from torchelastic.snapshot.messages import Holding, Holdings, Settled

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchelastic.errors import SnapshotError
-from torchelastic.snapshot import exchange as exchange
-from torchelastic.snapshot import shards as shards
+from torchelastic.snapshot import exchange, shards
 from torchelastic.snapshot.dtensors import Sharded, box_of
 from torchelastic.snapshot.layout import Version, shard
 from torchelastic.snapshot.restore_plan import Nodes, shards_of, tellers

@@ -182,7 +182,7 @@ def test_a_newcomer_that_alone_has_the_newest_state_is_tried_again_within_the_bu
     fail(job, "a", "b", message="lost a peer: connection closed")
     assert (job.names, job.world.ledger.used) == ((["a"], 0) if back else (["a", "b"], 1))
     assert out_of(job) == ({"b"} if back else set())
-    assert ("going on without b" in job.world.reason) == back
+    assert ("continuing without b" in job.world.reason) == back
 
 
 def test_a_node_that_keeps_being_lost_is_not_held_out_while_it_alone_has_the_state():
@@ -193,7 +193,7 @@ def test_a_node_that_keeps_being_lost_is_not_held_out_while_it_alone_has_the_sta
         job.come("c", holds=3)
         job.all_gone()
         assert (job.names, out_of(job)) == (list(names), set("abc") - set(names))
-        assert ("going on without" in job.world.reason) == (names == "ab")
+        assert ("continuing without" in job.world.reason) == (names == "ab")
 
 
 @pytest.mark.parametrize("why", ["unconnected", "unreachable", "no start", "no module"])
