@@ -62,7 +62,7 @@ def test_what_went_wrong_is_said(monkeypatch, tmp_path):
     with pytest.raises(RendezvousError, match="did not answer within 5 s: it said nothing"):
         EtcdServer().start(timeout=5, num_retries=1)
     monkeypatch.setenv("TORCHELASTIC_ETCD_BINARY_PATH", str(tmp_path / "none"))
-    with pytest.raises(ConfigError, match="is no program"):
+    with pytest.raises(ConfigError, match="is not a program"):
         EtcdServer().start()
     monkeypatch.delenv("TORCHELASTIC_ETCD_BINARY_PATH")
     monkeypatch.setenv("PATH", str(tmp_path))
