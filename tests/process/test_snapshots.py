@@ -153,7 +153,7 @@ def test_a_limit_of_the_cgroup_refuses_in_one_sentence_and_the_job_goes_on(tmp_p
             seen(made, "ready", rank=0)
             sentence = made.lines(event="refused")[0]["sentence"]
             assert sentence.startswith("No room for snapshots of 'shared': they need 1.2 GiB")
-            assert "of the 1.0 GiB of its cgroup are left" in sentence
+            assert "of the 1.0 GiB of its cgroup are free" in sentence
             order(made, 1, "finish", rank=0, generation=0)
             assert node.wait() == 0
             assert node.stderr.count("No room for snapshots of 'shared'") == 1
