@@ -107,6 +107,15 @@ PRIVATE = "torch_private.py"
 #: Names of the standard library that look private.
 OF_PYTHON = {"_exit", "_fields", "_getframe", "_inheriting", "_make", "_replace"}
 
+#: Words of our own that are no longer used: a listener is no reception, a status page no slate.
+RETIRED = re.compile(
+    "belongings|canvass|carrier|crew|doings|flavour|gathering|guest|heir|herald|inquiry|knock|"
+    "leash|lobby|meeting|narrator|nursery|outlet|presence|reception|reign|seat|shelf|slate|"
+    "telling|vigil"
+)
+#: Names in messages and files, which stay.
+STORED = {"heirs", "DOINGS", "doings"}
+
 MOST_LINES = 650
 MOST_FILES = 20
 MOST_LINES_OF_A_FUNCTION = 80
@@ -244,6 +253,19 @@ def test_no_two_files_have_one_name_and_no_folder_is_crowded():
     assert [stem for stem, count in stems.items() if count > 1] == []
     folders = Counter(path.parent for path in FILES if path.name != "__init__.py")
     assert [name_of(folder) for folder, count in folders.items() if count > MOST_FILES] == []
+
+
+def test_names_are_words_of_the_field():
+    found = [
+        f"{name_of(path)}: {name}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in (getattr(node, key, None) for key in ("id", "attr", "arg", "name"))
+        if isinstance(name, str) and name not in STORED
+        for word in re.findall(r"[A-Z]?[a-z]+", name)
+        if RETIRED.fullmatch(word.lower().removesuffix("s"))
+    ]
+    assert found == []
 
 
 def test_the_map_in_the_package_names_every_part_in_its_layer():

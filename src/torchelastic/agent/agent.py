@@ -478,7 +478,7 @@ class Agent:
     def _handle(self, event: in_process.Event) -> list[in_process.Command]:
         """Let the current state machine decide; switch to `in_process` for resident workers."""
         if isinstance(self._state, InProcessState):
-            return self._let_crew(self._state, event)
+            return self._let_in_process(self._state, event)
         state = self._state
         decided: list[in_process.Command] = []
         known = _for_script(event)
@@ -489,11 +489,15 @@ class Agent:
             return decided
         assert state.world is not None
         taken_over, more = in_process.take_over(state, self._reporter.name)
-        again = self._let_crew(taken_over, script.WorldSeen(state.world))
-        self._beside.start(partial(self._watchdog.run, lambda: self._crew), "hang-watchdog")
+        again = self._let_in_process(taken_over, script.WorldSeen(state.world))
+        self._beside.start(
+            partial(self._watchdog.run, lambda: self._in_process_state), "hang-watchdog"
+        )
         return [*decided, *more, *again]
 
-    def _let_crew(self, state: InProcessState, event: in_process.Event) -> list[in_process.Command]:
+    def _let_in_process(
+        self, state: InProcessState, event: in_process.Event
+    ) -> list[in_process.Command]:
         state, commands = self._transitions.take(in_process.handle, state, event)
         self._state = state
         return commands
@@ -502,7 +506,7 @@ class Agent:
         return isinstance(self._state, InProcessState)
 
     @property
-    def _crew(self) -> InProcessState:
+    def _in_process_state(self) -> InProcessState:
         assert isinstance(self._state, InProcessState), "the workers are not resident"
         return self._state
 
@@ -576,7 +580,7 @@ class Agent:
         if isinstance(self._state, InProcessState) and self._state.having(
             in_process.Status.TRAINING
         ):
-            await self._watchdog.recovered(lambda: self._crew)
+            await self._watchdog.recovered(lambda: self._in_process_state)
         if self._closing or self._workers.stopping:
             return  # nothing would stop it
         world = self._state.world

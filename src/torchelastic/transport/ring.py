@@ -76,14 +76,14 @@ class Ring:
     """This node's connections to its neighbours. Made in a running loop."""
 
     def __init__(
-        self, node: str, job: Endpoint, *, silence: float, on_doubts: Callable[[set[str]], None]
+        self, node: str, job: Endpoint, *, silence: float, on_suspicion: Callable[[set[str]], None]
     ) -> None:
-        """`job` has the job and its credentials; `on_doubts` is called with the nodes that seem to
-        be gone."""
+        """`job` has the job and its credentials. `on_suspicion` is called with nodes that do not
+        answer."""
         self._node = node
         self._job = job
         self._silence = silence
-        self._on_doubts = on_doubts
+        self._on_suspicion = on_suspicion
         self._around: frozenset[str] = frozenset()
         self._doubted: set[str] = set()
         self._next: tuple[str, str] | None = None
@@ -221,7 +221,7 @@ class Ring:
     def _note(self, doubted: set[str]) -> None:
         if doubted != self._doubted:
             self._doubted = doubted
-            self._on_doubts(doubted)
+            self._on_suspicion(doubted)
 
 
 def answer_that_we_live(link: Link, hello: frames.Hello) -> None:

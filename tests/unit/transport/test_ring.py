@@ -38,7 +38,7 @@ class Node:
         self.doubted: set[str] = set()
         self.changed = asyncio.Event()
         self.listener = Listener(JOB)
-        self.ring = Ring(name, Endpoint("", 0, JOB), silence=SILENCE, on_doubts=self.doubt)
+        self.ring = Ring(name, Endpoint("", 0, JOB), silence=SILENCE, on_suspicion=self.doubt)
         self.listener.serve(frames.RING, self.ring.admit)
 
     def doubt(self, nodes: set[str]) -> None:

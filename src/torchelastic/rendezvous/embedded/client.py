@@ -256,7 +256,7 @@ class EmbeddedStore:
         self._keep_lease(token, seconds, sent)
 
     def _keep_lease(self, token: str, seconds: float, sent: float) -> None:
-        self._stop_keeping()
+        self._stop_renewing()
         self._lease = HeldLease(
             token,
             seconds=seconds,
@@ -267,8 +267,8 @@ class EmbeddedStore:
         )
         if self._reconnect_timeout is None:
             self._patience = seconds
-        keeping = self._lease.keep(self.keep_alive, seconds / RENEWALS)
-        self._keeper = asyncio.create_task(keeping, name="rendezvous lease")
+        renewing = self._lease.keep(self.keep_alive, seconds / RENEWALS)
+        self._keeper = asyncio.create_task(renewing, name="rendezvous lease")
 
     async def give_up(
         self, key: str, *, created: int, provided: tuple[str, int] | None = None
@@ -276,7 +276,7 @@ class EmbeddedStore:
         await self._ask(lambda id: frames.GiveUp(id, key, created, provided))
 
     async def close(self) -> None:
-        self._stop_keeping()
+        self._stop_renewing()
         if self._lost is None:
             self._lose("This connection to the rendezvous was closed.")
         tasks = [task for task in (self._keeper, self._connector) if task is not None]
@@ -526,7 +526,7 @@ class EmbeddedStore:
         if self._lease is not None:
             self._lease.check()
 
-    def _stop_keeping(self) -> None:
+    def _stop_renewing(self) -> None:
         """Stop holding the lease; it is given back, not lost."""
         if self._lease is not None:
             self._lease.give_back()

@@ -175,7 +175,7 @@ class EmbeddedNode:
         """The best endpoint for a new node to find the job."""
         return self.peer if self.is_host else str(self.store.place)
 
-    def ring(self, node: str, on_doubts: Callable[[set[str]], None]) -> None:
+    def ring(self, node: str, on_suspicion: Callable[[set[str]], None]) -> None:
         """None: the host of the store has a connection to every node."""
 
     @property

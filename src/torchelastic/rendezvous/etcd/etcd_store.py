@@ -205,13 +205,13 @@ class EtcdStore:
             clock=self._clock,
             lost=self.lease_lost,
         )
-        keeping = self._lease.keep(self.keep_alive, lasting / RENEWALS)
-        self._keeper = asyncio.create_task(keeping, name="rendezvous lease")
+        renewing = self._lease.keep(self.keep_alive, lasting / RENEWALS)
+        self._keeper = asyncio.create_task(renewing, name="rendezvous lease")
 
     async def end_lease(self) -> None:
         """Revoke the lease; its keys are deleted at once."""
         self._check()
-        await self._stop_keeping()
+        await self._stop_renewing()
         if self._granted is not None:
             await self._revoke(self._granted)
             self._granted = None
@@ -240,7 +240,7 @@ class EtcdStore:
     async def close(self) -> None:
         granted, self._granted = self._granted, None
         lost = self._pool.lost.done()
-        await self._stop_keeping()
+        await self._stop_renewing()
         self._pool.close()
         if granted is None or lost:
             return
@@ -408,7 +408,7 @@ class EtcdStore:
             if error.code != etcd_messages.NOT_FOUND:  # else it has ended by itself
                 raise
 
-    async def _stop_keeping(self) -> None:
+    async def _stop_renewing(self) -> None:
         """Stop holding the lease; it is given back, not lost."""
         if self._lease is not None:
             self._lease.give_back()

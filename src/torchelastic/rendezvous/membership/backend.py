@@ -70,7 +70,7 @@ class RendezvousBackend(Protocol):
         """The time when this node, if it leads, may form the first world."""
         ...
 
-    def ring(self, node: str, on_doubts: Callable[[set[str]], None]) -> Ring | None:
+    def ring(self, node: str, on_suspicion: Callable[[set[str]], None]) -> Ring | None:
         """Connections to other agents, if the store would be slow to notice an agent's end."""
         ...
 
@@ -161,8 +161,8 @@ class EtcdBackend:
     def peer(self) -> str:
         return format_endpoint(self.addr, self._listener.port)
 
-    def ring(self, node: str, on_doubts: Callable[[set[str]], None]) -> Ring:
-        self._ring = Ring(node, self._job, silence=self._silence, on_doubts=on_doubts)
+    def ring(self, node: str, on_suspicion: Callable[[set[str]], None]) -> Ring:
+        self._ring = Ring(node, self._job, silence=self._silence, on_suspicion=on_suspicion)
         self._listener.serve(frames.RING, self._ring.admit)
         return self._ring
 

@@ -74,7 +74,7 @@ class Agent(Process):
         self.ending = False
 
     @property
-    def is_crew(self) -> bool:
+    def is_in_process(self) -> bool:
         return isinstance(self.state, InProcessState)
 
     def note(self, event: laws.Event) -> None:

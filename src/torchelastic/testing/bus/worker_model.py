@@ -248,7 +248,7 @@ class Workers:
         if self.run is not run or self._broken or self.stopping:
             return
         agent = self._agent
-        if agent.is_crew:
+        if agent.is_in_process:
             self._broken = True
             run.leave(agent)
             failure = self._failure(LOST_PEER, alive=True)
@@ -328,7 +328,7 @@ class Workers:
         run, agent = self.run, self._agent
         assert run is not None
         if step + 1 == steps:
-            if agent.is_crew:
+            if agent.is_in_process:
                 run.limits[agent.node] = step
                 said = orders.Finished(run.generation, steps)
                 agent.after(0.0, agent.take, in_process.Said(0, said))
