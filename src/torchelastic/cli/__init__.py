@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torchelastic.cli.options.command_defaults import CommandDefaults
 
-#: Each is a module here with a `main`.
+#: Each is a module of `commands` with a `main`.
 _COMMANDS = (
     "run",
     "status",

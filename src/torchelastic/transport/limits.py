@@ -23,7 +23,7 @@ class AdmissionLimits(Generic[T]):
     def __init__(self, most: int, most_of_a_source: int) -> None:
         self.most = most
         self.most_of_a_source = most_of_a_source
-        #: Guest -> source. Dicts for their order.
+        #: Visitor -> source. Dicts for their order.
         self._sources: dict[T, str] = {}
         self._visitors: dict[str, dict[T, None]] = {}
 

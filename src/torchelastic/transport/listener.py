@@ -30,15 +30,15 @@ from torchelastic.transport.tls import TlsPipe
 
 log = logging.getLogger(__name__)
 
-#: Seconds a guest has to be admitted, and a closing connection to take its last words.
+#: Seconds until a visitor must be admitted, and until a closing connection must be read.
 PATIENCE = 10.0
 CLOSING_PATIENCE = 1.0
-#: Most guests at a time, where this process may open as many files. Thousands of nodes may come at
+#: Most visitors at a time, where this process may open as many files. Thousands of nodes may come at
 #: once, all of them from one address if that of a gateway is between.
 MOST_VISITORS = 4096
 #: Connections accepted before those that are there are looked at.
 ACCEPTED = 64
-#: Characters of what a guest says that are said back to it.
+#: Most characters of a visitor's message that are quoted back to it.
 QUOTED = 100
 
 #: Answers the hello with `Welcome`, `Refusal` or `Elsewhere`, and owns the link from then on.

@@ -127,7 +127,7 @@ class Ring:
     def admit(self, link: Link, hello: frames.Hello) -> None:
         """Serve a connection of a neighbour, or of an agent that asks whether we are alive."""
         link.send(frames.Welcome(frames.PROTOCOL, frames.VERSION, "", False, 0))
-        self._visitors[link] = asyncio.create_task(self._receive(link), name="ring guest")
+        self._visitors[link] = asyncio.create_task(self._receive(link), name="ring visitor")
         link.ended.add_done_callback(lambda _: self._visitors.pop(link, None))
 
     async def ask(self, address: str) -> bool | None:

@@ -1,1 +1,11 @@
-"""Agent process: the event log of the job, shipped to the leader; metrics; the dashboard."""
+"""Agent process: the event log of the job, shipped to the leader; metrics; the dashboard.
+
+reporter           writes events and the lines on stderr
+progress_sampler   how far the workers are, about once a second
+shipper            sends this node's events to the leader
+collector          the leader's side: writes the events of all nodes to collected_log
+clock_offset       the leader's clock, and how often to ship; pure
+straggler_watch    slow nodes, found by the leader
+metrics_server     `--metrics-address`; metrics_request: whether a scraper may read it, pure
+dashboard_process  `--dashboard`
+"""

@@ -1,1 +1,9 @@
-"""Agent process: the worker processes of a node, from start to exit."""
+"""Agent process: the worker processes of a node, from start to exit.
+
+pool             starts, talks to and stops the workers of this node
+supervisor       the processes of one generation: start, exit, kill
+environment      the environment variables of a worker; numa: its CPUs
+oom              whether a worker ran out of memory
+step_counts      steps of scripts, counted by their optimizers
+reported_metrics metrics that workers report
+"""

@@ -1,6 +1,7 @@
 """Every flag, declared once.
 
-The parser, the help, `docs/reference/cli.md` and the PET_* variables come from here.
+The parser, the help, `docs/reference/cli.md` and the PET_* variables come from here. A new flag
+also needs a field in `config` and its way there in `launch_config`.
 """
 
 from __future__ import annotations

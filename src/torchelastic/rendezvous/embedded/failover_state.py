@@ -25,7 +25,7 @@ class Holding:
     roll: Roll = field(default_factory=Roll)
     #: Who could be host next, in order.
     order: tuple[str, ...] = ()
-    #: Where the receptions of nodes are.
+    #: The addresses of the nodes' listeners.
     addresses: Mapping[str, str] = field(default_factory=dict)
     #: What a new host puts into its store first.
     rows: Mapping[str, Json] = field(default_factory=dict)

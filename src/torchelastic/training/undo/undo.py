@@ -84,7 +84,7 @@ class Undo:
         small = []
         for save in self._saves:
             small.append(save())
-        # Not Snapshot(...), here and below with other tuples: that is a call of Python code.
+        # Faster than UndoRecord(...), which would call Python code; the same below.
         self._latest = tuple.__new__(UndoRecord, (version, now, small))
         if self._generation is not None:
             self._next = (self._generation, version[1] + 1)
