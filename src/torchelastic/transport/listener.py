@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 #: Seconds until a visitor must be admitted, and until a closing connection must be read.
 PATIENCE = 10.0
 CLOSING_PATIENCE = 1.0
-#: Most visitors at a time, where this process may open as many files. Thousands of nodes may come at
+#: Most visitors at a time, if this process may open as many files. Thousands of nodes may come at
 #: once, all of them from one address if that of a gateway is between.
 MOST_VISITORS = 4096
 #: Connections accepted before those that are there are looked at.
