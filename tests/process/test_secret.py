@@ -132,7 +132,7 @@ def test_nodes_with_the_secret_meet_and_show_it_to_nobody(tmp_path, monkeypatch,
     ("theirs", "sentence"),
     [
         ("another secret than theirs", "different secret"),
-        pytest.param(None, "and this node has none", marks=pytest.mark.slow),
+        pytest.param(None, "but this node has none", marks=pytest.mark.slow),
     ],
 )
 def test_a_node_without_the_secret_is_told_so_and_the_job_goes_on(
