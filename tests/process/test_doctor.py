@@ -178,7 +178,7 @@ def test_an_etcd_that_asks_who_we_are(patient, tmp_path):
         assert (found.verdict, "the user needs a role" in found.found) == (Verdict.FAULT, True)
         password.write_text("wrong")
         found = etcd_check.check(at(etcd.endpoint, **who))[-1]
-        assert (found.verdict, "does not let 'trainer' in" in found.found) == (Verdict.FAULT, True)
+        assert (found.verdict, "rejected user 'trainer'" in found.found) == (Verdict.FAULT, True)
 
 
 def test_an_etcd_that_is_not_there_or_is_none(monkeypatch):

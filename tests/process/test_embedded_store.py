@@ -114,7 +114,7 @@ def test_a_host_that_ends_orderly_says_so():
             await store.get("")
             assert host.stdin is not None
             host.stdin.close()
-            with pytest.raises(RendezvousLost, match="has ended"):
+            with pytest.raises(RendezvousLost, match="has exited"):
                 await within(PATIENCE, waiting)
 
     with process("store_host.py", 0) as host:
