@@ -153,9 +153,7 @@ def test_an_etcd_that_stays_away_is_lost(etcd, run_id):
             waiting = asyncio.ensure_future(changes.__anext__())
             await proxy.shut()
             for verb in (store.get(""), waiting, store.put("b", {}), store.open_lease(1.0)):
-                with pytest.raises(
-                    RendezvousLost, match=r"no answer for 0.3 s \(connection"
-                ):
+                with pytest.raises(RendezvousLost, match=r"no answer for 0.3 s \(connection"):
                     await within(PATIENCE, verb)
             assert store.lease_lost.is_set()
 
