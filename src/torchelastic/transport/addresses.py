@@ -62,11 +62,11 @@ class _Kernel:
 
 
 _KERNEL = _Kernel()
-#: The machine's own, but for agents in a simulation.
+#: The machine's own network; agents in a simulation have another.
 NETWORK: ContextVar[Network] = ContextVar("network", default=_KERNEL)
 
 
-@lru_cache(maxsize=64)  # an agent asks it of its endpoint with every connection
+@lru_cache(maxsize=64)  # called for the endpoint with every connection
 def loopback_addresses(host: str) -> tuple[str, ...]:
     """The addresses of a host name that can only mean this machine; else none.
 
@@ -144,7 +144,7 @@ def listen_beside(host: str, port: int, known: int = 0) -> list[socket.socket]:
 
 
 def _listen_at(loopback: Sequence[str], port: int) -> list[socket.socket]:
-    return _listen_on(loopback, port) if loopback else [_listen_everywhere(port)]
+    return _listen_on(loopback, port) if loopback else [listen_everywhere(port)]
 
 
 def reachable_address(address: str, host: str) -> str:
@@ -189,7 +189,7 @@ def _is_local(family: int, address: str) -> bool:
         return True
     if not _can_bind(family, address):
         return False
-    # With net.ipv4.ip_nonlocal_bind every address can be bound, which says nothing then.
+    # With net.ipv4.ip_nonlocal_bind every address can be bound: then this proves nothing.
     return not _can_bind(family, _NOBODYS[socket.AddressFamily(family)]) or (
         _source_towards(family, address) == address
     )
@@ -233,7 +233,7 @@ def _listen_on(addresses: Iterable[str], port: int) -> list[socket.socket]:
     return sockets
 
 
-def _listen_everywhere(port: int) -> socket.socket:
+def listen_everywhere(port: int) -> socket.socket:
     """A socket for every address of this machine, IPv4 and, if available, IPv6."""
     try:
         return NETWORK.get().listen(socket.AF_INET6, "::", port)

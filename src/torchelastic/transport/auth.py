@@ -6,10 +6,10 @@
     the client's proof         ->
                                <-   welcome
 
-A proof is an HMAC-SHA256 under the secret, of who proves it, of the whole hello (the protocol, its
-version, the job, the purpose, the client's nonce) and of the server's nonce. So neither end can
-send back what it was sent, nothing heard on one connection is of use on another, and the secret
-itself never travels. Whoever hears a proof can try out secrets on it: hence a secret is long.
+A proof is an HMAC-SHA256 under the secret, of the prover's role, the whole hello (the protocol, its
+version, the job, the purpose, the client's nonce) and the server's nonce. So neither end can send
+back what it received, a proof from one connection is useless on another, and the secret itself is
+never sent. An eavesdropper can try out secrets on a proof, so a secret must be long.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NONCE = re.compile(r"[0-9a-f]{64}")
 
 
 class Secret:
-    """Bytes that are not to be seen: it cannot be printed, compared or pickled."""
+    """Secret bytes: cannot be printed, compared or pickled."""
 
     __slots__ = ("_key",)
 
@@ -77,7 +77,7 @@ class Credentials:
     """The secret and the TLS contexts of a node."""
 
     secret: Secret | None = None
-    #: TLS as who is called, and as who calls.
+    #: TLS as a server, and as a client.
     server_tls: ssl.SSLContext | None = None
     client_tls: ssl.SSLContext | None = None
 

@@ -36,7 +36,8 @@ ATTEMPT = 5.0
 LAST_ATTEMPT = 0.25
 #: Seconds between the addresses of a name that has several.
 NEXT_ADDRESS = 0.25
-#: Seconds in vain before it is said why, between two times, and before a change is worth a word.
+#: Seconds without success before the reason is logged; between two such lines; and before a new
+#: reason is logged.
 SAY_AFTER, SAY_EVERY, SAY_CHANGES = 5.0, 60.0, 5.0
 
 
@@ -47,7 +48,7 @@ class Endpoint:
     host: str
     port: int
     job: str
-    #: What to show there.
+    #: This node's credentials.
     credentials: Credentials = field(default=ANONYMOUS, repr=False, compare=False)
 
     @classmethod
@@ -77,7 +78,7 @@ class _InVain(Exception):
 
 @dataclass
 class _Complaint:
-    """Says why nobody answers: after a while, then periodically, and when the reason changes."""
+    """Logs why no host answers: after a while, then periodically, and when the reason changes."""
 
     say: Callable[[str], None]
     #: When the next one is due, and when it is if there is something new to say.
@@ -106,10 +107,10 @@ async def connect_to_host(
     """Connect and greet, taking up `lease` if possible; wait for the host.
 
     Tries all `places`; the host must have at least `term`. `again`: there was a connection before.
-    After `refused` seconds of nothing but refused connections the time is up too. `meanwhile` is
-    called after every failed attempt, `say` now and then with the obstacle. Raises
+    Gives up early after `refused` seconds of nothing but refused connections. `meanwhile` is
+    called after every failed attempt, `say` from time to time with the reason. Raises
     `RendezvousRefused` at once if the store refuses or another server has the port,
-    `RendezvousLost` if nobody answers in time.
+    `RendezvousLost` if no host answers in time.
     """
     deadline = clock.now() + timeout
     complaint = _Complaint(say, clock.now() + SAY_AFTER, clock.now() + SAY_AFTER)

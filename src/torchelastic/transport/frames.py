@@ -25,12 +25,14 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torchelastic.errors import WireError
+from torchelastic.transport import codec
+from torchelastic.transport.codec import Codec
 
 PROTOCOL = "torchelastic-rendezvous"
 VERSION = 1
@@ -38,12 +40,12 @@ VERSION = 1
 FRAME_LIMIT = 4 * 1024 * 1024
 #: Bytes of a frame before both ends know each other.
 GREETING_LIMIT = 4 * 1024
-#: A row travels back in another message than it came in: what the two may differ by.
+#: A row is sent back in another message than it came in: how many bytes longer that may be.
 ROOM = 16 * 1024
 KEY_LIMIT = 512
 TOKEN_LIMIT = 128
 
-#: What a connection is for, as its hello says.
+#: Purposes of a connection, named in its hello.
 STORE = "store"
 RING = "ring"
 SUCCESSION = "succession"
@@ -51,8 +53,10 @@ SNAPSHOT = "snapshot"
 EVENTS = "events"
 DOINGS = "doings"
 
+#: The key of a message's name.
+_KIND = "kind"
 _LENGTH = struct.Struct(">I")
-#: Characters of another version that are told.
+#: Most characters of another version's name that are shown.
 _SHOWN = 20
 
 
@@ -72,7 +76,7 @@ class Message:
     kind: ClassVar[str]
 
 
-# What a client says
+# Messages of a client
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +208,7 @@ class Bye(Message):
     kind = "bye"
 
 
-# What the server says
+# Messages of the server
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +241,7 @@ class Elsewhere(Message):
     """The address of the store, as known to an agent that does not host it."""
 
     kind = "elsewhere"
-    #: As `host:port`, the likeliest first; none while nobody hosts it.
+    #: As `host:port`, the likeliest first; empty while no node hosts it.
     addresses: list[str]
     term: int
 
@@ -295,76 +299,12 @@ class LeaseEnded(Message):
     token: str
 
 
-Kinds = Mapping[str, type[Message]]
 M = TypeVar("M", bound=Message)
 
-#: How a field is read: by the types it may have, or by what makes it of what JSON gave, or raises.
-Reader = frozenset[type] | Callable[[Any, str], Any]
-#: The fields of every message, and how each is read.
-_FIELDS: dict[type[Message], dict[str, Reader]] = {}
-#: The fields of every message, each with the text that comes before its value.
-_TEXTS: dict[type[Message], list[tuple[str, str]]] = {}
 
-
-def by_kind(*classes: type[Message]) -> Kinds:
+def by_kind(*classes: type[M]) -> Codec[M]:
     """The messages that may come at some point of a conversation."""
-    for cls in classes:
-        hints = get_type_hints(cls)
-        names = [item.name for item in fields(cls)]
-        _FIELDS[cls] = {name: _reader(hints[name]) for name in names}
-        _TEXTS[cls] = [(f',"{name}":', name) for name in names]
-    return {cls.kind: cls for cls in classes}
-
-
-def _reader(hint: Any) -> Reader:
-    """Cached for each field: thousands of messages are read in a second."""
-    if hint in _READERS:
-        return _READERS[hint]
-    # By the very type: a bool is an int to Python, and to nobody else.
-    return frozenset(get_args(hint) or (hint,))
-
-
-def _rows(value: Any, what: str) -> list[Row]:
-    if not isinstance(value, list):
-        raise WireError(f"{what} is not a list.")
-    return [_row(item, what) for item in value]
-
-
-def _row(item: Any, what: str) -> Row:
-    match item:
-        case [str(key), str() | None as text, int(created), int(modified)]:
-            return Row(key, text, created, modified)
-    raise WireError(f"{what} contains something that is not a row.")
-
-
-def _list_of_texts(value: Any, what: str) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise WireError(f"{what} is not a list of strings.")
-    return value
-
-
-def _texts(value: Any, what: str) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise WireError(f"{what} is not an object of strings.")
-    return value
-
-
-def _key_and_revision(value: Any, what: str) -> tuple[str, int] | None:
-    match value:
-        case None:
-            return None
-        case [str(key), int(revision)]:
-            return key, revision
-    raise WireError(f"{what} is not a key with a revision.")
-
-
-_READERS: dict[Any, Reader] = {
-    float: frozenset({int, float}),
-    list[Row]: _rows,
-    list[str]: _list_of_texts,
-    dict[str, str]: _texts,
-    tuple[str, int] | None: _key_and_revision,
-}
+    return Codec(*classes, key=_KIND)
 
 
 GREETINGS = by_kind(Hello)
@@ -377,39 +317,25 @@ ANSWERS = by_kind(Rows, Done, NoLease, Changed, LeaseEnded, Refusal)
 # Messages to bytes
 
 
-# Made once: `json.dumps` would make one for every message that is not written its way.
-_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _encode_finite = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _decode = json.JSONDecoder().raw_decode
-
-#: How the plain values are written, which most fields are: thousands of messages go in a second.
-_PLAIN: dict[type, Callable[[Any], str]] = {
-    int: repr,
-    str: json.encoder.encode_basestring_ascii,
-    type(None): lambda value: "null",
-    bool: lambda value: "true" if value else "false",
-}
 
 
 def pack(message: Message) -> bytes:
     """A message as one frame."""
-    text = f'{{"kind":"{message.kind}"'
-    for before, name in _TEXTS[type(message)]:
-        value = getattr(message, name)
-        text += before + _PLAIN.get(type(value), _encode)(value)
-    return _frame(text + "}")
+    return _frame(codec.append_fields(f'{{"{_KIND}":"{message.kind}"', message).encode())
 
 
 def pack_rows(id: int, revision: int, rows: Sequence[Row], last: bool) -> bytes:
     """A `rows` message, packed once: the possible next hosts ask for the same long list at the same
     time."""
-    head = f'{{"kind":"{Rows.kind}","id":{id},"revision":{revision},"last":{_encode(last)}'
-    return _frame(f'{head},"rows":{_text_of(tuple(rows))}}}')
+    head = f'{{"{_KIND}":"{Rows.kind}","id":{id},"revision":{revision},"last":{codec.encode(last)}'
+    return _frame(f'{head},"rows":{_text_of(tuple(rows))}}}'.encode())
 
 
 @lru_cache(maxsize=2)
 def _text_of(rows: tuple[Row, ...]) -> str:
-    return _encode(rows)
+    return codec.encode(rows)
 
 
 def pack_before(message: Message, rest: bytes) -> bytes:
@@ -417,8 +343,7 @@ def pack_before(message: Message, rest: bytes) -> bytes:
     return _frame(payload_of(pack(message)) + b"\n" + rest)
 
 
-def _frame(content: str | bytes) -> bytes:
-    payload = content.encode() if isinstance(content, str) else content
+def _frame(payload: bytes) -> bytes:
     if len(payload) > FRAME_LIMIT:
         raise WireError(
             f"A message of {len(payload)} bytes is too large: the limit is {FRAME_LIMIT}."
@@ -451,8 +376,8 @@ def encode_value(key: str, value: Mapping[str, Any]) -> str:
     text = _encode_finite(value)
     if not key or len(key) > KEY_LIMIT:
         raise WireError(f"A key must have 1 to {KEY_LIMIT} characters, not {len(key)}.")
-    # In a message its quotes are escaped: at most it doubles, which is not worth a look at most.
-    size = 2 * len(text) if 2 * len(text) < FRAME_LIMIT - ROOM else len(_encode(text))
+    # In a message its quotes are escaped, which at most doubles it: most values need no check.
+    size = 2 * len(text) if 2 * len(text) < FRAME_LIMIT - ROOM else len(codec.encode(text))
     if size > FRAME_LIMIT - ROOM:
         raise WireError(
             f"The value of '{key}' has {size} bytes: the limit is {FRAME_LIMIT - ROOM}."
@@ -498,7 +423,7 @@ class Unpacker:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
         if length > self.limit:
-            # Before it is waited for: text of another protocol reads as a length of gigabytes.
+            # Checked before waiting: text of another protocol reads as a length of gigabytes.
             raise WireError(f"A frame of {length} bytes exceeds the limit of {self.limit}.")
         end = _LENGTH.size + length
         if len(self._buffer) < end:
@@ -521,39 +446,26 @@ def _load(payload: bytes | str, what: str) -> dict[str, Any]:
     return content
 
 
-def parse(payload: bytes, kinds: Kinds) -> Message:
+def parse(payload: bytes, kinds: Codec[M]) -> M:
     """The message in a frame, if it is of these kinds and its fields are valid."""
     content = _load(payload, "A frame")
-    cls = kinds.get(str(content.pop("kind", None)))
-    if cls is None:
-        raise WireError(f"A frame is not one of: {', '.join(kinds)}.")
-    return _message(cls, content)
-
-
-def _message(cls: type[M], content: Mapping[str, Any]) -> M:
-    made = []
-    for name, reader in _FIELDS[cls].items():
-        if name not in content:
-            raise WireError(f"A '{cls.kind}' message lacks '{name}'.")
-        value = content[name]
-        if not isinstance(reader, frozenset):
-            value = reader(value, f"'{name}' of a '{cls.kind}' message")
-        elif type(value) not in reader:
-            found = type(value).__name__
-            raise WireError(f"'{name}' of a '{cls.kind}' message has the wrong type: {found}.")
-        made.append(value)
-    # Fields nobody here knows are left alone: a later release of this version may say more.
-    return cls(*made)
+    try:
+        message = kinds.from_json(content)
+    except ValueError as error:
+        raise WireError(str(error)) from None
+    if message is None:
+        raise WireError(f"A frame is not one of: {', '.join(kinds.kinds)}.")
+    return message
 
 
 def parse_hello(payload: bytes) -> Hello | OtherVersion:
     """The hello of a client, or its other version of the protocol."""
     content = _load(payload, "A frame")
-    if content.get("kind") != Hello.kind or content.get("protocol") != PROTOCOL:
+    if content.get(_KIND) != Hello.kind or content.get("protocol") != PROTOCOL:
         raise WireError(f"The first frame of a connection is not a hello of {PROTOCOL}.")
     if content.get("version") != VERSION:
         return OtherVersion(str(content.get("version"))[:_SHOWN])
-    return _message(Hello, content)
+    return parse(payload, GREETINGS)
 
 
 def decode_value(text: str) -> dict[str, Any]:

@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-#: Bytes that a request may have before its end.
+#: Most bytes of a request.
 LONGEST = 8192
 
-#: What is said beside a status.
+#: The reason phrase of each status.
 WORDS = {
     200: "OK",
     400: "Bad Request",
@@ -50,7 +50,7 @@ def parse(head: bytes) -> Request | None:
     for line in lines:
         name, _, value = line.partition(":")
         name, value = name.lower(), value.strip()
-        # Given twice it is a list: no field that matters here is one, so none is fooled.
+        # A field given twice becomes a list, which no field that matters here accepts.
         fields[name] = f"{fields[name]}, {value}" if name in fields else value
     path, _, query = words[1].partition("?")
     return Request(words[0], path, query, fields)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 log = logging.getLogger(__name__)
 
-# What the kernel is asked over netlink, and what it answers: see rtnetlink(7).
+# Messages to the kernel over netlink, and its answers: see rtnetlink(7).
 _RTM_NEWADDR = 20
 _RTM_GETADDR = 22
 _REQUEST_ALL = 0x301
@@ -20,7 +20,7 @@ _HEADER = struct.Struct("=IHHII")
 _ADDRESS_MESSAGE = struct.Struct("=BBBBi")
 _ATTRIBUTE = struct.Struct("=HH")
 _IFA_ADDRESS = 1
-#: Where there is one, the other is that of the far end.
+#: The local address on a point-to-point link, where IFA_ADDRESS is that of the far end.
 _IFA_LOCAL = 2
 _ANSWER_SIZE = 1 << 16
 

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-#: Sources remembered to have been told of.
+#: The number of entries that `Told` remembers.
 REMEMBERED = 256
 
 

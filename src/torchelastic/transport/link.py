@@ -17,7 +17,7 @@ PEER_TIMEOUT = 15
 
 _SOCKET_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-    # Without these a machine that lost its power would be a connection for ever.
+    # Without these, a machine that lost power would seem connected forever.
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PEER_TIMEOUT // 3),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PEER_TIMEOUT // 3),
@@ -57,7 +57,7 @@ class Link(asyncio.BufferedProtocol):
         #: Done when the connection is over; the result is the error that ended it, if any.
         self.ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         self.local_addr = ""
-        #: Where it comes from.
+        #: The address of the peer.
         self.remote_addr = ""
         #: Bytes not yet sent at which the connection is given up; None: never.
         self._backlog: int | None = None
@@ -68,7 +68,7 @@ class Link(asyncio.BufferedProtocol):
         self._first = True
         self._unpacker = Unpacker(limit)
         self._handler: Callable[[bytes], None] | None = None
-        #: Frames that came before anybody wanted them.
+        #: Frames that arrived before they were requested.
         self._early: deque[bytes] = deque()
         self._wanted: asyncio.Future[bytes] | None = None
         self._error: Exception | None = None
@@ -109,7 +109,7 @@ class Link(asyncio.BufferedProtocol):
     def next_frame(self) -> asyncio.Future[bytes]:
         """The next frame, for the greeting, or the error that ended the connection."""
         wanted: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        # Who gives up waiting does not want asyncio to print what became of it.
+        # If the caller gives up waiting, asyncio must not print the unused error.
         wanted.add_done_callback(lambda done: done.cancelled() or done.exception())
         if self._early:
             wanted.set_result(self._early.popleft())
@@ -142,7 +142,7 @@ class Link(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
         elif not self.ended.done():
-            # Never connected: nobody else will say that it is over.
+            # Never connected: no callback will report the end.
             self.ended.set_result(self._error)
 
     def detach(self) -> tuple[socket.socket, TlsPipe | None]:
@@ -155,7 +155,7 @@ class Link(asyncio.BufferedProtocol):
         if self._early or self._unpacker.is_amid or self._transport.get_write_buffer_size():
             raise WireError("The peer sends before it is asked, or does not read.")
         taken: socket.socket = self._transport.get_extra_info("socket").dup()
-        # Closes asyncio's own descriptor, not the connection: another one is open.
+        # Closes only asyncio's descriptor: the connection stays open through another one.
         self._transport.abort()
         return taken, self._tls
 

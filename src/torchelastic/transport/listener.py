@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from torchelastic.errors import TlsError, WireError
+from torchelastic.side_tasks import TaskSet
 from torchelastic.transport import frames
 from torchelastic.transport.addresses import LISTEN_BACKLOG
 from torchelastic.transport.auth import Secret, is_nonce, new_nonce
@@ -31,12 +32,12 @@ from torchelastic.transport.tls import TlsPipe
 log = logging.getLogger(__name__)
 
 #: Seconds until a visitor must be admitted, and until a closing connection must be read.
-PATIENCE = 10.0
-CLOSING_PATIENCE = 1.0
-#: Most visitors at a time, if this process may open as many files. Thousands of nodes may come at
-#: once, all of them from one address if that of a gateway is between.
+ADMISSION_TIMEOUT = 10.0
+CLOSING_TIMEOUT = 1.0
+#: Most visitors at a time, if this process may open that many files. Thousands of nodes may connect
+#: at once, and behind a gateway all have the same address.
 MOST_VISITORS = 4096
-#: Connections accepted before those that are there are looked at.
+#: Connections accepted before those that are open are read.
 ACCEPTED = 64
 #: Most characters of a visitor's message that are quoted back to it.
 QUOTED = 100
@@ -69,7 +70,7 @@ class Listener:
         *,
         secret: Secret | None = None,
         tls: ssl.SSLContext | None = None,
-        patience: float = PATIENCE,
+        patience: float = ADMISSION_TIMEOUT,
         most_visitors: int | None = None,
     ) -> None:
         """`patience`: seconds until a visitor must be admitted."""
@@ -78,9 +79,9 @@ class Listener:
         self._tls = tls
         self._patience = patience
         self._handlers: dict[str, Handler] = {}
-        #: Says where the workers' store is; None: who asks for it here is a stranger.
+        #: Returns the address of the workers' store; None: clients that ask for it are rejected.
         self._store_of_workers: Callable[[], str] | None = None
-        self._passed_on: set[asyncio.Task[None]] = set()
+        self._passed_on = TaskSet()
         self._listeners: list[asyncio.Server] = []
         most = most_visitors or _most_visitors()
         self._visitors: AdmissionLimits[_Visitor] = AdmissionLimits(most, most // 2)
@@ -109,10 +110,10 @@ class Listener:
         """Accept on the sockets of `bind_endpoint`; return the port."""
         loop = asyncio.get_running_loop()
         for sock in sockets:
-            # As many are accepted at a time: between them, those before say who they are.
+            # Accept only this many at a time, then read the hellos of those that are open.
             listener = await loop.create_server(self._accept, sock=sock, backlog=ACCEPTED)
             self._listeners.append(listener)
-            # As many may queue: with a short queue the first too many would wait for a second.
+            # The queue of the kernel is longer: a client that does not fit waits for a second.
             sock.listen(LISTEN_BACKLOG)
         self.port = int(sockets[0].getsockname()[1])
         return self.port
@@ -122,13 +123,12 @@ class Listener:
         self._closing = True
         for listener in self._listeners:
             listener.close()
-        for task in self._passed_on:
-            task.cancel()
+        self._passed_on.cancel()
         ends = [visitor.link.ended for visitor in self._visitors]
         for visitor in self._visitors:
             visitor.refuse("This agent has exited.")
         if ends:
-            await asyncio.wait(ends, timeout=CLOSING_PATIENCE)
+            await asyncio.wait(ends, timeout=CLOSING_TIMEOUT)
         for visitor in self._visitors:
             visitor.link.abort()
         if ends:
@@ -147,9 +147,7 @@ class Listener:
             return False
         address = self._store_of_workers()
         if address:
-            task = splice(link.let_go(), first, address)
-            self._passed_on.add(task)
-            task.add_done_callback(self._passed_on.discard)
+            self._passed_on.add(splice(link.let_go(), first, address))
         return bool(address)
 
     def _arrived(self, link: Link) -> None:
@@ -173,7 +171,7 @@ class Listener:
         if visitor not in self._visitors:
             return
         self._visitors.leave(visitor)
-        # Whoever just looks whether the port is open, as load balancers do, is not worth a line.
+        # Do not log clients that only check whether the port is open, as load balancers do.
         if isinstance(ended.result(), WireError) and not self._closing:
             tls = isinstance(ended.result(), TlsError)
             self._tell(visitor, "TLS handshake failed" if tls else "not a torchelastic node")
@@ -232,11 +230,10 @@ class Listener:
 
         def hear(answer: bytes) -> None:
             proof = frames.parse(answer, frames.PROOFS)
-            assert isinstance(proof, frames.Proof)
             if secret.proves(proof.proof, "client", payload, nonce):
                 self._admit(visitor, hello)
             else:
-                # Without a word: who has the secret would not have come so far with another.
+                # No refusal is sent: a client of ours with another secret stops one step earlier.
                 self._tell(visitor, "wrong secret")
                 visitor.link.abort()
 

@@ -45,7 +45,7 @@ class OwnEndpoint:
     async def look(self, *, again: bool = False) -> None:
         """Listen at the endpoint that is this machine's, if there is one and its port is free.
 
-        Called while nobody answers: in a starting cluster, a machine's name may resolve to it only
+        Called while no host answers: in a starting cluster, a machine's name may resolve to it only
         after its agent has started. Checks once in a while, or if `again`.
         """
         if self.ours is not None or (self._clock.now() < self._next_look and not again):

@@ -1,6 +1,6 @@
 """The ring: every agent keeps a connection to the next one in the world, so that the end of an
 agent is noticed at once even if the store would only notice it by a lease. It also expects one from
-the agent before it: an agent that nobody can reach is suspected by two.
+the agent before it: an agent that no other can reach is suspected by two.
 
 This is only a hint. A firewall may end a connection, and a busy agent may be silent: the leader
 asks the agent itself, and decides (`membership.suspicion`).
@@ -21,13 +21,13 @@ from torchelastic.transport.link import Link
 
 logger = logging.getLogger(__name__)
 
-#: A neighbour says this many times that it lives before its silence counts.
+#: Beats that a neighbour sends in the time after which its silence counts.
 BEATS = 3
 #: Seconds between two attempts to reach the next one.
 TRY_AGAIN = 0.5
 #: Seconds an agent has to answer when it is asked whether it lives.
 ANSWERS = 0.5
-#: How often it is asked that takes a connection and ends it again, and seconds between.
+#: How often to ask an agent that accepts a connection and ends it again, and seconds between.
 QUESTIONS = 4
 ASK_AGAIN = 0.02
 
@@ -47,7 +47,7 @@ class Parting(Message):
     kind = "parting"
 
 
-#: Stands for the end of a connection.
+#: Marks the end of a connection.
 _ENDED = Message()
 
 BEAT = by_kind(Beat)
@@ -88,7 +88,7 @@ class Ring:
         self._doubted: set[str] = set()
         self._next: tuple[str, str] | None = None
         self._calling: asyncio.Task[None] | None = None
-        #: The one before us, while it has not called, and when it is doubted for that.
+        #: The node before us while it has not connected, and when it is suspected for that.
         self._expected: tuple[str, str] | None = None
         self._overdue: asyncio.TimerHandle | None = None
         #: Connections that others have made to us.
@@ -168,7 +168,6 @@ class Ring:
         except (OSError, EOFError, asyncio.TimeoutError, WireError):
             link.abort()
             return
-        assert isinstance(beat, Beat)
         self._called(beat.node)
         self._callers[beat.node] = link
         has_parted = await self._converse(link)
@@ -209,10 +208,10 @@ class Ring:
             link.send(Beat(self._node))
             await asyncio.sleep(self._silence / BEATS)
 
-    # Whom to doubt
+    # Which nodes to suspect
 
     def _doubt(self, node: str) -> None:
-        if node in self._around:  # whoever calls may give any name
+        if node in self._around:  # a client may send any name
             self._note(self._doubted | {node})
 
     def _trust(self, node: str) -> None:
@@ -240,7 +239,7 @@ async def lives(place: Endpoint) -> bool | None:
         except NoAnswer as error:
             if isinstance(error.__cause__, asyncio.TimeoutError):
                 return None
-            # Of a process that is being killed, the port may be the last to go.
+            # The port may be the last part of a process that is being killed to close.
             await asyncio.sleep(ASK_AGAIN)
         except (OSError, asyncio.TimeoutError, RendezvousError):
             return None

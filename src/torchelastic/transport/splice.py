@@ -1,4 +1,4 @@
-"""Pass on workers that look for torch's store at the agent's port.
+"""Connect workers that look for torch's store at the agent's port to the current one.
 
 torchrun's static rendezvous has torch's store at `--master-port`, and scripts use that port
 directly: `init_process_group("tcp://localhost:29500")`. Here an agent listens there, and every
@@ -11,8 +11,8 @@ import asyncio
 
 from torchelastic.config import parse_endpoint
 
-#: How a client of torch's store begins: a query of type 0 and a number that tells the protocol. As
-#: the length of a frame of ours it would be far beyond the limit of a greeting.
+#: The first bytes of a client of torch's store: a query of type 0 and a number that names the
+#: protocol. As the length of a frame of ours, they would be far beyond the limit of a greeting.
 TORCH_STORE = b"\x00\xce\xf7\x85\x3c"
 
 
@@ -69,7 +69,7 @@ async def _run(ours: _End, theirs: _End, first: bytes, address: str) -> None:
         ours.transport.resume_reading()
         await asyncio.wait({ours.over, theirs.over})
     except OSError:
-        pass  # the store is gone: its client hears that from the end of the connection
+        pass  # the store is gone: its client learns that from the end of the connection
     finally:
         for end in (ours, theirs):
             if end.transport is not None:

@@ -11,7 +11,7 @@ import ssl
 from torchelastic.errors import TlsError
 
 _CHUNK = 64 * 1024
-#: How an alert and a handshake begin. As the length of a frame it would be far too much.
+#: The first bytes of an alert and of a handshake. As the length of a frame, far beyond the limit.
 _FIRST_BYTES = (0x15, 0x16)
 
 

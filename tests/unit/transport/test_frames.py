@@ -36,13 +36,7 @@ MESSAGES = [
     frames.Changed("k", [Row("k", "{}", 1, 2)]),
     frames.LeaseEnded("token"),
 ]
-ALL = {
-    **frames.GREETINGS,
-    **frames.PROOFS,
-    **frames.ANSWERS_TO_HELLO,
-    **frames.REQUESTS,
-    **frames.ANSWERS,
-}
+ALL = frames.by_kind(*{type(message) for message in MESSAGES})
 
 
 def payloads(data: bytes, step: int | None = None) -> list[bytes]:
@@ -58,7 +52,6 @@ def payload_of(**content: object) -> bytes:
 
 @pytest.mark.parametrize("step", [1, 2, 3, 5, 7, 64, 1000])
 def test_messages_survive_the_wire_however_the_bytes_arrive(step):
-    assert {message.kind for message in MESSAGES} == set(ALL)
     data = b"".join(map(frames.pack, MESSAGES))
     assert [frames.parse(payload, ALL) for payload in payloads(data, step)] == MESSAGES
 
@@ -82,16 +75,21 @@ def test_frames_before_a_bad_one_are_handed_out():
         (b"{}", "not one of"),
         (payload_of(kind="steal"), "not one of"),
         (payload_of(kind=["get"]), "not one of"),
-        (payload_of(kind="get", id=1), "lacks 'prefix'"),
-        (payload_of(kind="get", id="1", prefix=""), "'id' .* wrong type: str"),
-        (payload_of(kind="get", id=True, prefix=""), "'id' .* wrong type: bool"),
-        (payload_of(kind="get", id=1, prefix=None), "'prefix' .* wrong type"),
-        (payload_of(kind="done", id=1, revision=True), "'revision' .* wrong type"),
+        (b'{"kind":' + b"[" * 900 + b"]" * 900 + b"}", "not one of"),
+        (payload_of(kind="get", id=1), "'prefix' .* is missing"),
+        (payload_of(kind="get", id="1", prefix=""), "'id' .* wrong value: '1'"),
+        (payload_of(kind="get", id=True, prefix=""), "'id' .* wrong value: True"),
+        (payload_of(kind="get", id=1, prefix=None), "'prefix' .* wrong"),
+        (payload_of(kind="done", id=1, revision=True), "'revision' .* wrong"),
         (payload_of(kind="open_lease", id=1, token="t", seconds="3"), "'seconds' .* wrong"),
         (payload_of(kind="open_lease", id=1, token="t", seconds=False), "'seconds' .* wrong"),
-        (payload_of(kind="changed", prefix="", rows={}), "not a list"),
-        (payload_of(kind="changed", prefix="", rows=[["k", "{}", 1]]), "not a row"),
-        (payload_of(kind="changed", prefix="", rows=[["k", {}, 1, 2]]), "not a row"),
+        (
+            payload_of(kind="open_lease", id=1, token="t", seconds=float("nan")),
+            "'seconds' .* wrong",
+        ),
+        (payload_of(kind="changed", prefix="", rows={}), "'rows' .* wrong"),
+        (payload_of(kind="changed", prefix="", rows=[["k", "{}", 1]]), "'rows' .* wrong"),
+        (payload_of(kind="changed", prefix="", rows=[["k", {}, 1, 2]]), "'rows' .* wrong"),
     ],
 )
 def test_garbage_is_named(payload, problem):
@@ -114,7 +112,7 @@ def test_a_hello_of_another_version_is_told_from_a_stranger():
     assert frames.parse_hello(other) == frames.OtherVersion("99")
     with pytest.raises(WireError, match="not a hello"):
         frames.parse_hello(payload_of(kind="hello", protocol="redis", version=1))
-    with pytest.raises(WireError, match="lacks 'job'"):
+    with pytest.raises(WireError, match=r"'job' .* is missing"):
         frames.parse_hello(
             payload_of(kind="hello", protocol=frames.PROTOCOL, version=frames.VERSION)
         )

@@ -61,7 +61,7 @@ async def test_one_sentence_tells_what_is_wrong_with_the_secret(theirs, ours, se
 
 
 @story
-async def test_who_has_the_secret_and_means_another_job_is_told_so():
+async def test_who_has_the_secret_and_means_another_job_is_rejected_with_a_reason():
     async with receiving(secret=SECRET) as (listener, _):
         with pytest.raises(RendezvousRefused, match="belongs to job 'job-1', not to 'job-2'"):
             await call(listener.port, Credentials(SECRET), job="job-2")
@@ -262,7 +262,7 @@ async def test_nodes_speak_tls_with_and_without_a_secret(shown, secret):
 
 
 @story
-async def test_what_is_said_cannot_be_read_on_the_way(shown):
+async def test_messages_cannot_be_read_on_the_way(shown):
     passed: list[bytes] = []
 
     async with receiving(tls=shown.server_tls) as (listener, _):
@@ -320,7 +320,9 @@ def test_a_certificate_of_another_authority_is_refused_at_both_ends(
     ],
 )
 @story
-async def test_who_has_no_tls_and_who_has_do_not_meet_and_both_are_told(shown, with_tls, sentence):
+async def test_a_node_with_tls_and_one_without_do_not_meet_and_both_get_a_reason(
+    shown, with_tls, sentence
+):
     theirs, ours = (shown, ANONYMOUS) if with_tls == "there" else (ANONYMOUS, shown)
     async with receiving(tls=theirs.server_tls) as (listener, echo):
         with pytest.raises(RendezvousRefused, match=sentence) as error:

@@ -27,7 +27,7 @@ def test_doctests_hold():
 def test_the_one_who_waited_longest_goes(most, of_a_source, sources, gone):
     waiting: AdmissionLimits[int] = AdmissionLimits(most, of_a_source)
     displaced = [waiting.enter(number, source) for number, source in enumerate(sources)]
-    assert [guest for guest in displaced if guest is not None] == gone
+    assert [peer for peer in displaced if peer is not None] == gone
     assert set(waiting) == set(range(len(sources))) - set(gone)
     assert len(waiting) == len(sources) - len(gone)
 
@@ -43,7 +43,7 @@ def test_who_left_makes_room():
     assert waiting.enter("four", "b") == "two"
 
 
-def test_a_thing_is_told_once_of_a_source():
+def test_a_thing_is_reported_once_of_a_source():
     told = Told()
     assert told.first_time("a", "noise")
     assert not told.first_time("a", "noise")

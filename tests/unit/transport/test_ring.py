@@ -139,9 +139,9 @@ async def test_the_end_of_an_old_connection_tells_nothing_of_who_has_called_agai
         link.send(Beat("a"))
         while b.ring._callers["a"] is old:
             await asyncio.sleep(0.01)
-        guest = b.ring._visitors[old]
+        visitor = b.ring._visitors[old]
         old.abort()
-        await within(PATIENCE, guest)
+        await within(PATIENCE, visitor)
         assert (b.doubted, [*b.ring._callers]) == (set(), ["a"])
         link.abort()
 
@@ -213,7 +213,7 @@ async def test_a_second_doubt_counts_that_comes_while_the_leader_asks_the_others
     for name in "abcl":
         doubts.heard(member(name, *("b" if name == "l" else "")))
     while doubts._asking:
-        await asyncio.gather(*doubts._asking.values())
+        await asyncio.gather(*doubts._asking)
     assert gone == [("b", True)]
 
 
@@ -240,7 +240,7 @@ async def given_up_by_the_leader(who, answers, *, is_heard_of=False, members="la
     for node in (*members, *who, *later):
         doubts.heard(member(node, *who.get(node, "") if node in who else ""))
     while doubts._asking:
-        await asyncio.gather(*doubts._asking.values())
+        await asyncio.gather(*doubts._asking)
     await doubts.close()
     return sorted(set(gone))
 
