@@ -1,14 +1,15 @@
 """Agent process: how the nodes of a job agree on a world. The names here are those of 0.2.
 
 leader             turns member records into worlds; one node leads at a time
-script_round       decides what comes next, pure; in_process_round: the same for resident workers
-round_state        what the leader knows, pure
-forming            chooses the next world, or says what the job waits for; pure
-restart_policy     whether a job continues after a failure, pure; root_cause: who failed first
-held_out           nodes that keep failing; suspects: which ones; unconnected: pairs of nodes; pure
-majority           votes: who may host the store next, and who may continue; pure
-world, store       what travels through the store, and the five verbs it needs
-job_settings       what all nodes of a job must have in common
+decide             the leader's decision: the next world, or when to look again; pure
+  forming            forms the next world, or states what the job waits for
+  choosing           which nodes and workers are in it; replicas: and where
+  restart_policy     the restart budget; root_cause: the first failure
+  suspects           nodes that caused the end; held_out: how long they are left out
+round_state        the leader's knowledge, and its changes; pure
+majority           votes: which node may host the store next, and which nodes may continue; pure
+world, store       the records in the store, and the five operations it needs
+job_settings       settings that all nodes of a job must share
 backend_parameters torchrun's and 0.2's rendezvous parameters; url: a rendezvous in one line
 membership/        this node in the job: session, record, lease, failover, suspicion
 embedded/, etcd/   the two stores; witness/: one more vote for even electorates

@@ -13,14 +13,14 @@ from torchelastic.rendezvous.etcd.settings import KEYS, EtcdSettings
 
 BACKENDS = ("c10d", "static", *ETCD_BACKENDS)
 
-# 0.2's defaults, for who asks; a job uses them only if they are given.
+# 0.2's defaults, for callers that read them; a job uses these values only if they are given.
 _TIMEOUT = 600
 _LAST_CALL_TIMEOUT = 30
-# torch's defaults, for when only one of the two factors of the lease is set.
+# torch's defaults, used if only one of the two factors of the lease is set.
 _KEEP_ALIVE = {"keep_alive_interval": 5, "keep_alive_max_attempt": 3}
 _WAIT_KEYS = ("join_timeout", "timeout")
-#: Paths of what the nodes know each other by; the fields have `rdzv_` before them. The secret
-#: itself is no key: those are logged.
+#: Paths of the credentials; the `LaunchConfig` fields have the prefix `rdzv_`. The secret itself is
+#: not a key, because keys are logged.
 FILE_KEYS = ("secret_file", "tls_cert", "tls_key", "tls_ca")
 _KEYS_WITH_MEANING = {
     *("last_call_timeout", "is_host", "rank"),
@@ -42,8 +42,8 @@ class RendezvousParameters:
     ) -> None:
         if not 1 <= min_nodes <= max_nodes:
             raise ConfigError(
-                f"min_nodes={min_nodes}, max_nodes={max_nodes} is not a valid range: it must "
-                "hold that 1 <= min_nodes <= max_nodes."
+                f"min_nodes={min_nodes}, max_nodes={max_nodes} is not a valid range: "
+                "1 <= min_nodes <= max_nodes is required."
             )
         self.backend = backend
         self.endpoint = endpoint
@@ -59,15 +59,15 @@ class RendezvousParameters:
 
     @property
     def last_call_timeout(self) -> int:
-        """Seconds to wait for more nodes once the smallest number is there."""
+        """Seconds to wait for more nodes once there are `min_nodes`."""
         return self.get_as_int("last_call_timeout", _LAST_CALL_TIMEOUT) or 0
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key as it was given."""
+        """The value of a key as given."""
         return self.config.get(key, default)
 
     def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
-        """The value of a key as yes or no."""
+        """The value of a key as a boolean."""
         value = self.get(key, default)
         if value is None or isinstance(value, bool):
             return value
@@ -77,13 +77,13 @@ class RendezvousParameters:
             raise ConfigError(f"Rendezvous key {key}: {error}") from None
 
     def get_as_int(self, key: str, default: int | None = None) -> int | None:
-        """The value of a key as a whole number."""
+        """The value of a key as an integer."""
         value = self.get(key, default)
         return None if value is None else _whole(key, value)
 
 
 def check_backend(backend: str, conf: Mapping[str, Any]) -> None:
-    """Refuse a rendezvous this version does not have."""
+    """Raise `ConfigError` for an unknown backend, or invalid etcd settings."""
     if backend not in BACKENDS:
         raise ConfigError(
             f"Unknown rendezvous backend '{backend}': use {', '.join(BACKENDS[:-1])} or "
@@ -94,7 +94,7 @@ def check_backend(backend: str, conf: Mapping[str, Any]) -> None:
 
 
 def fields_from_conf(conf: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `LaunchConfig` that torchrun's keys set: only those that are there.
+    """The `LaunchConfig` fields that torchrun's keys set, only those that are given.
 
     >>> fields_from_conf({"last_call_timeout": "5", "keep_alive_interval": 1, "read_timeout": 60})
     {'settle': 5.0, 'lease': 3.0}
@@ -115,7 +115,7 @@ def fields_from_conf(conf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_without_meaning(conf: Mapping[str, Any], backend: str) -> list[str]:
-    """The keys that change nothing here."""
+    """The keys that have no effect here."""
     with_meaning = _KEYS_WITH_MEANING | set(KEYS if backend in ETCD_BACKENDS else ())
     return sorted(set(conf) - with_meaning)
 

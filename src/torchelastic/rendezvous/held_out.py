@@ -1,8 +1,8 @@
 """Nodes that are held out of the next worlds because they keep failing. Pure.
 
-A held-out node stays a member and a spare: warm, and a voter if it was one. Its hold doubles each
-time, and ends when the time is up. A world that cannot be formed without the node includes it
-anyway (`forming.choose`).
+A held-out node stays a member and a spare: warm, and still a voter. Each hold is twice as long as
+the one before. A world that cannot be formed without the node includes it anyway
+(`choosing.choose`).
 
 The list is part of the world, so the next leader has it. Only the leader knows when a hold began,
 by its own clock: the next leader restarts the running holds.
@@ -16,34 +16,34 @@ from typing import Any, NamedTuple
 from torchelastic.events import words
 
 #: Seconds of the first hold, and of the longest.
-FIRST, LONGEST = 60.0, 3600.0
-#: Failures that are no reason to hold a node out, unless something tells against it (`hold`).
-ALLOWED = 2
-#: What the nodes of a world did before is forgotten if it lived this long, in seconds.
-FORGOTTEN_AFTER = 600.0
-#: Nodes of which it is known; every node is sent the list.
-MOST = 64
-#: Characters of a reason.
-MOST_WORDS = 300
+FIRST_HOLD, LONGEST_HOLD = 60.0, 3600.0
+#: Failures that do not hold a node out, unless there is other evidence against it (`hold`).
+FAILURES_ALLOWED = 2
+#: Seconds of a world after which earlier failures of its nodes are forgotten.
+FORGIVE_AFTER = 600.0
+#: The most nodes in the list; every node receives it.
+NODES_LIMIT = 64
+#: The most characters of a reason.
+REASON_LENGTH_LIMIT = 300
 
 
 class HeldOut(NamedTuple):
-    """A node that has failed: how often, and how long it is held out now."""
+    """A node that has failed: the number of failures, and how long it is held out now."""
 
     node: str
     name: str
     times: int
-    #: 0: it is not held out, or no longer.
+    #: The length of its hold; 0: it is not held out.
     seconds: float
     reason: str
-    #: A node that it could not talk to, and that may have been to blame instead; empty: none.
+    #: A node that it could not connect to, which may be to blame instead; empty: none.
     other: str = ""
-    #: It could not hand a state over: others could not talk to it, or its workers fail at start.
+    #: It cannot hand over its state: others cannot connect to it, or its workers fail at start.
     unable: bool = False
 
     def span(self) -> str:
         """`60 s`, `2 min`."""
-        return f"{self.seconds:g} s" if self.seconds <= FIRST else words.span(self.seconds)
+        return f"{self.seconds:g} s" if self.seconds <= FIRST_HOLD else words.span(self.seconds)
 
     def sentence(self) -> str:
         return f"held out for {self.span()}: {self.reason}"
@@ -54,13 +54,13 @@ class HeldOut(NamedTuple):
         return cls(*data[: len(cls._fields)])
 
 
-Held = tuple[HeldOut, ...]
+HeldOutNodes = tuple[HeldOut, ...]
 
 
 def hold(
-    held: Held, node: str, name: str, reason: str, other: str = "", *, unable: bool = False
-) -> Held:
-    """Hold a node out, for longer each time; because of `other`, or so it may turn out.
+    held: HeldOutNodes, node: str, name: str, reason: str, other: str = "", *, unable: bool = False
+) -> HeldOutNodes:
+    """Hold a node out, twice as long each time. `other` is a node that may be to blame instead.
 
     >>> held = hold((), "b", "node-b", "no GPU")
     >>> [(one.name, one.seconds) for one in held]
@@ -68,28 +68,30 @@ def hold(
     >>> [one.seconds for one in hold(held, "b", "node-b", "no GPU")]
     [120.0]
     """
-    times = max(_times(held, node), ALLOWED) + 1
+    times = max(_times(held, node), FAILURES_ALLOWED) + 1
     return _note(held, HeldOut(node, name, times, _seconds(times), reason, other, unable))
 
 
-def note_failure(held: Held, node: str, name: str, reason: str, *, unable: bool = False) -> Held:
+def note_failure(
+    held: HeldOutNodes, node: str, name: str, reason: str, *, unable: bool = False
+) -> HeldOutNodes:
     """Count a failure of a node; one that keeps failing is held out."""
     times = _times(held, node) + 1
     return _note(held, HeldOut(node, name, times, _seconds(times), reason, unable=unable))
 
 
-def _note(held: Held, new: HeldOut) -> Held:
-    """The list with this node last; unchanged if it is full of nodes that are held out. A node that
-    was held out because of this one is released."""
+def _note(held: HeldOutNodes, new: HeldOut) -> HeldOutNodes:
+    """The list with this node last; unchanged if it is full of held-out nodes. Nodes that were held
+    out because of this one are released."""
     others = tuple(one for one in forget(held, [new.node]) if one.other != new.node)
-    if len(others) >= MOST:
+    if len(others) >= NODES_LIMIT:
         others = tuple(one for one in others if one.seconds)
-    if len(others) >= MOST:
+    if len(others) >= NODES_LIMIT:
         return held
-    return (*others, new._replace(reason=" ".join(new.reason.split())[:MOST_WORDS]))
+    return (*others, new._replace(reason=" ".join(new.reason.split())[:REASON_LENGTH_LIMIT]))
 
 
-def _times(held: Held, node: str) -> int:
+def _times(held: HeldOutNodes, node: str) -> int:
     return next((one.times for one in held if one.node == node), 0)
 
 
@@ -98,17 +100,17 @@ def _seconds(times: int) -> float:
     >>> [_seconds(times) for times in (1, 2, 3, 4, 5, 99)]
     [0.0, 0.0, 60.0, 120.0, 240.0, 3600.0]
     """
-    if times <= ALLOWED:
+    if times <= FAILURES_ALLOWED:
         return 0.0
-    return min(FIRST * 2.0 ** min(times - ALLOWED - 1, 20), LONGEST)
+    return min(FIRST_HOLD * 2.0 ** min(times - FAILURES_ALLOWED - 1, 20), LONGEST_HOLD)
 
 
-def end_all_but(held: Held, nodes: Collection[str]) -> Held:
+def end_all_but(held: HeldOutNodes, nodes: Collection[str]) -> HeldOutNodes:
     """End the holds of all nodes but these; their failures stay counted."""
     return tuple(one if one.node in nodes else one._replace(seconds=0.0) for one in held)
 
 
-def forget(held: Held, nodes: Collection[str]) -> Held:
+def forget(held: HeldOutNodes, nodes: Collection[str]) -> HeldOutNodes:
     """Clear these nodes."""
     return tuple(one for one in held if one.node not in nodes)
 

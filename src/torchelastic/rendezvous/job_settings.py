@@ -1,7 +1,7 @@
 """Settings that all nodes of a job must share: flags, and the release they run. Pure.
 
-The leader publishes its own in the leader key. A node that differs sees the difference, and exits;
-its member record has a digest, so that no leader takes it into a world before that.
+The leader publishes its settings in the leader key. A node that differs notices, and exits; its
+member record has a digest, so that the leader includes it in no world before that.
 """
 
 from __future__ import annotations
@@ -15,21 +15,33 @@ from typing import Any
 from torchelastic import __version__
 from torchelastic.config import LaunchConfig
 
+#: Flags that are left out unless they are given, so that releases without them agree.
+_SENT_IF_GIVEN = ("--replica-size",)
+
 
 @dataclass(frozen=True)
-class Agreement:
+class JobSettings:
     """The flags that every node of a job must share, and the release that reads them."""
 
     flags: Mapping[str, str]
     release: str = __version__
 
     @classmethod
-    def from_config(cls, config: LaunchConfig) -> Agreement:
+    def from_config(cls, config: LaunchConfig) -> JobSettings:
         """The flags that decide about worlds. Others belong to a node (`--nproc-per-node`, logs),
         or the leader's value counts (times and budgets)."""
         least, most = config.min_nodes, config.max_nodes
+        sharded = {}
+        if config.replica_size:
+            sharded["--replica-size"] = str(config.replica_size)
+            sharded["--nproc-per-node"] = (
+                str(config.nproc_per_node)
+                if config.nodes_per_replica > 1
+                else f"a multiple of {config.replica_size}"
+            )
         return cls(
             {
+                **sharded,
                 "--nnodes": str(most) if least == most else f"{least}:{most}",
                 "--world-sizes": str(config.world_sizes),
                 "--grow": str(config.grow),
@@ -58,10 +70,12 @@ class Agreement:
                 "release on every node."
             )
         flags = theirs.get("flags") or {}
+        unset = dict.fromkeys(_SENT_IF_GIVEN, "not given")
+        theirs, known = {**unset, **flags}, {**unset, **self.flags}
         differing = [
-            f"{name} ({ours} on this node, {flags[name]} in the job)"
-            for name, ours in self.flags.items()
-            if name in flags and flags[name] != ours
+            f"{name} ({ours} on this node, {theirs[name]} in the job)"
+            for name, ours in known.items()
+            if name in theirs and theirs[name] != ours
         ]
         if not differing:
             return ""

@@ -1,8 +1,8 @@
 """The leader: the holder of the `leader` key turns member records into worlds.
 
-Every agent runs a `Leader`; all but one wait for the key to become free. A world is published on
-condition that nobody has published another one since: a leader that was frozen and has been
-replaced changes nothing.
+Every agent runs a `Leader`; all but one wait for the key to become free. A world is published only
+if no other leader has published one since: a leader that was frozen and has been replaced changes
+nothing.
 """
 
 from __future__ import annotations
@@ -20,47 +20,55 @@ from typing import Protocol
 
 from torchelastic.clock import Clock
 from torchelastic.errors import LeaseExpired, RendezvousError
-from torchelastic.rendezvous import in_process_round, majority, round_state
-from torchelastic.rendezvous.job_settings import Agreement
+from torchelastic.rendezvous import majority, round_state
+from torchelastic.rendezvous.choosing import to_allot
+from torchelastic.rendezvous.decide import (
+    decide,
+    slow_nodes,
+    waits_for_checkpoint,
+    why_to_replace,
+)
+from torchelastic.rendezvous.job_settings import JobSettings
 from torchelastic.rendezvous.membership.suspicion import Ask, Suspicion
 from torchelastic.rendezvous.restart_policy import Kind
 from torchelastic.rendezvous.round_state import (
-    Decision,
-    Draft,
-    Present,
+    MemberEntry,
+    RoundDecision,
     RoundRules,
     RoundState,
-    Witnessed,
+    StateUpdate,
+    WitnessVotes,
 )
-from torchelastic.rendezvous.script_round import waits_for_checkpoint
 from torchelastic.rendezvous.store import Change, Json, Listing, Store
-from torchelastic.rendezvous.straggler_replacement import holding_up, why_to_replace
 from torchelastic.rendezvous.witness.vote_keys import Witness
-from torchelastic.rendezvous.witness.witness_client import Silent
+from torchelastic.rendezvous.witness.witness_client import WitnessSilent
 from torchelastic.rendezvous.world import (
     LEADER_KEY,
     MEMBER_PREFIX,
     PART_PREFIX,
+    PLACE_PREFIX,
     WORLD_KEY,
     Member,
     World,
 )
 
-#: Who must agree to what follows the world; and the last world of which that is clear.
+#: The electorates of the next world, and the last world known to be confirmed (`majority`).
 ROLL_KEY = "roll"
-SETTLED_KEY = "settled"
+CONFIRMED_KEY = "settled"
 
-#: How often the checkpoint path is looked at, and how often in a row nothing must have changed.
-CHECKPOINT_POLL = 0.5
-QUIET_LOOKS = 2
+#: Seconds between two looks at the checkpoint path, and the looks without a change after which it
+#: counts as written.
+CHECKPOINT_POLL_INTERVAL = 0.5
+CHECKPOINT_QUIET_POLLS = 2
 
-#: Seconds after which a witness that did not answer is asked again.
-ASK_AGAIN = 1.0
+#: Seconds before a silent witness is asked again.
+WITNESS_RETRY_DELAY = 1.0
 
-#: A decision about thousands of nodes takes milliseconds, and they report one by one: so many times
-#: as long is waited before the next one, for more of them to do so; not worth it with few nodes.
-PAUSE = 4.0
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
+#: A decision about thousands of nodes takes milliseconds, and they report one by one. So the leader
+#: pauses for this many times the duration of its last decision, to collect more reports; it skips a
+#: pause shorter than the minimum.
+BATCH_FACTOR = 4.0
+BATCH_PAUSE_MIN, BATCH_PAUSE_MAX = 0.001, 0.05
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +82,7 @@ class LeaderObserver(Protocol):
     def node_leaving(self, member: Member) -> None: ...
     def decided(self, world: World, kind: Kind | None) -> None: ...
     def without_host(self, sentence: str) -> None:
-        """This node has lost the host of the store, and has no other one yet."""
+        """Report that this node has lost the host of the store and has not found the next one."""
         ...
 
     def say(self, sentence: str) -> None:
@@ -83,7 +91,7 @@ class LeaderObserver(Protocol):
 
 
 class Leader:
-    """Campaigns for the leader key, and leads while it has it."""
+    """Campaigns for the leader key, and leads while it holds it."""
 
     def __init__(
         self,
@@ -98,15 +106,16 @@ class Leader:
         dead: frozenset[str] = frozenset(),
         ask: Ask | None = None,
         ask_again: float = 0.0,
-        agreement: Agreement | None = None,
+        agreement: JobSettings | None = None,
         witness: Witness | None = None,
         keep: Callable[[World, Mapping[str, Json]], Awaitable[None]] | None = None,
     ) -> None:
-        """`term` is that of an agent that hosts the store itself; it forms no first world before
-        `may_begin_at`, and continues without the `dead`. `ask` asks an agent that others suspect,
-        where the store would be slow to; a silent one again after `ask_again` seconds. Nodes with
-        another `agreement` are left out. `witness` has the votes that decide between halves. `keep`
-        receives a world, with what is stored beside it, before anybody sees it."""
+        """`term` is the election term of a node that hosts the store itself. It forms no first
+        world before `may_begin_at`, and continues without the `dead`. `ask` probes an agent that
+        others suspect, if the store would notice its end too slowly; a silent one again after
+        `ask_again` seconds. Nodes with another `agreement` are left out. `witness` has the votes
+        that break ties. `keep` receives a world, and the keys stored with it, before it is
+        published."""
         self._store = store
         self._agreement = agreement
         self._term = term
@@ -114,7 +123,7 @@ class Leader:
         self._may_begin_at = may_begin_at
         self._dead = dead
         self._witness = witness
-        #: Why the witness did not answer when it was asked last, and what asks it now.
+        #: Why the witness did not answer last time, and the task that asks it now.
         self._silent = ""
         self._claiming: asyncio.Task[None] | None = None
         self._suspicion = (
@@ -126,18 +135,21 @@ class Leader:
         self._observer = observer
         self._state = RoundState()
         self._world_revision = 0
-        #: When the leader key that is ours came into being.
+        #: The revisions at which places in replicas were allotted, by node.
+        self._place_revisions: dict[str, int] = {}
+        #: The revision that created our leader key.
         self._elected = 0
-        #: None: there is something else to look at.
+        #: Changed member records; None wakes the leader for another reason.
         self._changes: asyncio.Queue[Change | None] = asyncio.Queue()
-        #: The nodes that are said to be slow, of which generation, and what was said of them.
+        #: The generation and its slow nodes, as last reported; and the nodes that users were told
+        #: cannot be replaced.
         self._slow: tuple[int, frozenset[str]] | None = None
         self._told_to_stay: frozenset[str] = frozenset()
-        #: Nodes that were given up because others could not reach them, until they are lost.
+        #: Nodes given up as unreachable for others, until the store reports their loss.
         self._unreachable: set[str] = set()
-        #: Seconds in which further changes may come before a decision.
-        self._pause = 0.0
-        #: Looked at only while newcomers wait for a checkpoint.
+        #: Seconds to collect further changes before the next decision.
+        self._batch_pause = 0.0
+        #: Watched only while newcomers wait for a checkpoint.
         self._checkpoint: CheckpointPath | None = None
 
     async def run(self) -> None:
@@ -159,7 +171,7 @@ class Leader:
             async for holder in holders:
                 if holder is not None and holder.value.get("node") == self._node:
                     self._elected = holder.created
-                    return  # ours still: the last publication came too late, not the key
+                    return  # still ours: only the last publication came too late
                 if holder is not None:
                     continue
                 terms = self._agreement.to_json() if self._agreement is not None else {}
@@ -197,11 +209,23 @@ class Leader:
         held = listing.items.get(WORLD_KEY)
         self._world_revision = held.modified if held else 0
         self._state = self._state_from(listing)
+        self._take_places(listing)
         members = [(k, item) for k, item in listing.items.items() if k.startswith(MEMBER_PREFIX)]
         ordered = sorted(members, key=lambda pair: pair[1].modified)
         self._take_up([Change(key, item, item.modified) for key, item in ordered])
-        self._state = round_state.without_the_vanished(self._state)
+        self._state = round_state.with_missing_lost(self._state)
         return listing.revision
+
+    def _take_places(self, listing: Listing) -> None:
+        """Start from the places that the last leader has allotted."""
+        found = {
+            key.removeprefix(PLACE_PREFIX): item
+            for key, item in listing.items.items()
+            if key.startswith(PLACE_PREFIX)
+        }
+        self._place_revisions = {node: item.modified for node, item in found.items()}
+        places = {node: int(item.value["place"]) for node, item in found.items()}
+        self._state = replace(self._state, places=places)
 
     def _state_from(self, listing: Listing) -> RoundState:
         """The state of the last world, as the store has it."""
@@ -215,9 +239,9 @@ class Leader:
         if not self._term:
             return state
         stored = items[ROLL_KEY].value if ROLL_KEY in items else None
-        settled = items[SETTLED_KEY].value["generation"] if SETTLED_KEY in items else -1
+        confirmed = items[CONFIRMED_KEY].value["generation"] if CONFIRMED_KEY in items else -1
         state = round_state.hosted(
-            state, self._node, self._term, stored, settled=settled, quorum=self._rules.quorum
+            state, self._node, self._term, stored, confirmed=confirmed, quorum=self._rules.quorum
         )
         return replace(state, dead=self._dead)
 
@@ -229,12 +253,14 @@ class Leader:
     async def _decide_until_closed(self, watching: asyncio.Task[None]) -> bool:
         while True:
             began = asyncio.get_running_loop().time()
-            await self._settle()
+            await self._note_confirmed()
             self._state = round_state.with_holds(self._state, self._clock.now())
             self._note_slow()
             self._note_witness()
-            decision = in_process_round.decide(self._rules, self._state, self._clock.now())
-            self._pause = PAUSE * (asyncio.get_running_loop().time() - began)
+            if not await self._allot():
+                return False
+            decision = decide(self._rules, self._state, self._clock.now())
+            self._batch_pause = BATCH_FACTOR * (asyncio.get_running_loop().time() - began)
             if decision.world is not None:
                 if not await self._publish(decision.world, decision.kind):
                     return False
@@ -245,9 +271,28 @@ class Leader:
                 self._claiming = asyncio.create_task(self._claim(decision.claims), name="claim")
             await self._next_change(decision, watching)
 
+    async def _allot(self) -> bool:
+        """Tell nodes their places in replicas; return whether this node still leads."""
+        places = to_allot(self._rules, self._state)
+        for node, place in places.items():
+            revision = await self._store.compare_and_set(
+                PLACE_PREFIX + node,
+                {"place": place},
+                expected=self._place_revisions.get(node, 0),
+                leased=True,
+                provided=(LEADER_KEY, self._elected),
+            )
+            if revision is None:
+                logger.warning("another leader has allotted a place: reading again")
+                return False
+            self._place_revisions[node] = revision
+        if places:
+            self._state = round_state.allotted(self._state, places)
+        return True
+
     def _note_witness(self) -> None:
         if self._witness is not None:
-            known = Witnessed(
+            known = WitnessVotes(
                 url=self._witness.url,
                 held=self._witness.votes(self._term),
                 refused=self._witness.refused(self._term),
@@ -263,10 +308,10 @@ class Leader:
                 if not await self._witness.claim(vote, self._term):
                     break
             self._silent = ""
-        except Silent as error:
+        except WitnessSilent as error:
             self._silent = str(error)
-            self._changes.put_nowait(None)  # to be said
-            await asyncio.sleep(ASK_AGAIN)
+            self._changes.put_nowait(None)  # report it
+            await asyncio.sleep(WITNESS_RETRY_DELAY)
         self._changes.put_nowait(None)
 
     async def _publish(self, world: World, kind: Kind | None) -> bool:
@@ -302,7 +347,9 @@ class Leader:
         """Count a member as lost before the store does."""
         present = self._state.members.get(node)
         if present is not None:
-            if is_unreachable:  # noted with its loss: `_publish` may be about to replace the state
+            if (
+                is_unreachable
+            ):  # noted when it is lost: `_publish` may be about to replace the state
                 self._unreachable.add(node)
             await self._store.give_up(
                 MEMBER_PREFIX + node,
@@ -310,15 +357,15 @@ class Leader:
                 provided=(LEADER_KEY, self._elected),
             )
 
-    async def _settle(self) -> None:
-        """Store, also for the next host, that from now on only the nodes of the last world have a
-        vote."""
-        before, self._state = self._state, round_state.settled(self._state)
+    async def _note_confirmed(self) -> None:
+        """Store, for the next host too, that only the nodes of the last world have a vote from now
+        on."""
+        before, self._state = self._state, round_state.confirmed(self._state)
         if self._state.roll is not before.roll and self._state.roll is not None:
-            await self._store.put(SETTLED_KEY, {"generation": self._state.roll.generation})
+            await self._store.put(CONFIRMED_KEY, {"generation": self._state.roll.generation})
 
     def _note_slow(self) -> None:
-        """Note which nodes are slow; say once about each that it cannot be replaced."""
+        """Note which nodes are slow; report once for each that no spare node can replace it."""
         (generation, slow), self._slow = self._slow or (-1, frozenset()), None
         world = self._state.world
         if world is None or world.generation != generation or world.phase != "running":
@@ -326,26 +373,30 @@ class Leader:
         self._state = round_state.slow_seen(self._state, slow)
         if slow - self._told_to_stay and not why_to_replace(self._rules, self._state):
             self._told_to_stay |= slow
-            names = round_state.names_of(self._state, holding_up(self._state))
+            names = round_state.names_of(self._state, slow_nodes(self._state))
             self._observer.say(f"no spare node can replace the slow {names}")
 
-    async def _next_change(self, decision: Decision, watching: asyncio.Task[None]) -> None:
+    async def _next_change(self, decision: RoundDecision, watching: asyncio.Task[None]) -> None:
         """Wait for a member to change, or for the time the decision named, and process it."""
         timeout = None
         if decision.wake_at is not None:
             timeout = max(0.0, decision.wake_at - self._clock.now())
         if await self._awaits_checkpoint():
-            timeout = CHECKPOINT_POLL if timeout is None else min(CHECKPOINT_POLL, timeout)
+            timeout = (
+                CHECKPOINT_POLL_INTERVAL
+                if timeout is None
+                else min(CHECKPOINT_POLL_INTERVAL, timeout)
+            )
         getting = asyncio.ensure_future(self._changes.get())
         try:
             await asyncio.wait(
                 {getting, watching}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
             )
         finally:
-            getting.cancel()  # does nothing to one that is done
+            getting.cancel()  # no effect if it is done
         if getting.done():
-            if self._pause > SHORTEST_PAUSE:
-                await asyncio.sleep(min(self._pause, LONGEST_PAUSE))
+            if self._batch_pause > BATCH_PAUSE_MIN:
+                await asyncio.sleep(min(self._batch_pause, BATCH_PAUSE_MAX))
             changes = [getting.result()]
             while not self._changes.empty():
                 changes.append(self._changes.get_nowait())
@@ -357,8 +408,7 @@ class Leader:
             self._state = round_state.checkpoint_seen(self._state, True)
 
     async def _awaits_checkpoint(self) -> bool:
-        """Return whether newcomers wait for a checkpoint; watches the path from their arrival
-        on."""
+        """Return whether newcomers wait for a checkpoint; start watching its path if so."""
         if not waits_for_checkpoint(self._rules, self._state):
             self._checkpoint = None
             self._state = round_state.checkpoint_seen(self._state, False)
@@ -368,7 +418,7 @@ class Leader:
 
     def _take_up(self, changes: Iterable[Change]) -> None:
         """Process changed and deleted member records."""
-        draft = Draft(self._state)
+        draft = StateUpdate(self._state)
         now = self._clock.now()
         for change in changes:
             node = change.key.removeprefix(MEMBER_PREFIX)
@@ -381,10 +431,10 @@ class Leader:
                     self._observer.node_lost(before.member.name, "its connection or lease ended")
             else:
                 member = Member.from_json(change.item.value)
-                if self._is_at_odds(member):
-                    continue  # it is about to see that, and to end
+                if self._has_other_settings(member):
+                    continue  # it will notice, and exit
                 draft.see(member, change.item.created, now)
-                self._tell_of(member, change.item.created, before)
+                self._report_member(member, change.item.created, before)
                 if self._suspicion is not None:
                     self._suspicion.heard(member)
         self._state = draft.finish()
@@ -392,11 +442,11 @@ class Leader:
             self._state = round_state.given_up(self._state, node)
             self._unreachable.discard(node)
 
-    def _is_at_odds(self, member: Member) -> bool:
+    def _has_other_settings(self, member: Member) -> bool:
         ours = self._agreement.digest if self._agreement is not None else ""
         return bool(ours and member.agreement) and member.agreement != ours
 
-    def _tell_of(self, member: Member, created: int, before: Present | None) -> None:
+    def _report_member(self, member: Member, created: int, before: MemberEntry | None) -> None:
         if before is None or before.created != created:
             self._observer.node_joined(member)
         if member.leaving and (before is None or not before.member.leaving):
@@ -413,17 +463,17 @@ class CheckpointPath:
         self._quiet = 0
 
     def written(self) -> bool:
-        """Return whether there is a newer file than at first, and it has stopped changing.
+        """Return whether a file newer than the first one has stopped changing.
 
         The resize that a checkpoint allows must not interrupt a checkpoint that is being written.
         """
         now = self._look()
         self._quiet = self._quiet + 1 if now == self._last else 0
         self._last = now
-        return now is not None and now != self._first and self._quiet >= QUIET_LOOKS
+        return now is not None and now != self._first and self._quiet >= CHECKPOINT_QUIET_POLLS
 
     def _look(self) -> tuple[int, int] | None:
-        """Time of change and size of the newest file; old ones may be deleted meanwhile."""
+        """Modification time and size of the newest file; older files may disappear meanwhile."""
         newest = None
         for root in glob.glob(self._path):
             inside = glob.escape(root)

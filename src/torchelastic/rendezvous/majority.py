@@ -8,22 +8,22 @@ halves of a split network never both continue:
     to form a world    the last world's nodes that have reported that their workers stopped, or
                        that have left; whichever host it is
 
-The majority is that of the last world's nodes and its host, whether in it or not. Until a majority
-of the electorate before that has taken it up, the world is not *settled*, and those must agree as
-well: they may not know of it.
+The electorate is the last world's nodes and its host, even if the host is not in that world. A
+world is *confirmed* once a majority of the electorate before it has confirmed it. Until then, that
+electorate must agree to the next world as well: its nodes may not know of the newest one. Stored
+names and messages say `settled`.
 
 If the number of voters is even, storage can be one more voter: the *witness*. It has one vote in
-each such electorate; the first node to claim it has it forever, and for one term.
+each such electorate; the first node that claims the vote has it forever, for one term.
 
-A voter never votes for a node that knows less than itself, so the new host holds the newest world
-that a majority can have taken up. The old host, cut off, may have formed one more world that no
-node has taken up: its number is skipped.
+A voter never votes for a node that knows less than itself, so the new host has the newest world
+that a majority can have confirmed. The old host, cut off, may have formed one more world that no
+node has confirmed: its number is skipped.
 
-Terms and generations are one count. The host of term t gives its first world the number t - 1 or a
-higher one, and a term is chosen beyond all numbers that earlier hosts can have given. So no number
-is given twice, "newer" means "of a later host, or later of the same", and a world can be identified
-by its number alone. `docs/decisions/0010-succession.md` has the whole protocol, and what was
-explored of it.
+Terms and generations share one counter. The first world of the host of term t has at least the
+number t - 1, and a term is chosen beyond all numbers that earlier hosts can have used. So no number
+is used twice, "newer" means "by a later host, or later by the same host", and a number identifies a
+world. `docs/decisions/0010-host-election.md` has the whole protocol, and the alternatives.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from typing import Any
 
 from torchelastic.records import replace
 
-#: Seconds between the attempts of those who could be the next host, by their place in the world.
-STAGGER = 0.25
+#: Seconds between the attempts of failover candidates, by their place in the world.
+CANDIDACY_STAGGER = 0.25
 
 
 @dataclass(frozen=True)
 class Electorate:
-    """Voters of which a strict majority must agree; of two, the host alone is enough."""
+    """Voters, a strict majority of which must agree; with two voters, the host alone is enough."""
 
     nodes: frozenset[str]
     host: str = ""
-    #: The vote of the witness, one more voter where the nodes are an even number (`vote_after`).
+    #: The witness's vote (`vote_after`): one more voter if the number of nodes is even.
     witness: str = ""
-    #: The host that formed the next world has that vote.
+    #: Whether the host that formed the next world has that vote.
     held: bool = False
 
     @property
@@ -62,10 +62,10 @@ class Electorate:
 
 
 def electorate(nodes: Iterable[str], host: str, witness: str = "") -> Electorate:
-    """The voters on what follows a world: its nodes, and its host, which may be a spare.
+    """The voters on the world after this one: its nodes, and its host, which may be a spare.
 
-    A node that trains alone needs nobody for a step, and a majority without it (of two, the host)
-    does not stop it. Such a host continues only when that node's lease has ended.
+    A node that trains alone can step without any other node, and a majority without it (of two, the
+    host) does not stop it. Such a host continues only after that node's lease has ended.
     """
     return Electorate(frozenset(filter(None, (*nodes, host))), host, witness)
 
@@ -76,10 +76,11 @@ def agreed(electorates: Iterable[Electorate], votes: Collection[str]) -> bool:
 
 
 def vote_after(generation: int) -> str:
-    """The vote of the witness in the electorate of a world.
+    """The witness's vote in the electorate of a world.
 
-    One for each world that is left behind, not for each that is formed: otherwise one of two hosts
-    would claim the vote for generation g + 1, the other for g + 2, and both would have one.
+    The vote is named after the world that is replaced, not after the one that is formed. Otherwise,
+    if two hosts both replace generation g, one could claim the vote for g + 1 and the other the
+    vote for g + 2, and both would continue.
     """
     return f"after-{generation}"
 
@@ -92,7 +93,7 @@ def may_tie(nodes: Iterable[str], host: str) -> bool:
 def to_claim(electorates: Iterable[Electorate], votes: Collection[str]) -> tuple[str, ...] | None:
     """The witness's votes that are missing for a majority; None if they are not enough.
 
-    The oldest first: others may claim it too.
+    The oldest first: other nodes may claim it too.
     """
     every = tuple(electorates)
     missing = tuple(each.witness for each in every if each.witness and not each.agrees(votes))
@@ -101,14 +102,13 @@ def to_claim(electorates: Iterable[Electorate], votes: Collection[str]) -> tuple
 
 @dataclass(frozen=True)
 class Roll:
-    """The electorates that must agree to what follows the newest world that a node holds."""
+    """The electorates that must agree to the world after the newest one that a node knows."""
 
-    #: Its number; -1: none yet.
+    #: The number of that world; -1: none yet.
     generation: int = -1
-    #: Its nodes and its host. Before the first world: the endpoints, each of which speaks for one
-    #: node.
+    #: Its electorate. Before the first world: the endpoints, one node behind each.
     latest: Electorate = Electorate(frozenset())
-    #: Those who had to agree to it, until it is settled.
+    #: The electorates that had to agree to it, until it is confirmed.
     before: tuple[Electorate, ...] = ()
 
     @property
@@ -127,7 +127,7 @@ def formed(
 ) -> Roll:
     """The roll after the host has formed another world, with or without a vote of the witness.
 
-    `held` are the witness's votes that the host has in its term.
+    `held` are the witness's votes that this host has in its term.
     """
     vote = vote_after(generation) if witness else ""
     latest = electorate(nodes, host, vote)
@@ -135,33 +135,33 @@ def formed(
     return Roll(generation, latest, before)
 
 
-def settled(roll: Roll, accepted: Mapping[str, int], gone: Collection[str] = ()) -> Roll:
-    """The roll, given the newest world that each node has taken up, and the nodes that left.
+def confirmed(roll: Roll, accepted: Mapping[str, int], gone: Collection[str] = ()) -> Roll:
+    """The roll, given the newest world that each node has confirmed, and the nodes that left.
 
-    Once settled, only the nodes of the world have a vote. Any node may find that out: a node that
-    has this world has it from its own host (`may_take_up`). A node with a newer one need not have
-    had this.
+    Once the world is confirmed, only its nodes have a vote. Any node can detect this: a node that
+    has this world has it from its own host (`may_take_up`). A node with a newer world may never
+    have had this one.
     """
     if not roll.before:
         return roll
     have = {node for node, generation in accepted.items() if generation == roll.generation}
-    have |= {roll.latest.host, *gone}  # by forming it, its host has taken it up
+    have |= {roll.latest.host, *gone}  # its host has it
     return replace(roll, before=()) if agreed(roll.before, have | _held(roll)) else roll
 
 
-def settles_itself(roll: Roll, gone: Collection[str] = ()) -> bool:
-    """Return whether the world cannot make a step before it is settled.
+def confirms_itself(roll: Roll, gone: Collection[str] = ()) -> bool:
+    """Return whether the world cannot make a step before it is confirmed.
 
-    A step needs every node of the world. If these are a majority of the earlier electorate, nobody
-    can have stepped in it before that majority had it; otherwise it must be settled before it
-    begins.
+    A step needs every node of the world. If these are a majority of the earlier electorate, no step
+    is possible before that majority has the world; otherwise the world must be confirmed before it
+    starts.
     """
     nodes = {roll.latest.host, *roll.latest.nodes, *gone}
     return agreed(roll.before, nodes | _held(roll))
 
 
 def _held(roll: Roll) -> set[str]:
-    """The witness's votes that only the host which formed the world can ever have."""
+    """The witness's votes that only the host of the newest world can have."""
     return {each.witness for each in roll.before if each.held}
 
 
@@ -180,16 +180,17 @@ def first_generation(term: int) -> int:
 
 @dataclass(frozen=True)
 class Candidacy:
-    """A node that wants to be host asks for a vote; first whether it would get it, then for it."""
+    """A request for a vote: first whether the node would get it (not binding), then for the
+    vote."""
 
     term: int
     node: str
-    #: The newest world it holds.
+    #: The newest world it has.
     generation: int
-    #: The vote itself, not only whether it would be given.
+    #: Whether it requests the vote itself, not only a forecast.
     binding: bool
-    #: It knows that world to be settled; whoever votes for it knows from then on.
-    settled: bool = False
+    #: Whether it knows that this world is confirmed; its voters then know it as well.
+    confirmed: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,37 +198,38 @@ class Elector:
     """A node as a voter."""
 
     node: str
-    #: The newest term it has voted in, or followed a host of.
+    #: The newest term in which it has voted, or followed a host.
     term: int = 0
-    #: Whom it has voted for, or followed, in that term.
+    #: The node it has voted for, or followed, in that term.
     chosen: str = ""
-    #: The newest world it holds.
+    #: The newest world it has.
     generation: int = -1
-    #: It has a host that answers.
+    #: Whether it has a host that answers.
     has_host: bool = False
-    #: It has announced to a host that it leaves.
+    #: Whether it has announced to a host that it leaves.
     leaving: bool = False
-    #: It was host, and leaves: it votes once more. Whoever gets that vote counts on it from then
-    #: on, as a host counts on those who have announced to it that they leave.
+    #: Whether it was host and leaves: it votes once more. The node that gets that vote may rely on
+    #: it, as a host relies on the consent of nodes that announced to it that they leave.
     hands_over: bool = False
 
 
 def next_term(elector: Elector, heard: int = 0) -> int:
     """The term in which a node asks for votes, given the highest one it has heard of.
 
-    It is beyond every number that the old host can have given to a world: one more than this node
-    holds, because without a majority that holds one world, the host does not form the next.
+    The old host may have formed one world that this node does not know, but not two: a host forms
+    no world until a majority has confirmed the one before. The first world of the new term, number
+    `term - 1`, must come after that unknown one.
     """
-    left_out = elector.generation + 1 if elector.generation >= 0 else -1
-    return max(elector.term + 1, heard + 1, left_out + 2)
+    unknown = elector.generation + 1 if elector.generation >= 0 else -1
+    return max(elector.term + 1, heard + 1, unknown + 2)
 
 
 def elected(roll: Roll, votes: Mapping[str, int]) -> bool:
     """Return whether a candidate with this roll is host; `votes`: the newest world of each voter.
 
-    The electorate may have taken up the world without its host having lived to say so.
+    The electorate may have confirmed the world without its host having lived to report it.
     """
-    return agreed(settled(roll, votes).electorates, votes)
+    return agreed(confirmed(roll, votes).electorates, votes)
 
 
 def refusal(elector: Elector, asked: Candidacy) -> str:
@@ -235,7 +237,7 @@ def refusal(elector: Elector, asked: Candidacy) -> str:
     if elector.has_host:
         return "its host answers"
     if elector.leaving:
-        # The host it said so to counts on it for whatever it does without this node.
+        # The host that it announced it to relies on that for every decision without this node.
         return "it is leaving, and has agreed to what its last host does"
     if asked.generation < elector.generation:
         return f"it knows a newer generation, {elector.generation}"
@@ -254,8 +256,8 @@ def voted(elector: Elector, asked: Candidacy) -> Elector:
 def may_follow(elector: Elector, term: int) -> bool:
     """Return whether a node may follow the host of a term.
 
-    Not that of an earlier term than it has voted in: the node that got that vote may be host by
-    now.
+    It may not follow an earlier term than it has voted in: the node that got its vote may be host
+    by now.
     """
     return not elector.has_host and term >= elector.term
 
@@ -265,35 +267,35 @@ def following(elector: Elector, term: int, host: str) -> Elector:
 
 
 def may_take_up(elector: Elector, generation: int) -> bool:
-    """Return whether a node takes up a world that its host shows: a newer one, formed by that host.
+    """Return whether a node confirms a world that its host shows: a newer one, formed by that host.
 
-    One that the host itself took over does not count as taken up: a host between the two may have
-    formed a newer one, and a node that has that one would still get votes.
+    A world that the host itself took over is not confirmed: a host between the two may have formed
+    a newer one, and a node that has that one would still get votes.
     """
     return generation > elector.generation and generation >= first_generation(elector.term)
 
 
-def must_yield(own_term: int, term: int) -> bool:
+def must_step_down(own_term: int, term: int) -> bool:
     """Return whether a host that hears of a term must stop being host.
 
-    From another host, or from a node that would follow but has voted in a later term: that node
-    could never follow this host, and the others would wait for it forever.
+    It may hear of it from another host, or from a node that would follow but has voted in a later
+    term: that node could never follow this host, and the others would wait for it forever.
     """
     return term > own_term
 
 
 def turn(order: Sequence[str], node: str, host: str) -> float:
-    """Seconds to let other candidates try first: the nodes before this one in the world, except the
-    host."""
+    """Seconds to let other candidates try first: the nodes before this one in the world, without
+    the host."""
     before = [other for other in order if other != host]
-    return STAGGER * (before.index(node) if node in before else len(before))
+    return CANDIDACY_STAGGER * (before.index(node) if node in before else len(before))
 
 
 # --- as JSON -------------------------------------------------------------------------------------
 
 
 def to_json(roll: Roll) -> dict[str, Any]:
-    """The part of a roll that is not in the world itself."""
+    """The fields of a roll that are not in the world itself."""
     before = [{**vars(each), "nodes": sorted(each.nodes)} for each in roll.before]
     return {"generation": roll.generation, "before": before}
 
@@ -306,7 +308,7 @@ def from_json(
     *,
     witness: bool = False,
 ) -> Roll:
-    """The roll of a world, with what was stored beside it; as if settled if that is of another
+    """The roll of a world from its stored fields; without `before` if they belong to another
     world."""
     before: tuple[Electorate, ...] = ()
     if data is not None and data["generation"] == generation:

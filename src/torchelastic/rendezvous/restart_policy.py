@@ -1,16 +1,18 @@
-"""Decide whether a job continues after a generation has ended, and say why. Pure.
+"""Decide whether a job continues after the end of a generation. Pure.
 
-The budget belongs to the whole job, so the ledger is part of the world and survives its leader. A
+The budget belongs to the whole job, so its history is part of the world and survives the leader. A
 generation has made progress when it got beyond the best step of those before it:
 
     ended by                                 same again, no progress   10 minutes, steps unknown
     an exception                             5 times: the job ends     refill nothing
     an exit code or a crash without error    5 times: the job ends     refill the budget
-    a kill from outside, a lost connection   never the same            refill the budget
-    an error that no restart can fix         at once: the job ends     -
-    the same, but not on the nodes that stay uses no restart           -
+    a kill from outside, a lost connection   repeats are not counted   refill the budget
+    an error that no restart can fix
+      on all nodes, or none is left to try   at once: the job ends     -
+      if the failed nodes are left out       uses no restart           -
 
-"The same" is the type of the exception, the innermost frame of user code and the step.
+Two failures are the same if the type of the exception, the innermost frame of user code and the
+step are equal.
 """
 
 from __future__ import annotations
@@ -18,34 +20,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from torchelastic.events import words
 from torchelastic.events.failure import Failure
 from torchelastic.records import replace
 from torchelastic.rendezvous import root_cause
 
-#: What ended a generation. A worker's failure or error spends a restart; the others do not.
+#: The kind of a generation's end. A worker's failure or error uses a restart; the others do not.
 Kind = Literal["failure", "error", "node-failure", "leave", "resize", "finished"]
 
-#: The same failure this often in a row, without progress, ends the job.
+#: The number of equal failures in a row, without progress, that ends the job.
 SAME_FAILURE_LIMIT = 5
-#: A generation whose steps are unknown may have made progress in this time.
+#: Seconds after which a generation may have made progress, if the job reports no steps.
 PROGRESS_AFTER = 600.0
-#: A failure this soon after the start, without a step, is likely to come as soon again.
-IN_VAIN = 1.0
-#: Seconds before another generation where the last two were in vain; twice as many each time.
+#: A generation that fails within this many seconds, without a step, failed right after start.
+START_FAILURE_TIME = 1.0
+#: Seconds before the next generation if the last two failed right after start; doubled each time.
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class RestartLedger:
+class RestartHistory:
     """The restarts that the job has used so far, and its progress."""
 
     used: int = 0
-    #: How often in a row the same failure came back without progress, and its signature.
+    #: The number of equal failures in a row without progress, and their signature.
     repeats: int = 0
     signature: str = ""
     #: The highest step any generation has reported.
     best_step: int = -1
-    #: How many generations in a row have failed as soon as they began, without a step.
+    #: The number of generations in a row that failed right after start, without a step.
     in_vain: int = 0
 
 
@@ -54,94 +57,99 @@ class Ending:
     """The end of a generation."""
 
     kind: Kind
-    #: Seconds from its world to its end.
+    #: Seconds from its world's publication to its end.
     lifetime: float
     failure: Failure | None = None
     step: int = -1
-    #: Whether a world of the job has trained, and whether all nodes of this one failed alike.
+    #: Whether a world of the job has trained, and whether all nodes of this one failed equally.
     trained: bool = False
     everywhere: bool = True
-    #: Whether the next world does without the nodes that failed.
+    #: Whether the next world is without the nodes that failed.
     without: bool = False
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RestartDecision:
     """The decision to continue or not, and the reason."""
 
     go_on: bool
-    ledger: RestartLedger
+    history: RestartHistory
     sentence: str
+    #: Starting the job again, on whatever machines, cannot help either.
+    incurable: bool = False
 
 
-def judge(ending: Ending, ledger: RestartLedger, *, budget: int, count_resizes: bool) -> Verdict:
-    """Charge an ended generation to the ledger.
+def judge(
+    ending: Ending, history: RestartHistory, *, budget: int, count_resizes: bool
+) -> RestartDecision:
+    """Decide after the end of a generation, and update the history.
 
-    >>> judge(Ending(kind="resize", lifetime=9.0), RestartLedger(), budget=0, count_resizes=False)
-    Verdict(go_on=True, ledger=RestartLedger(used=0, repeats=0, signature='', best_step=-1, \
-in_vain=0), sentence='a resize uses no restart')
+    >>> resize = Ending(kind="resize", lifetime=9.0)
+    >>> judge(resize, RestartHistory(), budget=0, count_resizes=False).sentence
+    'a resize uses no restart'
     """
-    ledger = _credit_progress(ending, _note_haste(ending, ledger))
+    history = _credit_progress(ending, _count_start_failures(ending, history))
     failure = ending.failure
     if failure is not None and failure.fatal:
-        return Verdict(False, ledger, "a restart cannot help")
-    if failure is not None and failure.incurable and _is_hopeless(ending, ledger, failure):
-        return Verdict(False, ledger, f"a restart cannot fix this {failure.kind}; giving up")
+        return RestartDecision(False, history, "a restart cannot help", incurable=True)
+    if failure is not None and failure.incurable and _cannot_succeed(ending, history, failure):
+        sentence = f"a restart cannot fix this {failure.kind}; giving up"
+        return RestartDecision(False, history, sentence, incurable=True)
     if failure is not None and failure.incurable and ending.without:
-        return Verdict(True, _note_failure(ending, ledger), "no restart used")
+        return RestartDecision(True, _note_failure(ending, history), "no restart used")
     if ending.kind == "error":
-        return _judge_error(ending, ledger, budget)
+        return _judge_error(ending, history, budget)
     if ending.kind != "failure" and not count_resizes:
-        return Verdict(True, ledger, f"a {_words(ending.kind)} uses no restart")
-    ledger = _note_failure(ending, ledger)
-    if failure is not None and ledger.repeats >= SAME_FAILURE_LIMIT:
-        return Verdict(False, ledger, _same(failure, ledger.repeats))
-    if ledger.used >= budget:
-        return Verdict(False, ledger, _spent(budget))
-    ledger = replace(ledger, used=ledger.used + 1)
-    return Verdict(True, ledger, f"{ledger.used} of {budget} restarts used")
+        return RestartDecision(True, history, f"a {_words(ending.kind)} uses no restart")
+    history = _note_failure(ending, history)
+    if failure is not None and history.repeats >= SAME_FAILURE_LIMIT:
+        same = _same(failure, history.repeats)
+        return RestartDecision(False, history, same, incurable=failure.told)
+    if history.used >= budget:
+        return RestartDecision(False, history, _spent(budget))
+    history = replace(history, used=history.used + 1)
+    return RestartDecision(True, history, _used(history, budget))
 
 
-def pause(ledger: RestartLedger) -> float:
+def pause(history: RestartHistory) -> float:
     """Seconds before the next generation begins.
 
-    None at first: most failures are over when they are noticed. But if no world can form, because
-    of a firewall between two nodes for example, generations would fail within milliseconds until
-    all restarts are used, long before anybody could fix it.
+    No pause at first: most failures are over when they are noticed. But if no world can form, for
+    example because of a firewall between two nodes, generations fail within milliseconds: all
+    restarts would be used long before anyone could fix it.
 
-    >>> [pause(RestartLedger(in_vain=count)) for count in (0, 1, 2, 3, 4, 99)]
+    >>> [pause(RestartHistory(in_vain=count)) for count in (0, 1, 2, 3, 4, 99)]
     [0.0, 0.0, 0.25, 0.5, 1.0, 30.0]
     """
-    if ledger.in_vain < 2:
+    if history.in_vain < 2:
         return 0.0
-    return min(FIRST_PAUSE * 2.0 ** min(ledger.in_vain - 2, 20), LONGEST_PAUSE)
+    return min(FIRST_PAUSE * 2.0 ** min(history.in_vain - 2, 20), LONGEST_PAUSE)
 
 
-def why_pause(ledger: RestartLedger) -> str:
+def why_pause(history: RestartHistory) -> str:
     """The sentence for users during the pause."""
     return (
-        f"the last {ledger.in_vain} generations failed right after start, before their first "
-        f"step; the next one starts in {pause(ledger):g} s"
+        f"the last {history.in_vain} generations failed right after start, before their first "
+        f"step; the next one starts in {pause(history):g} s"
     )
 
 
-def _judge_error(ending: Ending, ledger: RestartLedger, budget: int) -> Verdict:
-    """Judge an error after which the worker rolled back and lives on: retry the step, but not
-    forever."""
+def _judge_error(ending: Ending, history: RestartHistory, budget: int) -> RestartDecision:
+    """Judge an error of a worker that rolled back and is alive: retry the step, but only once."""
     assert ending.failure is not None, "an error needs a failure"
     signature = _signature(ending.failure)
-    if signature == ledger.signature:
+    if signature == history.signature:
         sentence = f"same error again at step {ending.failure.step} after a rollback"
-        return Verdict(False, ledger, f"{sentence}; giving up")
-    if ledger.used >= budget:
-        return Verdict(False, ledger, _spent(budget))
-    ledger = replace(ledger, used=ledger.used + 1, repeats=1, signature=signature)
-    return Verdict(True, ledger, f"{ledger.used} of {budget} restarts used")
+        return RestartDecision(False, history, f"{sentence}; giving up", incurable=True)
+    if history.used >= budget:
+        return RestartDecision(False, history, _spent(budget))
+    history = replace(history, used=history.used + 1, repeats=1, signature=signature)
+    return RestartDecision(True, history, _used(history, budget))
 
 
-def _is_hopeless(ending: Ending, ledger: RestartLedger, failure: Failure) -> bool:
-    """Return whether no node has shown that the program can run, and none is left that might."""
-    again = ledger.signature == _signature(failure)
+def _cannot_succeed(ending: Ending, history: RestartHistory, failure: Failure) -> bool:
+    """Return whether the program has run on no node, and there is no other node to try."""
+    again = history.signature == _signature(failure)
     return ending.everywhere or (not ending.trained and (again or not ending.without))
 
 
@@ -152,39 +160,44 @@ def _same(failure: Failure, times: int) -> str:
     return f"same {what} {times} times without progress{shown and f' ({shown})'}; giving up"
 
 
+def _used(history: RestartHistory, budget: int) -> str:
+    return f"{history.used} of {words.counted(budget, 'restart')} used"
+
+
 def _spent(budget: int) -> str:
     if budget == 0:
         return "no restarts are allowed (--max-restarts 0)"
-    return f"all {budget} restarts used (--max-restarts)"
+    spent = "the only restart is used" if budget == 1 else f"all {budget} restarts used"
+    return f"{spent} (--max-restarts)"
 
 
 def _words(kind: Kind) -> str:
     return kind.replace("-", " ")
 
 
-def _credit_progress(ending: Ending, ledger: RestartLedger) -> RestartLedger:
+def _credit_progress(ending: Ending, history: RestartHistory) -> RestartHistory:
     """Refill the budget when the generation got further than any before it."""
-    if ending.step > ledger.best_step:
-        return RestartLedger(best_step=ending.step)
-    if _may_have_progressed(ending, ledger) and not _is_own_exception(ending.failure):
-        return replace(ledger, used=0)
-    return ledger
+    if ending.step > history.best_step:
+        return RestartHistory(best_step=ending.step)
+    if _may_have_progressed(ending, history) and not _is_own_exception(ending.failure):
+        return replace(history, used=0)
+    return history
 
 
-def _may_have_progressed(ending: Ending, ledger: RestartLedger) -> bool:
+def _may_have_progressed(ending: Ending, history: RestartHistory) -> bool:
     """Return whether progress is unknown: the job reports no steps, and the generation ran for a
     while."""
-    return ledger.best_step < 0 and ending.step < 0 and ending.lifetime >= PROGRESS_AFTER
+    return history.best_step < 0 and ending.step < 0 and ending.lifetime >= PROGRESS_AFTER
 
 
-def _note_haste(ending: Ending, ledger: RestartLedger) -> RestartLedger:
-    """Count generations that failed right after start. The arrival or departure of a node proves
-    nothing; nor does a node failure, because the next world is without it, nor a kill from outside,
-    which says nothing about the next generation."""
-    if ending.lifetime >= IN_VAIN:
-        return replace(ledger, in_vain=0)
+def _count_start_failures(ending: Ending, history: RestartHistory) -> RestartHistory:
+    """Count generations that failed right after start. A join, a leave or a node failure does not
+    count, because the next world is another one; nor does a kill from outside, because it says
+    nothing about the next generation."""
+    if ending.lifetime >= START_FAILURE_TIME:
+        return replace(history, in_vain=0)
     counts = ending.kind in ("failure", "error") and not is_from_outside(ending.failure)
-    return replace(ledger, in_vain=ledger.in_vain + counts)
+    return replace(history, in_vain=history.in_vain + counts)
 
 
 def is_from_outside(failure: Failure | None) -> bool:
@@ -196,21 +209,21 @@ def is_from_outside(failure: Failure | None) -> bool:
 
 
 def _is_own_exception(failure: Failure | None) -> bool:
-    """Return whether the script raised, other than because of a lost connection."""
+    """Return whether the script raised an exception that is not about a lost connection."""
     return failure is not None and failure.told and not root_cause.lost_connection(failure)
 
 
-def _note_failure(ending: Ending, ledger: RestartLedger) -> RestartLedger:
+def _note_failure(ending: Ending, history: RestartHistory) -> RestartHistory:
     """Count repetitions of the same failure. A kill or a lost connection says nothing about the
     script, so the script's next failure is compared with the one before."""
     failure = ending.failure
     if failure is None or is_from_outside(failure) or root_cause.lost_connection(failure):
-        return ledger
-    if not failure.told and _may_have_progressed(ending, ledger):
-        return replace(ledger, repeats=0, signature="")
+        return history
+    if not failure.told and _may_have_progressed(ending, history):
+        return replace(history, repeats=0, signature="")
     signature = _signature(failure)
-    repeats = ledger.repeats + 1 if signature == ledger.signature else 1
-    return replace(ledger, repeats=repeats, signature=signature)
+    repeats = history.repeats + 1 if signature == history.signature else 1
+    return replace(history, repeats=repeats, signature=signature)
 
 
 def _signature(failure: Failure) -> str:

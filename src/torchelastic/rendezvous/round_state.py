@@ -11,13 +11,13 @@ from torchelastic.events.failure import Failure
 from torchelastic.records import replace
 from torchelastic.rendezvous import held_out, majority
 from torchelastic.rendezvous.majority import Roll
-from torchelastic.rendezvous.restart_policy import IN_VAIN, Kind
+from torchelastic.rendezvous.restart_policy import START_FAILURE_TIME, Kind
 from torchelastic.rendezvous.world import Base, Member, World
 
-#: A world that lived this long, in seconds, has trained where nobody tells of steps.
+#: Seconds after which a world counts as having trained if its job reports no steps.
 TRAINED_AFTER = 30.0
-#: How many nodes a reason names; it is sent to all of them.
-NAMES_SHOWN = 8
+#: The most nodes that a reason names; every node receives it.
+REASON_NAMES_LIMIT = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +32,12 @@ class RoundRules:
     world_sizes: WorldSizes = field(default_factory=WorldSizes)
     max_restarts: int = 100
     count_resizes: bool = False
-    #: Whether the host of the store needs a majority to go on without the others.
+    #: Whether the host of the store needs a majority to continue without the other nodes.
     quorum: bool = True
-    #: Seconds after which a node that cannot be reached has stopped its workers.
+    #: Seconds after which an unreachable node has stopped its workers.
     lease: float = 3.0
+    #: The number of workers in a replica of a sharded model; 0: the script's mesh says it.
+    replica_size: int = 0
 
     @classmethod
     def from_config(cls, config: LaunchConfig) -> RoundRules:
@@ -50,30 +52,31 @@ class RoundRules:
             count_resizes=config.count_resizes,
             quorum=config.quorum == "majority",
             lease=config.lease,
+            replica_size=config.replica_size,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Present:
-    """A member, and since when it is one."""
+class MemberEntry:
+    """A member's record, and when it joined."""
 
     member: Member
-    #: Orders members by arrival, the same for every leader.
+    #: The revision that created its key: every leader orders members by it.
     created: int
-    #: When the leader first saw it: its arrival, ready or not.
+    #: When the leader first saw it, ready or not.
     seen_at: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Witnessed:
+class WitnessVotes:
     """The witness's votes, as the host knows them."""
 
     url: str = ""
-    #: Those that this host has in its term.
+    #: The votes that this host has in its term.
     held: frozenset[str] = frozenset()
-    #: Those that it cannot have any more, and the node that has each.
+    #: The votes that another node has, and that node.
     refused: Mapping[str, str] = field(default_factory=dict)
-    #: Why it did not answer when it was asked last.
+    #: Why the witness did not answer last time.
     silent: str = ""
 
 
@@ -82,65 +85,67 @@ class RoundState:
     """Everything the leader knows."""
 
     world: World | None = None
-    members: Mapping[str, Present] = field(default_factory=dict)
-    #: Failures of the world's generation in the order in which they became known.
+    members: Mapping[str, MemberEntry] = field(default_factory=dict)
+    #: Failures of the world's generation, in the order in which the leader learned of them.
     failures: tuple[Failure, ...] = ()
-    #: Members of the world that finished it; they stay finished if they leave now.
+    #: Members of the world whose workers succeeded; they stay in it when they leave.
     done: frozenset[str] = frozenset()
-    #: After how many steps a worker has come to the end of its data, the first if several have:
-    #: the training is done.
+    #: The number of steps after which the first worker reached the end of its data: the training is
+    #: done. -1: none has.
     finished: int = -1
-    #: Failures from before the training was done: they are nobody's any more.
+    #: Failures from before the end of the training: they no longer count.
     forgiven: tuple[Failure, ...] = ()
-    #: Members of the world that went without a word.
+    #: Members of the world that are gone without an announcement.
     lost: tuple[str, ...] = ()
-    #: Those that were given up because others could not reach them, though the store could.
+    #: Lost members that the leader gave up because other nodes could not reach them.
     unreachable: frozenset[str] = frozenset()
     step: int = -1
-    #: The newest that a member has told of.
+    #: The newest base that a member has reported.
     base: Base | None = None
-    #: When the world took its phase, on the leader's clock.
+    #: When the world entered its phase, on the leader's clock.
     since: float = 0.0
-    #: When it was last published.
+    #: When the world was last published.
     said_at: float = 0.0
-    #: When the generation began to run.
+    #: When the generation started to run.
     running_since: float = 0.0
-    #: The leader hosts the store: as which node, and in which term.
+    #: If the leader hosts the store: its node and its term.
     host: str = ""
     term: int = 0
-    #: Nodes that are gone after saying goodbye.
+    #: Nodes that are gone after announcing it.
     left: frozenset[str] = frozenset()
-    #: Nodes that are known to be no more, though they never said goodbye.
+    #: Nodes that are known to be dead, without having announced a leave.
     dead: frozenset[str] = frozenset()
-    #: Who must agree to the next world; None: nobody but the store.
+    #: The electorates of the next world; None: the leader alone decides.
     roll: Roll | None = None
-    witness: Witnessed = field(default_factory=Witnessed)
-    #: No first world before this time.
+    witness: WitnessVotes = field(default_factory=WitnessVotes)
+    #: The leader forms no first world before this time.
     may_begin_at: float = 0.0
-    #: A checkpoint was written since the waiting newcomers came (`--grow after-checkpoint:PATH`).
+    #: A checkpoint was written after the waiting newcomers came (`--grow after-checkpoint:PATH`).
     checkpoint: bool = False
-    #: Nodes that hold up the others, or did when they were last in a world.
+    #: Nodes that slow down the others, or did when they were last in a world.
     slow: frozenset[str] = frozenset()
-    #: When the holds of `World.held` began, and who is held out now (`with_holds`).
+    #: When each hold of `World.held` began, and which nodes are held out now (`with_holds`).
     held_since: Mapping[str, float] = field(default_factory=dict)
     out: frozenset[str] = frozenset()
-    #: Nodes whose agents were started anew: what an agent before them did is not held against them.
+    #: Nodes whose agents were restarted: failures of their last agents no longer count.
     resumed: frozenset[str] = frozenset()
+    #: The places in replicas that this leader has allotted, if replicas span nodes.
+    places: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Decision:
-    """The world to publish now, if any, and when to ask again."""
+class RoundDecision:
+    """The world to publish now, if any, and when to decide again."""
 
     world: World | None = None
     kind: Kind | None = None
     wake_at: float | None = None
-    #: Votes of the witness, with which a world could be formed at once.
+    #: Votes to claim from the witness: with them a world could be formed at once.
     claims: tuple[str, ...] = ()
 
 
-class Draft:
-    """A state under change: what thousands of reports change is copied only once."""
+class StateUpdate:
+    """A mutable copy of the state, so that thousands of reports cost only one copy."""
 
     def __init__(self, state: RoundState) -> None:
         self.members = dict(state.members)
@@ -155,7 +160,7 @@ class Draft:
         self._base = state.base
 
     def finish(self) -> RoundState:
-        """The state as it is now."""
+        """The changed state."""
         return replace(
             self._state,
             members=self.members,
@@ -181,11 +186,11 @@ class Draft:
         self._left.discard(member.node)
         if member.base is not None and (self._base is None or self._base < member.base):
             self._base = member.base
-        self.members[member.node] = Present(member=member, created=created, seen_at=seen_at)
+        self.members[member.node] = MemberEntry(member=member, created=created, seen_at=seen_at)
         self._note_report(member)
 
     def lose(self, node: str) -> None:
-        """Note that a member's key is gone: it failed, or left after saying so."""
+        """Note that a member's key is gone: it failed, or left after announcing it."""
         present = self.members.pop(node, None)
         world = self._state.world
         if present is not None and present.member.leaving:
@@ -213,44 +218,44 @@ class Draft:
         if world.phase in ("running", "pausing") and member.gone >= world.generation:
             explained = theirs or member.leaving or node in self._done
             if not explained:
-                # Given up and back before anybody noticed: its workers are gone all the same.
+                # It was dropped and came back unnoticed; its workers are gone nevertheless.
                 self._lost[node] = None
 
 
 def seen(state: RoundState, member: Member, created: int, now: float) -> RoundState:
     """The state after a member joined or changed its record."""
-    draft = Draft(state)
+    draft = StateUpdate(state)
     draft.see(member, created, now)
     return draft.finish()
 
 
 def lost(state: RoundState, node: str) -> RoundState:
-    """The state after a member's key is gone: it failed, or left after saying so."""
-    draft = Draft(state)
+    """The state after a member's key is gone: it failed, or left after announcing it."""
+    draft = StateUpdate(state)
     draft.lose(node)
     return draft.finish()
 
 
 def _is_missed(world: World, member: Member) -> bool:
-    """Return whether others wait for something from a node that is gone."""
+    """Return whether other nodes still wait for a node that is gone."""
     if member.node in world.handing_over:
         return member.gone < world.generation - 1
     if world.place(member.node) is None:
         return False
-    if member.leaving:  # it has said so, but may have had a step to run through
+    if member.leaving:  # it announced it, but may have had a step to run through
         return world.phase == "over" and world.after is not None and member.gone < world.generation
     return True
 
 
 def taken_over(world: World, now: float) -> RoundState:
-    """The state of a world for a new leader; how long it has run is unknown: neither briefly nor
-    long."""
+    """The state of a new leader. It does not know how long the world has run, and assumes neither a
+    short nor a long time."""
     return RoundState(
         world=world,
         base=world.base,
         since=now,
         said_at=now,
-        running_since=now - IN_VAIN,
+        running_since=now - START_FAILURE_TIME,
         held_since=held_out.begun({}, (), world.held, now),
     )
 
@@ -261,33 +266,34 @@ def hosted(
     term: int,
     stored: Mapping[str, Any] | None,
     *,
-    settled: int = -1,
+    confirmed: int = -1,
     quorum: bool = True,
 ) -> RoundState:
-    """The state of a leader that hosts the store; `stored` is the stored roll, and `settled` the
-    last world stored as settled.
+    """The state of a leader that hosts the store. `stored` is the stored roll, `confirmed` the last
+    world stored as confirmed.
 
-    Without `quorum` nobody has to agree: the list of unreachable voters would grow without end.
+    Without `quorum` there are no electorates: their unreachable voters would accumulate forever.
     """
     world = state.world
     roll = Roll() if quorum else None
     if world is not None and world.nodes:
         nodes = [node.node for node in world.nodes]
         if quorum:
-            known = stored if settled != world.generation else None
+            known = stored if confirmed != world.generation else None
             roll = majority.from_json(
                 known, world.generation, nodes, world.host, witness=bool(world.witness)
             )
         if world.term != term and world.phase in ("agreeing", "running", "pausing"):
-            # Those who voted have stopped their workers, and the others cannot go on without them.
+            # The nodes that voted for this host have stopped their workers, and the others cannot
+            # step without them.
             reason = "the rendezvous host was lost"
             world = replace(world, phase="over", after=None, ending="node-failure", reason=reason)
     return replace(state, world=world, host=host, term=term, roll=roll)
 
 
 def votes(state: RoundState) -> set[str]:
-    """The nodes that agree to another world: those whose workers have stopped, or wait at a step,
-    or that have none in the last one, and those that left after saying so."""
+    """The nodes that agree to another world: their workers have stopped, wait at a step, or were
+    not in the last world; or they left after announcing it."""
     world = state.world
     if world is None:
         return set()
@@ -295,8 +301,8 @@ def votes(state: RoundState) -> set[str]:
 
 
 def departing(state: RoundState) -> set[str]:
-    """Voters that need not take up the next world: they have left after saying so, or have
-    announced it, and vote for nobody any more. An announced leave is consent."""
+    """Voters that need not confirm the next world: they have left, or have announced it, and vote
+    for no other host. An announced leave is consent."""
     world = state.world
     if world is None:
         return set()
@@ -308,14 +314,14 @@ def departing(state: RoundState) -> set[str]:
 
 
 def _asked(state: RoundState, world: World) -> Set[str]:
-    """The voters on what follows the world."""
+    """The voters on the world after this one."""
     electorates = state.roll.electorates if state.roll is not None else ()
     return world.members.union(*(electorate.nodes for electorate in electorates))
 
 
 def follows_later_host(state: RoundState) -> bool:
-    """Return whether the last world is of an earlier host. All members have stopped its workers
-    before they followed this host, and could no longer be told of that world."""
+    """Return whether an earlier host formed the last world. All members stopped its workers before
+    they followed this host, and cannot hear of that world any more."""
     return state.world is not None and state.world.term != state.term
 
 
@@ -329,14 +335,14 @@ def _agrees(state: RoundState, world: World, node: str) -> bool:
     if follows_later_host(state):
         return True
     if world.place(node) is None:
-        # Who does not have the last world could vote for another host that lacks it, too.
+        # A node without the last world could also vote for another host that lacks it.
         return member.accepted == world.generation
     return member.gone >= world.generation or member.paused == world.generation
 
 
 def to_claim(state: RoundState) -> tuple[str, ...] | None:
-    """The witness's votes that are missing for a quorum; None if they would not be enough, or
-    cannot be had."""
+    """The witness's votes that are missing for a quorum; None if they are not enough or another
+    node has them."""
     if state.roll is None:
         return ()
     missing = majority.to_claim(state.roll.electorates, votes(state) | state.witness.held)
@@ -344,7 +350,7 @@ def to_claim(state: RoundState) -> tuple[str, ...] | None:
 
 
 def has_ended(state: RoundState) -> bool:
-    """Return whether the job is closed, or only the host could continue: all others have left."""
+    """Return whether the job is closed, or all nodes but the host have left."""
     if state.world is not None and state.world.phase == "closed":
         return True
     electorates = state.roll.electorates if state.roll is not None else ()
@@ -353,7 +359,7 @@ def has_ended(state: RoundState) -> bool:
 
 
 def roll_after(state: RoundState, world: World) -> Roll:
-    """The roll for what follows `world`, which the host forms next."""
+    """The electorates of the world after `world`, which the host forms now."""
     assert state.roll is not None
     return majority.formed(
         state.roll,
@@ -366,10 +372,10 @@ def roll_after(state: RoundState, world: World) -> Roll:
 
 
 def may_step_elsewhere(state: RoundState) -> bool:
-    """Return whether no node that trained in the last world is known to have stopped.
+    """Return whether every node of the last world may still be training.
 
-    With a quorum that is possible only if one node trained alone, and its host did not: a host that
-    has just taken over waits until that node's lease must have ended.
+    With a quorum, that is possible only if one node trained alone and its host did not: a new host
+    waits until that node's lease must have ended.
     """
     world = state.world
     if world is None or state.roll is None or not world.nodes:
@@ -377,32 +383,33 @@ def may_step_elsewhere(state: RoundState) -> bool:
     return not any(_agrees(state, world, node.node) for node in world.nodes)
 
 
-def settled(state: RoundState) -> RoundState:
-    """The state after enough voters have the last world: then only its nodes have a vote."""
+def confirmed(state: RoundState) -> RoundState:
+    """The state after enough voters have confirmed the last world: then only its nodes have a
+    vote."""
     if state.roll is None or not state.roll.before:
         return state
     have = {node: present.member.accepted for node, present in state.members.items()}
-    roll = majority.settled(state.roll, have, departing(state))
+    roll = majority.confirmed(state.roll, have, departing(state))
     return state if roll == state.roll else replace(state, roll=roll)
 
 
-def can_be_settled(state: RoundState) -> bool:
-    """Return whether enough voters on the last world are here to take it up."""
+def can_be_confirmed(state: RoundState) -> bool:
+    """Return whether enough voters are here to confirm the last world."""
     if state.roll is None:
         return True
     there = {state.roll.latest.host, *state.members, *departing(state)}
     return majority.agreed(state.roll.before, there)
 
 
-def without_the_vanished(state: RoundState) -> RoundState:
-    """Count nodes of the world as lost that have no member key when a new leader takes over."""
+def with_missing_lost(state: RoundState) -> RoundState:
+    """Count nodes of the world without a member key as lost, when a new leader takes over."""
     world = state.world
     gone = [node.node for node in world.nodes if node.node not in state.members] if world else []
     return replace(state, lost=tuple(dict.fromkeys((*state.lost, *gone))))
 
 
 def checkpoint_seen(state: RoundState, seen: bool) -> RoundState:
-    """Note that a checkpoint has appeared since the waiting newcomers came."""
+    """Note whether a checkpoint was written after the waiting newcomers came."""
     return replace(state, checkpoint=seen)
 
 
@@ -411,8 +418,13 @@ def given_up(state: RoundState, node: str) -> RoundState:
     return replace(state, unreachable=state.unreachable | {node})
 
 
+def allotted(state: RoundState, places: Mapping[str, int]) -> RoundState:
+    """The state after nodes were told their places in replicas."""
+    return replace(state, places={**state.places, **places})
+
+
 def slow_seen(state: RoundState, slow: Set[str]) -> RoundState:
-    """Note exactly which nodes of the world slow down the others."""
+    """Note which nodes of the world slow down the others; the rest of them do not."""
     known = _outside(state.slow, state.world).union(slow)
     return replace(state, slow=known.intersection(state.members))
 
@@ -425,7 +437,7 @@ def with_holds(state: RoundState, now: float) -> RoundState:
     return state if out == state.out else replace(state, out=out)
 
 
-def next_let_in(state: RoundState) -> float | None:
+def next_hold_end(state: RoundState) -> float | None:
     """The time when the next held-out member is let back in."""
     if state.world is None or not state.out:
         return None
@@ -434,25 +446,25 @@ def next_let_in(state: RoundState) -> float | None:
 
 
 def has_stepped(state: RoundState) -> bool:
-    """Return whether a worker has taken a step in the last world, as reported by members."""
+    """Return whether members have reported a step of the last world."""
     generation = the_world(state).generation
     return any(present.member.trained == generation for present in state.members.values())
 
 
-def tells_steps(state: RoundState) -> bool:
-    """Return whether steps are known of any world."""
+def reports_steps(state: RoundState) -> bool:
+    """Return whether the job reports steps."""
     return any(present.member.trained >= 0 for present in state.members.values())
 
 
 def has_trained(state: RoundState) -> bool:
-    """Return whether the last world has trained: it took a step or, if no steps are reported, it
-    ran."""
+    """Return whether the last world has trained: it took a step or, if the job reports no steps, it
+    ran long enough."""
     world = state.world
     if world is None or not world.nodes:
         return False
     if has_stepped(state):
         return True
-    return state.since - state.running_since >= TRAINED_AFTER and not tells_steps(state)
+    return state.since - state.running_since >= TRAINED_AFTER and not reports_steps(state)
 
 
 def failed_alike(state: RoundState, failure: Failure) -> frozenset[str]:
@@ -479,7 +491,7 @@ def published(state: RoundState, world: World, now: float) -> RoundState:
             unreachable=frozenset(),
             resumed=frozenset(),
             running_since=now,
-            slow=_outside(state.slow, world),  # those in it are judged anew
+            slow=_outside(state.slow, world),  # nodes in it are measured again
         )
     if _is_finished(world) and not _is_finished(before):
         state = replace(state, forgiven=state.failures, lost=())
@@ -498,8 +510,7 @@ def _is_finished(world: World | None) -> bool:
 
 
 def _first_finished(known: int, member: Member, generation: int) -> int:
-    """The earliest end of data: nobody can step beyond it without waiting for a worker that has
-    none left."""
+    """The earliest end of data: no worker can step beyond it without the one that has none left."""
     if member.finished != generation:
         return known
     return member.finished_after if known < 0 else min(known, member.finished_after)
@@ -508,8 +519,8 @@ def _first_finished(known: int, member: Member, generation: int) -> int:
 def names_of(state: RoundState, nodes: Iterable[str]) -> str:
     """`node-b, node-c and 40 more`, for people."""
     every = list(nodes)
-    more = len(every) - NAMES_SHOWN
-    named = ", ".join(_name_of(state, node) for node in every[:NAMES_SHOWN])
+    more = len(every) - REASON_NAMES_LIMIT
+    named = ", ".join(_name_of(state, node) for node in every[:REASON_NAMES_LIMIT])
     return f"{named} and {more:,} more" if more > 0 else named
 
 

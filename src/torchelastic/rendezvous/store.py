@@ -1,8 +1,7 @@
-"""The store interface of the rendezvous: five verbs, on keys that are paths and values that are
-JSON.
+"""The store interface of the rendezvous: five operations on keys (paths) and values (JSON).
 
 Every change has a revision; revisions only grow. A key put with a lease is deleted when the lease
-ends. A lease ends when nobody has kept it alive for its time to live, or when it is revoked.
+ends: when it has not been kept alive for its time to live, or when it is revoked.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Item:
-    """A key's value and its place in history."""
+    """A key's value, and the revisions of its creation and last change."""
 
     value: Json
-    #: Revision at which the key came into being; it orders members by arrival.
+    #: The revision that created the key; members are ordered by it.
     created: int
-    #: Revision of the last change; what compare-and-set compares.
+    #: The revision of the last change; compare-and-set compares it.
     modified: int
 
 
@@ -46,16 +45,16 @@ class Change:
 
 
 class Store(Protocol):
-    """A connection to the store of one job. Every verb may raise `RendezvousLost`.
+    """A connection to the store of one job. Every operation may raise `RendezvousLost`.
 
-    A broken connection is remade automatically; verbs wait meanwhile. `RendezvousLost` means that
-    it could not be remade in time; from then on every verb raises it.
+    A broken connection is restored automatically; operations wait meanwhile. `RendezvousLost` means
+    that it could not be restored in time; from then on every operation raises it.
     """
 
-    #: Set when the lease has ended, as the store says or as our own clock must assume, and before
-    #: any other verb succeeds; cleared by `open_lease`.
+    #: Set when the lease has ended, according to the store or to our own clock, before any other
+    #: operation succeeds; cleared by `open_lease`.
     lease_lost: asyncio.Event
-    #: How many keys can be set beside another one.
+    #: The most keys that one `compare_and_set` can set beside its own.
     most_beside: int
 
     @property
@@ -68,14 +67,14 @@ class Store(Protocol):
     async def put(self, key: str, value: Json, *, leased: bool = False) -> int:
         """Set a key, under this connection's lease if asked; returns the revision.
 
-        A key put without a lease stays, whatever it was under before. Raises `LeaseExpired` when
-        the lease is over: nothing is written then.
+        A key put without a lease stays, even if it was under one before. Raises `LeaseExpired` if
+        the lease has ended; nothing is written then.
         """
         ...
 
     async def report(self, key: str, value: Json) -> None:
-        """Set a key under this connection's lease, as `put` does; but it may return as soon as the
-        request is on its way. Reports of a key arrive in order, and before later requests.
+        """Set a key under this connection's lease, as `put` does, but return as soon as the request
+        is sent. Reports of one key arrive in order, and before later requests.
 
         If the lease turns out to have ended, `lease_lost` is set.
         """
@@ -93,9 +92,9 @@ class Store(Protocol):
     ) -> int | None:
         """Set a key whose last change was at revision `expected` (0: it is absent).
 
-        `beside` are other keys, set in the same change and under the same lease, if any: nobody
-        sees one of them new and another one old. `provided` names a key and the revision that
-        created it, as one more condition: nothing is set if that key is gone or was put anew.
+        `beside` are other keys, set in the same change and under the same lease: no reader sees one
+        of them new and another old. `provided` names a key and the revision that created it, as a
+        second condition: nothing is set if that key is gone or was created again.
 
         Returns the new revision of `key`, None if a condition does not hold. Raises as `put` does.
         """
@@ -104,8 +103,8 @@ class Store(Protocol):
     def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Change, None]:
         """Every change under a prefix after a revision, in order, without gaps.
 
-        From further back than the store remembers, the last change of each key stands for all of
-        its changes; deletions are never left out. Close it (`aclosing`) to stop watching.
+        Beyond the store's history, the last change of each key stands for all of its changes;
+        deletions are never left out. Close it (`aclosing`) to stop watching.
         """
         ...
 
@@ -117,32 +116,32 @@ class Store(Protocol):
         ...
 
     async def latest(self, key: str) -> Item | None:
-        """A key, None if it is absent, for callers that read the same one again and again.
+        """A key, None if it is absent, for callers that read the same key repeatedly.
 
-        It is no older than what any verb of this connection has returned, but need not be newer: a
-        store that is told of changes answers locally.
+        It is no older than any result that this connection has returned, but may not be newer: the
+        store answers from local memory if it receives changes.
         """
         ...
 
     async def keep_alive(self) -> bool:
         """Renew this connection's lease; False if it has ended.
 
-        An open lease is also renewed by itself.
+        An open lease is also renewed automatically.
         """
         ...
 
     async def open_lease(self, seconds: float) -> None:
-        """Open a lease for this connection; one it still has is ended first."""
+        """Open a lease for this connection; its current one is ended first."""
         ...
 
     async def give_up(
         self, key: str, *, created: int, provided: tuple[str, int] | None = None
     ) -> None:
-        """End the lease, of any client, that a key is under: all its keys are deleted, and its
-        holder is told.
+        """End the lease that a key is under, whichever client holds it: all its keys are deleted,
+        and its holder is notified.
 
-        Nothing happens unless the key was created at revision `created` (the key of a member that
-        has come back is another one) and `provided`, as in `compare_and_set`, holds.
+        Nothing happens unless the key was created at revision `created` (a member that has come
+        back has another key) and `provided` holds, as in `compare_and_set`.
         """
         ...
 

@@ -10,23 +10,31 @@
     a node was lost                                                that node, if it keeps doing so
 
 A node that the next world needs is never held out: for its size, or because the newest state in
-memory would be lost (`forming.only_holder`). A kill from outside counts against no node, nor does
+memory would be lost (`choosing.only_holders`). A kill from outside counts against no node, nor does
 the loss of most nodes at once: the network, or this node, is the likelier cause.
+
+Workers may fail to connect while their agents see nothing wrong: the agents use another network, or
+a firewall blocks the workers' ports. The workers' errors name the pairs of nodes: gloo and TCPStore
+give the address they tried, `train` gives the rank. A pair does not show which of its two nodes is
+to blame. The node with the most pairs is, counting those that agents suspect (`Member.doubts`) and
+those of earlier worlds (`HeldOut.other`); of several, the newest.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
 from torchelastic.errors import UnfitError
 from torchelastic.events.failure import Failure
-from torchelastic.rendezvous import held_out, root_cause, unconnected
-from torchelastic.rendezvous.forming import candidates, enough_without, only_holder
-from torchelastic.rendezvous.held_out import Held
+from torchelastic.rendezvous import held_out, root_cause
+from torchelastic.rendezvous.choosing import candidates, enough_without, only_holders
+from torchelastic.rendezvous.held_out import HeldOutNodes
 from torchelastic.rendezvous.restart_policy import is_from_outside
 from torchelastic.rendezvous.round_state import (
-    NAMES_SHOWN,
+    REASON_NAMES_LIMIT,
     TRAINED_AFTER,
     RoundRules,
     RoundState,
@@ -34,66 +42,85 @@ from torchelastic.rendezvous.round_state import (
     follows_later_host,
     has_stepped,
     names_of,
-    tells_steps,
+    reports_steps,
     the_world,
 )
-from torchelastic.rendezvous.unconnected import Unconnected
-from torchelastic.rendezvous.world import WorldNode
+from torchelastic.rendezvous.world import World, WorldNode
+
+#: Errors of connections that could not be made.
+_NEVER_MADE = re.compile(
+    r"connectfullmesh failed|connect timeout|timed out connecting|failed to connect|"
+    r"timed out after \d+ms while trying to connect|no answer from (ranks? \d+|\S+:\d+)",
+    re.IGNORECASE,
+)
+#: Errors of silent peers, connected or not.
+_NO_ANSWER = re.compile(r"no answer from (ranks? \d+|\S+:\d+)")
+#: Errors between workers, at any address: a script may connect to servers of its own.
+_BETWEEN_WORKERS = re.compile(r"gloo|client socket|tcpstore|no answer from", re.IGNORECASE)
+#: The peer's rank or address.
+_RANK = re.compile(r"no answer from ranks? (\d+)")
+_ADDRESSES = re.compile(
+    r"remote=\[(?P<remote>[^\]]+)\]"
+    r"|(?:to|of|from) \(?(?:\[(?P<bracketed>[^\]]+)\]|(?P<plain>[\w.:%-]+?))(?::| )[\d(,]"
+)
 
 
-class Finding(NamedTuple):
-    """The consequences for nodes after the end of a generation."""
+class HoldDecision(NamedTuple):
+    """Which nodes to hold out after the end of a generation, and why."""
 
-    held: Held
-    #: Those that are held out from now on.
+    held: HeldOutNodes
+    #: The nodes that are held out from now on.
     out: frozenset[str] = frozenset()
-    #: What is done about them, in words.
+    #: The consequence, for users.
     sentence: str = ""
-    #: The end of the generation in other words, where it is put down to them: it spends no restart.
+    #: The reason for the generation's end if these nodes caused it: it then uses no restart.
     instead: str = ""
 
 
 def find(
     rules: RoundRules, state: RoundState, cause: Failure | None, others: Iterable[Failure]
-) -> Finding:
+) -> HoldDecision:
     """Find nodes to hold out, given what ended the generation.
 
     `cause`: the first failure of a worker, or None. `others`: the other failures.
     """
-    held = _without_cleared(state)
-    finding = None
-    if cause is not None and _tells_of_nodes(cause):
+    held = _without_forgiven(state)
+    decision = None
+    if cause is not None and _may_be_caused_by_node(cause):
         failed_alone = _failed_alone(cause, others)
         early = _failed_early(state)
         pairs = _pairs(state, cause, others, early=early)
-        finding = _newcomers(rules, state, held, cause, failed_alone, pairs) if early else None
-        finding = finding or _unable(rules, state, held, cause)
-        finding = finding or _unconnected(rules, state, held, cause, pairs)
+        decision = (
+            _hold_newcomers(rules, state, held, cause, failed_alone, pairs) if early else None
+        )
+        decision = decision or _hold_incapable(rules, state, held, cause)
+        decision = decision or _hold_unconnected(rules, state, held, cause, pairs)
         if early:
-            finding = finding or _failing_start(rules, state, held, cause, failed_alone)
-    return finding or _lost(rules, state, held)
+            decision = decision or _count_failing_start(rules, state, held, cause, failed_alone)
+    return decision or _count_lost(rules, state, held)
 
 
-def _without_cleared(state: RoundState) -> Held:
-    """The list without nodes that have trained long enough to be forgiven."""
+def _without_forgiven(state: RoundState) -> HeldOutNodes:
+    """The list without the nodes of a world that ran long enough for their failures to be
+    forgotten."""
     world = the_world(state)
-    if state.since - state.running_since < held_out.FORGOTTEN_AFTER:
+    if state.since - state.running_since < held_out.FORGIVE_AFTER:
         return world.held
     return held_out.forget(world.held, world.members)
 
 
-def _tells_of_nodes(cause: Failure) -> bool:
-    """Return whether a node may be the reason. Not if the worker was killed from outside, nor if
-    the user's code ends the job; and a worker that has built another model ends by itself, and its
-    node with the last one."""
+def _may_be_caused_by_node(cause: Failure) -> bool:
+    """Return whether a node may have caused the failure: not if the worker was killed from
+    outside or the user's code ends the job, and not if a worker has built another model: it ends
+    by itself."""
     if cause.fatal or is_from_outside(cause):
         return False
     return not cause.message.startswith(UnfitError.__name__)
 
 
 def _failed_alone(cause: Failure, others: Iterable[Failure]) -> frozenset[str]:
-    """Names of the nodes whose workers failed by themselves: none if they only waited for others in
-    vain, whoever reported it first."""
+    """Names of the nodes whose workers failed by themselves; empty if they only waited for
+    others."""
     if root_cause.waited_for_others(cause):
         return frozenset()
     return frozenset((cause.node, *(other.node for other in others if other.by_itself)))
@@ -103,19 +130,20 @@ def _failed_early(state: RoundState) -> bool:
     """Return whether the world ended before its first step, if steps are known."""
     if has_stepped(state):
         return False
-    return tells_steps(state) or state.since - state.running_since < TRAINED_AFTER
+    return reports_steps(state) or state.since - state.running_since < TRAINED_AFTER
 
 
-def _newcomers(
+def _hold_newcomers(
     rules: RoundRules,
     state: RoundState,
-    held: Held,
+    held: HeldOutNodes,
     cause: Failure,
     names: Set[str],
     pairs: Sequence[Unconnected],
-) -> Finding | None:
-    """Return to the last membership that worked. Newcomers that did not fail stay if only other
-    newcomers did; those that could talk to all others stay if some pair could not."""
+) -> HoldDecision | None:
+    """Hold out the newcomers, so that the last membership that worked continues. If only some
+    newcomers failed, or the errors name unconnected pairs, only the newcomers concerned are held
+    out."""
     world = the_world(state)
     new = [node for node in world.nodes if node.new and node.node in state.members]
     if names and names <= {node.name for node in new}:
@@ -128,79 +156,88 @@ def _newcomers(
     named = names_of(state, [node.node for node in new])
     what = f"generation {world.generation} with {named} failed before its first step"
     reason = f"{what}: {cause.message}"
-    return _hold_all(state, held, new, reason, f"{what}: {cause.sentence()}", unable=False)
+    return _hold_all(rules, state, held, new, reason, f"{what}: {cause.sentence()}", unable=False)
 
 
 def _hold_all(
+    rules: RoundRules,
     state: RoundState,
-    held: Held,
+    held: HeldOutNodes,
     nodes: Sequence[WorldNode],
     reason: str,
     instead: str = "",
     other: str = "",
     unable: bool = True,
-) -> Finding | None:
-    """Hold these nodes out from now on; None if there are too many, or one alone has the state."""
+) -> HoldDecision | None:
+    """Hold these nodes out from now on; None if these are too many, or the state would be lost."""
     for node in nodes:
         held = held_out.hold(held, node.node, node.name, reason, other, unable=unable)
     every = frozenset(node.node for node in nodes)
     out = [one for one in held if one.node in every and one.seconds]
-    if len(out) < len(nodes) or _would_lose_state(state, held, every):
+    if len(out) < len(nodes) or _would_lose_state(rules, state, held, every):
         return None
     longest = max(out, key=lambda one: one.seconds).span()
     named = names_of(state, [node.node for node in nodes])
-    return Finding(held, every, f"continuing without {named} for {longest}", instead)
+    return HoldDecision(held, every, f"continuing without {named} for {longest}", instead)
 
 
-def _would_lose_state(state: RoundState, held: Held, out: frozenset[str]) -> bool:
+def _would_lose_state(
+    rules: RoundRules, state: RoundState, held: HeldOutNodes, out: frozenset[str]
+) -> bool:
     """Return whether the newest state in memory would be held out with these nodes."""
-    return only_holder(candidates(state), held, out | state.out) in out
+    return not out.isdisjoint(only_holders(candidates(rules, state), held, out | state.out))
 
 
-def _unable(rules: RoundRules, state: RoundState, held: Held, failure: Failure) -> Finding | None:
-    """Hold out nodes that lack something the program needs, such as a module. Others may have
-    it. The failure is noted, so that the next nodes that lack it end the job
-    (`restart_policy.judge`)."""
+def _hold_incapable(
+    rules: RoundRules, state: RoundState, held: HeldOutNodes, failure: Failure
+) -> HoldDecision | None:
+    """Hold out nodes that lack something the program needs, such as a module; others may have it.
+    The failure is counted: if the next nodes lack it too, the job ends (`restart_policy.judge`)."""
     nodes = failed_alike(state, failure)
     if not failure.incurable or not nodes or not enough_without(rules, state, nodes | state.out):
         return None
     found = [node for node in the_world(state).nodes if node.node in nodes]
-    return _hold_all(state, held, found, failure.message)
+    return _hold_all(rules, state, held, found, failure.message)
 
 
 def _pairs(
     state: RoundState, cause: Failure, others: Iterable[Failure], *, early: bool
 ) -> list[Unconnected]:
-    """The pairs of nodes that could not talk to each other, if that ended the generation.
+    """The pairs of nodes that could not connect to each other, if that ended the generation.
 
-    A worker may lose its peer because that one has found such a pair, and be taken for the cause.
+    A worker that loses its peer because the peer gave up on such a pair may be taken for the cause.
     Once a world has trained, failed connections may be the script's own: only silence counts.
     """
-    if not unconnected.is_unconnected(cause) and not root_cause.waited_for_others(cause):
+    if not is_unconnected(cause) and not root_cause.waited_for_others(cause):
         return []
-    told = [one for one in (cause, *others) if early or unconnected.got_no_answer(one)]
-    return unconnected.pairs(the_world(state), told)
+    told = [one for one in (cause, *others) if early or got_no_answer(one)]
+    return pairs(the_world(state), told)
 
 
-def _unconnected(
-    rules: RoundRules, state: RoundState, held: Held, cause: Failure, found: Sequence[Unconnected]
-) -> Finding | None:
-    """Continue without a node whose workers could not talk to others; name the pair in any case."""
+def _hold_unconnected(
+    rules: RoundRules,
+    state: RoundState,
+    held: HeldOutNodes,
+    cause: Failure,
+    found: Sequence[Unconnected],
+) -> HoldDecision | None:
+    """Continue without a node whose workers could not connect to others; name the pair in any
+    case."""
     if not found:
         return None
-    said = "; ".join(pair.words() for pair in found[:NAMES_SHOWN])
-    node, other = unconnected.worst(found, _pairs_known(state, held))
+    said = "; ".join(pair.sentence() for pair in found[:REASON_NAMES_LIMIT])
+    node, other = worst(found, _pairs_known(state, held))
     excused = {one.node for one in held if one.other == node.node}
     out = (state.out - excused) | {node.node}
     if not enough_without(rules, state, out):
-        return Finding(held, sentence=said)
+        return HoldDecision(held, sentence=said)
     instead = f"{said}: {cause.sentence()}"
-    finding = _hold_all(state, held, [node], said, instead, other)
-    return finding or Finding(held, sentence=said)
+    decision = _hold_all(rules, state, held, [node], said, instead, other)
+    return decision or HoldDecision(held, sentence=said)
 
 
-def _pairs_known(state: RoundState, held: Held) -> set[frozenset[str]]:
-    """Pairs that agents suspect now, and those that nodes are held out for."""
+def _pairs_known(state: RoundState, held: HeldOutNodes) -> set[frozenset[str]]:
+    """Pairs that agents suspect now, and pairs of nodes that are held out."""
     members = the_world(state).members
     doubted = {
         frozenset((node, other))
@@ -211,9 +248,9 @@ def _pairs_known(state: RoundState, held: Held) -> set[frozenset[str]]:
     return doubted | {frozenset((one.node, one.other)) for one in held if one.other}
 
 
-def _failing_start(
-    rules: RoundRules, state: RoundState, held: Held, cause: Failure, names: Set[str]
-) -> Finding | None:
+def _count_failing_start(
+    rules: RoundRules, state: RoundState, held: HeldOutNodes, cause: Failure, names: Set[str]
+) -> HoldDecision | None:
     """Count a start that failed on one node of several."""
     world = the_world(state)
     found = [node for node in world.nodes if node.name in names and node.node in state.members]
@@ -222,43 +259,125 @@ def _failing_start(
     node = found[0]
     reason = f"its workers keep failing at start: {cause.message}"
     held = held_out.note_failure(held, node.node, node.name, reason, unable=True)
-    return _counted(rules, state, held, found, "keeps failing at start", cause.sentence())
+    return _hold_counted(rules, state, held, found, "keeps failing at start", cause.sentence())
 
 
-def _lost(rules: RoundRules, state: RoundState, held: Held) -> Finding:
+def _count_lost(rules: RoundRules, state: RoundState, held: HeldOutNodes) -> HoldDecision:
     """Count nodes that were lost without notice."""
     world = the_world(state)
     lost = [node for node in world.nodes if node.node in state.lost]
     if not lost or 2 * len(lost) > world.count or follows_later_host(state):
-        return Finding(held)
+        return HoldDecision(held)
     for node in lost:
         if node.node in state.unreachable:
             reason = "other nodes could not reach it"
             held = held_out.hold(held, node.node, node.name, reason, unable=True)
         else:
             held = held_out.note_failure(held, node.node, node.name, "it keeps failing")
-    return _counted(rules, state, held, lost, "keeps failing")
+    return _hold_counted(rules, state, held, lost, "keeps failing")
 
 
-def _counted(
+def _hold_counted(
     rules: RoundRules,
     state: RoundState,
-    held: Held,
+    held: HeldOutNodes,
     nodes: Iterable[WorldNode],
     what: str,
     instead: str = "",
-) -> Finding:
+) -> HoldDecision:
     """Hold out the nodes that have failed too often, if the others can continue without them."""
     counted = {node.node for node in nodes}
     out = [one for one in held if one.node in counted and one.seconds]
     gone = frozenset(one.node for one in out)
     enough = bool(out) and enough_without(rules, state, gone | state.out)
-    if not enough or _would_lose_state(state, held, gone):
-        return Finding(held_out.end_all_but(held, state.out))
+    if not enough or _would_lose_state(rules, state, held, gone):
+        return HoldDecision(held_out.end_all_but(held, state.out))
     said = []
     for one in out:
         why = f"{one.name} {what}"
         if one.node in state.unreachable:
             why = f"other nodes could not reach {one.name}"
         said.append(f"{why}: continuing without it for {one.span()}")
-    return Finding(held, gone, "; ".join(said), instead)
+    return HoldDecision(held, gone, "; ".join(said), instead)
+
+
+# --- pairs of nodes that cannot connect -----------------------------------------------------------
+
+
+class Unconnected(NamedTuple):
+    """Two nodes whose workers cannot connect; `other` is None if the error does not name it."""
+
+    node: WorldNode
+    other: WorldNode | None = None
+
+    def sentence(self) -> str:
+        if self.other is None:
+            return f"workers of {self.node.name} cannot connect to some other nodes"
+        return f"workers of {self.node.name} cannot connect to {self.other.name}"
+
+
+def pairs(world: World, failures: Iterable[Failure]) -> list[Unconnected]:
+    """The pairs that the failures of a generation name, each once."""
+    named = {node.name: node for node in world.nodes}
+    found: dict[frozenset[str], Unconnected] = {}
+    for failure in failures:
+        node = named.get(failure.node)
+        if node is None or not is_unconnected(failure):
+            continue
+        other = _other(world, failure)
+        if other is not None and other.node != node.node:
+            found.setdefault(frozenset((node.node, other.node)), Unconnected(node, other))
+        elif _BETWEEN_WORKERS.search(failure.message):
+            found.setdefault(frozenset((node.node,)), Unconnected(node))
+    return list(found.values())
+
+
+def is_unconnected(failure: Failure) -> bool:
+    """Return whether a worker reports that a connection could not be made."""
+    return _NEVER_MADE.search(failure.message) is not None
+
+
+def got_no_answer(failure: Failure) -> bool:
+    """Return whether a worker reports that another one does not answer, connected or not."""
+    return _NO_ANSWER.search(failure.message) is not None
+
+
+def _other(world: World, failure: Failure) -> WorldNode | None:
+    if rank := _RANK.search(failure.message):
+        return next((node for node in world.nodes if int(rank[1]) in _ranks(node)), None)
+    for match in _ADDRESSES.finditer(failure.message):
+        address = match["remote"] or match["bracketed"] or match["plain"]
+        for node in world.nodes:
+            if address in (node.addr, node.peer.rpartition(":")[0].strip("[]")):
+                return node
+    return None
+
+
+def _ranks(node: WorldNode) -> range:
+    return range(node.first_rank, node.first_rank + node.nproc)
+
+
+def worst(
+    found: Sequence[Unconnected], known: Iterable[frozenset[str]] = ()
+) -> tuple[WorldNode, str]:
+    """The node to continue without, and another node that may be to blame instead (or "").
+
+    The first is the node with the most pairs, including those already `known`; of several, the
+    newest.
+    """
+    every = {*known, *map(_sides, found)}
+    counts = Counter(node for pair in every for node in pair)
+    sides = [side for pair in found for side in (pair.node, pair.other) if side is not None]
+    node = max(sides, key=lambda side: (counts[side.node], side.new, side.node_rank))
+    rivals = {
+        other
+        for pair in every
+        if node.node in pair
+        for other in pair - {node.node}
+        if counts[other] == counts[node.node]
+    }
+    return node, min(rivals, default="")
+
+
+def _sides(pair: Unconnected) -> frozenset[str]:
+    return frozenset(side.node for side in (pair.node, pair.other) if side is not None)

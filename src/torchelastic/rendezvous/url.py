@@ -19,16 +19,16 @@ from torchelastic.errors import ConfigError
 from torchelastic.rendezvous.backend_parameters import FILE_KEYS
 from torchelastic.rendezvous.etcd.settings import KEYS
 
-#: Scheme -> (the backend it means, the port it has when none is given).
+#: Scheme -> (backend, default port).
 _SCHEMES = {"etcd": ("etcd", DEFAULT_ETCD_PORT), "tcp": ("c10d", DEFAULT_PORT)}
 _FORM = "write SCHEME://HOST[:PORT]/RUN_ID?min_workers=N&max_workers=M, where SCHEME is etcd or tcp"
-#: Scheme, endpoints, and the rest. Of several endpoints `urlsplit` makes what it likes.
+#: Scheme, endpoints, and the rest; `urlsplit` does not support several endpoints.
 _PARTS = re.compile(r"(\w+)://([^/?#]*)(.*)", re.DOTALL)
 
 _NUMBERS = ("min_workers", "max_workers")
 _TIMES = ("timeout", "last_call_timeout", "progress_timeout")
 _QUORUMS = ("majority", "none")
-#: What only the rendezvous of that scheme understands; etcd's store checks the values.
+#: Parameters of one scheme only; etcd's store checks the values.
 _OPTIONS: dict[str, tuple[str, ...]] = {
     "etcd": KEYS,
     "tcp": ("quorum", "witness"),
@@ -46,19 +46,20 @@ class RendezvousUrl:
     run_id: str
     min_workers: int
     max_workers: int
-    #: Seconds to wait for `min_workers`; None: not said.
+    #: Seconds to wait for `min_workers`; None: not given.
     timeout: float | None = None
-    #: Seconds to wait for more workers once there are enough; None: not said.
+    #: Seconds to wait for more workers once there are enough; None: not given.
     last_call_timeout: float | None = None
-    #: Seconds without progress after which a worker is hung; 0: never, None: not said.
+    #: Seconds without progress after which a worker is hung; 0: never, None: not given.
     progress_timeout: float | None = None
-    #: Who may go on when workers are lost: a majority, or whoever is left with the host.
+    #: Which workers may continue when others are lost: a majority, or all that are left with the
+    #: host.
     quorum: Literal["majority", "none"] = "majority"
     #: Storage that breaks ties: a directory or a URL.
     witness: str = ""
-    #: `secret_file`, `tls_cert`, `tls_key`, `tls_ca`: paths, those that are said.
+    #: The paths among `secret_file`, `tls_cert`, `tls_key`, `tls_ca` that are given.
     files: Mapping[str, str] = field(default_factory=dict)
-    #: For the store: `etcd_prefix` and the like.
+    #: Settings of the store, such as `etcd_prefix`.
     options: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -143,7 +144,7 @@ def _workers(url: str, given: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _number(url: str, name: str, text: str) -> int:
-    # Plain digits: int() would take `1_0`, and digits of other scripts.
+    # Plain digits only: int() accepts `1_0`, and digits of other scripts.
     if not (text.isascii() and text.isdigit()):
         raise ConfigError(f"{name}='{text}' in '{url}' is not a whole number.")
     return int(text)

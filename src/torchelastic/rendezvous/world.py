@@ -1,10 +1,11 @@
 """The records in the store: a node's member record, and the world the leader decided.
 
-A world is stored in pieces, so that a change costs each node as much with thousands of nodes as
+A world is stored in pieces, so that a change costs each node the same with thousands of nodes as
 with two: a *summary* of constant size at one key, and the list of nodes in *parts*. A node's place
 is in the part that its id hashes to; the node fetches that part, and holds a `World` that lists
 only the nodes of its part, and totals for all. A reader that needs every node combines all parts.
-The summary changes with every phase, and is short; what lasts as long as the list is in the parts.
+The summary changes with every phase and is short; fields that change only with the list are in the
+parts.
 """
 
 from __future__ import annotations
@@ -20,27 +21,29 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from torchelastic.events.failure import Failure
 from torchelastic.records import replace
-from torchelastic.rendezvous.held_out import Held, HeldOut
-from torchelastic.rendezvous.restart_policy import Kind, RestartLedger
+from torchelastic.rendezvous.held_out import HeldOut, HeldOutNodes
+from torchelastic.rendezvous.restart_policy import Kind, RestartHistory
 
 LEADER_KEY = "leader"
 MEMBER_PREFIX = "member/"
 WORLD_KEY = "world"
 PART_PREFIX = "part/"
-#: Nodes of a part, about; a world of no more than this is in one part.
+#: Of each node: the place in a replica that the leader has allotted to it.
+PLACE_PREFIX = "place/"
+#: About the number of nodes in a part; a world of up to this many has one part.
 PART_NODES = 16
-#: How many nodes a world names as possible hosts of the embedded store.
-CANDIDATES = 16
-#: How many nodes are named where people are told of many.
-NAMED = 32
+#: The most failover candidates of the embedded store that a world lists.
+FAILOVER_CANDIDATES_LIMIT = 16
+#: The most nodes that a message for users names.
+LISTED_NAMES_LIMIT = 32
 
 Json = dict[str, Any]
 T = TypeVar("T")
 
 
 class Base(NamedTuple):
-    """The version that a generation of scripts that keep their state began from: what older
-    generations did beyond it is void. Nodes outside its world learn it from the leader."""
+    """The version that a generation with kept state started from: work of older generations beyond
+    it is void. Nodes outside its world learn it from the leader."""
 
     generation: int
     #: The version: the generation that wrote it, and its step.
@@ -57,65 +60,72 @@ class Member:
     """An agent's record of its node. Only that agent writes it."""
 
     node: str
-    #: For people: host name, and a number where several agents share a host.
+    #: Name for users: the host name, and a number if several agents share a host.
     name: str
-    #: Where other nodes reach this one.
+    #: The address where other nodes reach this one.
     addr: str
     nproc: int
     role: str = "default"
-    #: `host:port` at which this agent takes connections of other agents.
+    #: `host:port` of this agent's listener.
     peer: str = ""
-    #: The place asked for in a static rendezvous.
+    #: The node rank requested in a static rendezvous.
     node_rank: int | None = None
-    #: The digest of its `Agreement`.
+    #: The digest of its `JobSettings`.
     agreement: str = ""
-    #: `host:port` of a store nobody has used yet, offered for the next generation.
+    #: `host:port` of an unused store, offered for the next generation.
     store: str = ""
-    #: The token that it reads at the witness; empty: it has none, or cannot reach it.
+    #: The token that it reads from the witness; empty: it has no witness, or cannot reach it.
     witness: str = ""
-    #: Whether workers could start at once; newcomers are admitted only then.
+    #: Whether workers could start at once; a newcomer joins no world before that.
     ready: bool = False
-    #: Why this node does not get ready before its user or time mends it; empty while it may.
+    #: Why this node cannot get ready without a fix by its user; empty if it can.
     unfit: str = ""
-    #: Nodes to which this one's connections have ended, or that are silent there.
+    #: Nodes that this one suspects: their connections ended, or they are silent.
     doubts: tuple[str, ...] = ()
     #: The newest generation that this node has seen running.
     accepted: int = -1
-    #: No worker of this generation or an older one is left here.
+    #: No worker of this or an older generation is left on this node.
     gone: int = -1
-    #: The generation in which every worker here succeeded.
+    #: The generation in which every worker of this node succeeded.
     done: int = -1
-    #: The highest step a worker here has reported.
+    #: The highest step that a worker of this node has reported.
     step: int = -1
-    #: The newest generation in which a worker here has taken a step.
+    #: The newest generation in which a worker of this node has taken a step.
     trained: int = -1
-    #: The newest generation whose state is in memory here; -1: none is.
+    #: The newest generation whose state is in memory on this node; -1: none.
     holds: int = -1
-    #: What the newest generation began from whose workers here have restored what is kept.
+    #: The base of the newest generation whose workers have restored their kept state here.
     base: Base | None = None
-    #: What went wrong here in the current generation, first thing first.
+    #: Failures on this node in the current generation, in order.
     failures: tuple[Failure, ...] = ()
-    #: Its agent has just been started, in the place of one that ended.
+    #: Its agent has just been restarted.
     resumed: bool = False
-    #: Announced departure; the signal or reason, empty while staying.
+    #: The reason or signal of an announced leave; empty while the node stays.
     leaving: str = ""
-    #: The workers here outlive their generation (`torchelastic.train`). What follows is about such.
+    #: The workers are in-process: they outlive their generation (`torchelastic.train`). The fields
+    #: below are about in-process workers.
     resident: bool = False
     #: Local ranks of the workers that are in a world or could enter one.
     standing: tuple[int, ...] = ()
-    #: How many workers are on their way there.
+    #: The number of workers that are starting.
     starting: int = 0
-    #: The generation whose workers here have been asked for their step, and enter no other one;
-    #: the largest step they have entered.
+    #: The generation whose workers are paused: they have reported the step they entered, and enter
+    #: no other; and the largest of these steps.
     paused: int = -1
     entered: int = -1
-    #: The generation in which a worker here has come to the end of its data, and after how many
-    #: committed steps.
+    #: The generation in which a worker of this node has reached the end of its data, and the number
+    #: of steps committed by then.
     finished: int = -1
     finished_after: int = -1
+    #: The number of workers in the mesh that its workers made (`torchelastic.mesh`); 0: none.
+    replica: int = 0
+    #: The place of this node in its replica, if a replica spans nodes; -1: it has none yet.
+    place: int = -1
+    #: Of a sharded model: the local ranks of standing workers without the state that `holds` names.
+    blank: tuple[int, ...] = ()
 
     def to_json(self) -> Json:
-        """Everything that differs from its default: records are sent often, and few fields do."""
+        """All fields that differ from their defaults: records are sent often, and few fields do."""
         made = {
             name: value
             for name, value in vars(self).items()
@@ -130,7 +140,7 @@ class Member:
         made = _known(cls, data)
         if "failures" in made:
             made["failures"] = _failures(made["failures"])
-        for name in ("standing", "doubts"):
+        for name in ("standing", "doubts", "blank"):
             if name in made:
                 made[name] = tuple(made[name])
         if "base" in made:
@@ -140,7 +150,7 @@ class Member:
 
 @cache
 def _defaults(cls: type) -> Json:
-    """The fields that are not sent at their default."""
+    """The defaults of a record's fields; a field is sent only if it differs."""
     made: Json = {}
     for item in dataclasses.fields(cls):
         if item.default is not dataclasses.MISSING:
@@ -159,25 +169,25 @@ class WorldNode(NamedTuple):
     node: str
     name: str
     addr: str
-    #: Its place in the order of nodes.
+    #: Its rank among the nodes.
     node_rank: int
-    #: Workers it has in the world.
+    #: The number of its workers in the world.
     nproc: int
     role: str
     #: Global rank of its first worker; the others follow.
     first_rank: int
     first_role_rank: int
-    #: Which of its workers are in the world; their ranks follow this order.
+    #: The local ranks of its workers in the world; their global ranks follow this order.
     local_ranks: tuple[int, ...]
-    #: `host:port` at which its agent takes connections of other agents.
+    #: `host:port` of its agent's listener.
     peer: str = ""
-    #: It was not in the last world of the job that has trained.
+    #: It was not in the job's last world that trained.
     new: bool = False
 
     @classmethod
     def from_json(cls, data: Sequence[Any]) -> WorldNode:
-        """Read the JSON list: every node is sent many of them, and field names would be most of it.
-        A newer peer may append fields."""
+        """Read the JSON list, which needs no field names: every node receives many of them. A newer
+        peer may append fields."""
         made = [*data[: len(cls._fields)]]
         made[_LOCAL_RANKS] = tuple(made[_LOCAL_RANKS])
         return cls(*made)
@@ -199,75 +209,79 @@ class Candidate(NamedTuple):
 class World:
     """The leader's decision: the generation, its nodes, and its phase.
 
-    `nodes` may list only a part of them; `size`, `count` and `roles` are of all. Made for a list of
-    nodes by `with_nodes`, which keeps the two consistent.
+    `nodes` may list only some of the nodes; `size`, `count` and `roles` are totals of all. Use
+    `with_nodes` to change the list: it keeps them consistent.
     """
 
     generation: int
-    #: The first node of the first world: tells one start of a job from the next, whose generations
-    #: begin anew.
+    #: The first node of the first world: it distinguishes this start of the job from others, whose
+    #: generations also count from 0.
     start: str = ""
-    #: `waiting` for nodes; `agreeing` (taken up, and not to be begun before a majority has it);
-    #: `running`; `pausing` (resident workers are asked for their step); `over`
-    #: (workers are being stopped); `closed` (job ended).
+    #: `waiting` for nodes; `agreeing` (published, but it does not start before a majority has
+    #: confirmed it); `running`; `pausing` (in-process workers report their step); `over` (workers
+    #: are being stopped); `closed` (the job has ended).
     phase: Literal["waiting", "agreeing", "running", "pausing", "over", "closed"]
-    #: The nodes this holder knows the places of, in the order of ranks.
+    #: The nodes whose places this holder knows, by rank.
     nodes: tuple[WorldNode, ...] = ()
-    #: Workers in the world, nodes in it, and workers of each role.
+    #: The number of workers, of nodes, and of workers of each role.
     size: int = 0
     count: int = 0
     roles: Mapping[str, int] = field(default_factory=dict)
-    #: In how many parts the list of nodes is stored, and what tells one list from another.
+    #: The number of parts that the list of nodes is stored in, and the digest of the list.
     shards: int = 1
     digest: str = ""
-    #: The nodes that may host the embedded store, in their order, and where their agents are
-    #: reached; the one that does host it, and how often that has changed.
+    #: The failover candidates of the embedded store, in order, and their agents' addresses; its
+    #: current host; and the host's term.
     heirs: Mapping[str, str] = field(default_factory=dict)
     host: str = ""
     term: int = 0
-    #: The token of the witness, where that has a vote in what follows.
+    #: The token of the witness if it has a vote on the next world.
     witness: str = ""
     #: `host:port` of the store made for this generation alone.
     store: str = ""
-    #: What ended it, once it is over.
+    #: The kind of its end, once it is over.
     ending: Kind | None = None
-    #: The node, if any leaves, that puts the state of the generation that was over last into
-    #: storage before it goes: one of those that leave, not all at once.
+    #: The leaving node, if any, that writes the state of the last ended generation to storage
+    #: before it goes: only one of them does.
     saver: str = ""
-    #: What the newest generation began from that a member has told of.
+    #: The base of the newest generation, as far as members have reported it.
     base: Base | None = None
-    #: Why the world is as it is, in a sentence.
+    #: Why the world is in this phase, in a sentence.
     reason: str = ""
-    #: What the job has spent on restarts, up to and including this generation.
-    ledger: RestartLedger = field(default_factory=RestartLedger)
-    #: The first failure of the last generation that failed, and those that fell because of it.
+    #: The restarts that the job has used, including this generation's (a stored name).
+    ledger: RestartHistory = field(default_factory=RestartHistory)
+    #: The first failure of the last failed generation, and its consequences.
     cause: Failure | None = None
     consequences: tuple[Failure, ...] = ()
-    #: Its workers outlive it: they are told of the next world instead of being stopped.
+    #: Its workers are in-process: they enter the next world instead of being stopped.
     resident: bool = False
-    #: The step that the workers of the last generation run through before they enter this one, or,
-    #: of a world that is over, before they stop; None: they stop at once. In a world that is over
-    #: because the training is done: the last step of it.
+    #: The step that the workers of the last generation run through before they enter this one or,
+    #: in a world that is over, before they stop; None: they stop at once. If the training is done:
+    #: its last step.
     after: int | None = None
-    #: Nodes of the last generation that have no place in this one, but run through that step, too.
-    #: In parts, as the nodes are.
+    #: Nodes that are not in this generation, but run through that step too, as they were in the
+    #: last one. Stored in parts, as the nodes are.
     handing_over: tuple[str, ...] = ()
-    #: Names of nodes that are there without a place, and of nodes of the last world that are not
-    #: there: the first ones, and how many there are.
+    #: The first names, and the number, of members without a place, and of missing nodes of the last
+    #: world.
     spares: tuple[str, ...] = ()
     spare_count: int = 0
     missing: tuple[str, ...] = ()
     missing_count: int = 0
-    #: Nodes that have failed lately, some of which are held out of the next worlds.
-    held: Held = ()
+    #: Nodes that have failed recently; some of them are held out of the next worlds.
+    held: HeldOutNodes = ()
     #: An earlier world of the job has trained.
     proven: bool = False
-    #: Of one that waits: how many seconds it still did when this was said; None: any time.
+    #: In phase waiting: the seconds until the job gives up, at the time of publication; None: it
+    #: never does.
     patience: float | None = None
-    #: Of one that waits: enough nodes are there, and only get ready.
+    #: In phase waiting: enough nodes have joined, but are not ready.
     enough: bool = False
-    #: Exit code every agent ends with once closed.
+    #: The exit code of every agent once the job is closed.
     exitcode: int = 0
+    #: The number of workers in a replica: rank r is in replica r // replica, and its coordinate
+    #: there is r % replica. 0: the model is not sharded.
+    replica: int = 0
 
     # --- places ----------------------------------------------------------------------------------
 
@@ -298,50 +312,49 @@ class World:
 
     @property
     def is_under_way(self) -> bool:
-        """Return whether its workers run, or are about to."""
+        """Return whether its workers run or are about to start."""
         return self.phase in ("agreeing", "running", "pausing")
 
     @property
     def has_ended(self) -> bool:
-        """Return whether no worker of it may be left: it is over, or was, and the job waits for
-        nodes.
+        """Return whether its workers must be gone: it is over, or was before the job started to
+        wait for nodes.
 
-        The world in which a job begins to wait has no nodes, and the number of the first real one.
+        The world in which a new job waits has no nodes, and the number of the first real one.
         """
         return self.phase == "over" or (self.phase == "waiting" and self.count > 0)
 
     def has_ended_for(self, node: str) -> bool:
-        """Return whether the leader waits for a node to report that no worker of it is left
-        there."""
+        """Return whether the leader waits for a node to report that its workers are gone."""
         return self.has_ended and (self.phase == "over" or self.place(node) is not None)
 
     def steps_without(self, host: str) -> bool:
-        """Return whether one node trains alone and its host does not: it needs nobody for a step,
-        so the host continues without it only when its lease has ended. A refused connection proves
-        nothing."""
+        """Return whether one node trains alone, without its host. It can step without any other
+        node, so the host continues without it only after its lease has ended; a refused connection
+        proves nothing."""
         return self.count == 1 and self.place(host) is None
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """The failover candidates, one by one."""
+        """The failover candidates, in order."""
         return tuple(Candidate(*pair) for pair in self.heirs.items())
 
     def role_size(self, role: str) -> int:
-        """Workers with this role."""
+        """The number of workers with this role."""
         return self.roles.get(role, 0)
 
     # --- another one -----------------------------------------------------------------------------
 
     def without(self, node: str) -> World:
-        """The world as seen by a node that was dropped, and has rejoined since it began."""
+        """The world for a node that was dropped and has rejoined since its start: it is over."""
         if self.place(node) is None or self.phase not in ("running", "pausing"):
             return self
         reason = "the rendezvous dropped this node"
         return replace(self, phase="over", after=None, ending="node-failure", reason=reason)
 
     def with_nodes(self, nodes: Iterable[WorldNode], handing_over: Iterable[str] = ()) -> World:
-        """The same world with all these nodes; totals are counted anew. The host stays a failover
-        candidate: it has a vote, in the world or not."""
+        """The same world with these nodes, and its totals. The host stays a failover candidate: it
+        has a vote, in the world or not."""
         nodes, handing_over = tuple(nodes), tuple(handing_over)
         host = {self.host: self.heirs[self.host]} if self.host in self.heirs else {}
         roles: dict[str, int] = {}
@@ -360,13 +373,13 @@ class World:
         )
 
     def in_parts(self, most: int) -> World:
-        """The same world in at most this many parts, however large they become."""
+        """The same world in at most this many parts, of any size."""
         return replace(self, shards=min(self.shards, most))
 
     # --- as JSON ---------------------------------------------------------------------------------
 
     def to_json(self) -> Json:
-        """The world as this holder has it, the nodes included."""
+        """The world, with the nodes that this holder knows."""
         return {
             **self.summary(),
             "nodes": list(self.nodes),
@@ -375,8 +388,8 @@ class World:
         }
 
     def summary(self) -> Json:
-        """Everything but the list of nodes: sent to every node in every phase, with a size that
-        does not grow with them. Default values are left out."""
+        """Everything but the list of nodes: its size does not grow with them, and every node
+        receives it in every phase. Default values are left out."""
         made = {
             name: getattr(self, name)
             for name in _names(World)
@@ -391,7 +404,7 @@ class World:
         return made
 
     def parts(self) -> dict[str, Json]:
-        """The list of nodes in parts, by key; of a world that lists all of its nodes."""
+        """The list of nodes in parts, by key; the world must list all of its nodes."""
         parts: dict[str, Json] = {
             _key(index): {
                 "generation": self.generation,
@@ -426,7 +439,7 @@ class World:
         return world.with_parts([part for part in parts if world.owns(part)])
 
     def with_list_of(self, other: World) -> World:
-        """The same world with the nodes that another phase of it has."""
+        """The same world with the list of nodes of another of its phases."""
         return replace(
             self,
             nodes=other.nodes,
@@ -445,7 +458,7 @@ class World:
         )
 
     def has_list_of(self, other: World) -> bool:
-        """Return whether every node has the same place there: another phase of the same
+        """Return whether the other world has the same list: another phase of the same
         generation."""
         return (self.generation, self.digest) == (other.generation, other.digest)
 
@@ -455,8 +468,7 @@ class World:
 
 
 def addresses_in(parts: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """The nodes of these parts, and the addresses of their agents: of thousands of places, only
-    what is needed is made."""
+    """The nodes of these parts and their agents' addresses, without parsing thousands of places."""
     return {place[_NODE]: place[_PEER] for part in parts for place in part["nodes"]}
 
 
@@ -467,11 +479,11 @@ def _failures(items: Iterable[Json]) -> tuple[Failure, ...]:
 _WORLD_DEFAULTS = _defaults(World)
 #: Fields of a world that are stored apart from its summary.
 _IN_PARTS = frozenset({"nodes", "handing_over", "heirs"})
-#: The fields of a world that JSON gives otherwise than they are kept.
+#: Converters of the fields whose JSON form differs.
 _FROM_JSON: dict[str, Callable[[Any], Any]] = {
     "nodes": lambda items: tuple(WorldNode.from_json(item) for item in items),
     "handing_over": tuple,
-    "ledger": lambda data: RestartLedger(**_known(RestartLedger, data)),
+    "ledger": lambda data: RestartHistory(**_known(RestartHistory, data)),
     "base": Base.from_json,
     "cause": Failure.from_json,
     "consequences": _failures,
@@ -482,10 +494,13 @@ _FROM_JSON: dict[str, Callable[[Any], Any]] = {
 
 
 def _spread(nodes: Sequence[WorldNode]) -> list[WorldNode]:
-    """A few nodes from all over the list, in order: neighbours in it often share a rack."""
-    if len(nodes) <= CANDIDATES:
+    """A few nodes from across the list, in order: neighbours often share a rack."""
+    if len(nodes) <= FAILOVER_CANDIDATES_LIMIT:
         return list(nodes)
-    return [nodes[index * len(nodes) // CANDIDATES] for index in range(CANDIDATES)]
+    return [
+        nodes[index * len(nodes) // FAILOVER_CANDIDATES_LIMIT]
+        for index in range(FAILOVER_CANDIDATES_LIMIT)
+    ]
 
 
 def shards_for(count: int) -> int:
@@ -501,17 +516,17 @@ def shards_for(count: int) -> int:
 
 
 def part_key(node: str, shards: int) -> str:
-    """The key of the part that a node's place is in, if it has one."""
+    """The key of the part for a node."""
     return _key(zlib.crc32(node.encode()) % shards)
 
 
 def _key(index: int) -> str:
-    # Of one length, so that no key is the beginning of another: reading `part/1` reads one part.
+    # All of one length, so that no key is a prefix of another: reading `part/1` reads one part.
     return f"{PART_PREFIX}{index:05d}"
 
 
 def _digest(nodes: Sequence[WorldNode], handing_over: Sequence[str]) -> str:
-    """A digest that identifies a list of places; empty for an empty one."""
+    """The digest of a list of places; empty for an empty list."""
     if not nodes and not handing_over:
         return ""
     lines = [f"{node.node} {node.first_rank} {node.local_ranks}" for node in nodes]
@@ -519,7 +534,7 @@ def _digest(nodes: Sequence[WorldNode], handing_over: Sequence[str]) -> str:
 
 
 def _made(cls: type[T], values: Json) -> T:
-    """Make a record like the constructor, without setting each of its many fields separately:
+    """Make a record as the constructor does, but without setting its many fields one by one:
     thousands are read when a world changes."""
     record: type = cls
     if missing := _required(record) - values.keys():

@@ -21,7 +21,7 @@ JOB = "job-1"
 #: A failed test ends by this, never by hanging.
 LIMIT = 30.0
 #: The same few examples whenever the suite runs; others, and more of them, in a soak.
-a_few_examples = hypothesis.settings(max_examples=40 * SOAK, derandomize=SOAK == 1)
+a_few_examples = hypothesis.settings(max_examples=40 * SOAK)
 
 
 def run(story: Coroutine[Any, Any, None]) -> None:

@@ -8,7 +8,7 @@ To keep the number of states down, things happen together that nobody can tell a
 * a node that votes, asks for votes or finds another host has lost its host just before;
 * a step is made as soon as all nodes of a world run it: that only helps to find a violation;
 * what only ever makes more possible happens as soon as it can: a candidate counts its votes, its
-  voters hear that it won, a host finds its world settled, and its followers hear that and begin.
+  voters hear that it won, a host finds its world confirmed, and its followers hear that and begin.
   All conditions are monotone in what was heard, and whoever waits could do no more than then.
 A crash is a pause without end, but for its workers; it is a move only where that matters. An agent
 that restarts has no workers, no host, and of its memory what it had written down before it last
@@ -102,7 +102,7 @@ class Record(NamedTuple):
 
 
 class Published(NamedTuple):
-    """A world as a host has shown it; shown again when it is settled."""
+    """A world as a host has shown it; shown again when it is confirmed."""
 
     term: int
     host: str
@@ -180,8 +180,8 @@ class Options(NamedTuple):
     leavers_stop: bool = True
     #: On: who leaves says so before its workers have stopped. It need not take up what follows.
     leavers_announce: bool = False
-    #: Off: workers begin at once in a world that does not settle itself.
-    waits_until_settled: bool = True
+    #: Off: workers begin at once in a world that does not confirm itself.
+    waits_until_confirmed: bool = True
     #: Off: who has not taken up the last world agrees to the next one, too.
     agree_to_what_they_have: bool = True
     #: Off: a host that does not train goes on without the only node that does, and may still do.
@@ -292,9 +292,9 @@ class Model:
                 yield (term,)
 
     def _ask(self, state: State, node: Node, term: int) -> State:
-        is_settled = not majority.settled(node.roll, self._wishes(state)).before
+        is_confirmed = not majority.confirmed(node.roll, self._wishes(state)).before
         generation = node.roll.generation
-        ours = Candidacy(term, node.name, generation, binding=True, settled=is_settled)
+        ours = Candidacy(term, node.name, generation, binding=True, confirmed=is_confirmed)
         state = state._replace(asked=state.asked | {ours}, elections=state.elections + 1)
         return self._voting(state, node, ours)
 
@@ -330,7 +330,7 @@ class Model:
     def _voting(self, state: State, node: Node, asked: Candidacy) -> State:
         """Lose the host, stop the workers, and only then vote."""
         elector = majority.voted(without_host(node.elector), asked)
-        is_told = asked.settled and asked.generation == node.roll.generation
+        is_told = asked.confirmed and asked.generation == node.roll.generation
         roll = replace(node.roll, before=()) if is_told else node.roll
         voted = self._stopping(node)._replace(elector=elector, roll=roll)
         voted = self._writing(state, voted, self.options.writes_votes)
@@ -372,7 +372,7 @@ class Model:
         term = node.elector.term
         if any(other == term for other, _ in state.hosts) and not self.options.may_split:
             raise Violation(f"two hosts of term {term}")
-        roll = majority.settled(node.roll, self._votes(state, node))
+        roll = majority.confirmed(node.roll, self._votes(state, node))
         elector = majority.following(node.elector, term, node.name)
         host = node._replace(elector=elector, roll=roll)
         host = self._writing(state, host, self.options.writes_votes)
@@ -410,7 +410,7 @@ class Model:
             roll, votes = node.roll, self._agree(state, node)
         elif node.choice not in state.hosts:
             votes = set(self._votes(state, node))
-            roll = majority.settled(node.roll, self._votes(state, node))
+            roll = majority.confirmed(node.roll, self._votes(state, node))
         else:
             return
         if node.name not in node.roll.latest.nodes:
@@ -578,8 +578,8 @@ class Model:
             witness=self.options.witness and majority.may_tie(nodes, node.name),
             held=self._claimed(state, node),
         )
-        roll = majority.settled(roll, {}, gone)
-        begins = majority.settles_itself(roll, gone) or not self.options.waits_until_settled
+        roll = majority.confirmed(roll, {}, gone)
+        begins = majority.confirms_itself(roll, gone) or not self.options.waits_until_confirmed
         world = (generation, Electorate(frozenset(nodes), node.name))
         shown = Published(term, node.name, roll, world, begins)
         if self.options.waits_for_lease and self.options.quorum:
@@ -653,19 +653,19 @@ class Model:
     # --- what follows at once --------------------------------------------------------------------
 
     def _spread(self, state: State, session: tuple[int, str] | None) -> State:
-        """The host of a session finds its world settled, and those who follow it hear of it."""
+        """The host of a session finds its world confirmed, and those who follow it hear of it."""
         if session is None:
             return state
         host = state.node(session[1])
         if host.session == session and not host.crashed:
-            state = self._settle(state, host)
+            state = self._note_confirmed(state, host)
         shown = [one for one in state.published if (one.term, one.host) == session]
         for node in state.nodes:
             if node.session == session and not node.crashed:
                 state = self._hear(state, node, shown)
         return state
 
-    def _settle(self, state: State, host: Node) -> State:
+    def _note_confirmed(self, state: State, host: Node) -> State:
         if not host.roll.before:
             return state
         accepted = {
@@ -674,7 +674,7 @@ class Model:
             if (record.term, record.host) == host.session
             and record.generation == host.roll.generation
         }
-        roll = majority.settled(host.roll, accepted, self._departing(state, host))
+        roll = majority.confirmed(host.roll, accepted, self._departing(state, host))
         state = state.having(host._replace(roll=roll))
         if roll.before or roll.generation < majority.first_generation(host.elector.term):
             return state

@@ -17,7 +17,7 @@ from tests.unit.rendezvous.majority_model import (
 )
 from torchelastic.rendezvous import majority
 from torchelastic.rendezvous.embedded.election import Poll
-from torchelastic.rendezvous.embedded.failover_state import Holding
+from torchelastic.rendezvous.embedded.failover_state import FailoverState
 from torchelastic.rendezvous.majority import Candidacy
 
 
@@ -34,7 +34,7 @@ def search(model: Model, first: State, *, states: int) -> Explored:
     """
     kinds = [kind for kind in model.kinds if kind != "loses"]
     seen, edge = {hash(first)}, [(first, ())]
-    while edge and len(seen) < states:
+    while edge:
         beyond = []
         for state, way in edge:
             for move in model.moves(state, kinds):
@@ -43,8 +43,10 @@ def search(model: Model, first: State, *, states: int) -> Explored:
                 if (mark := hash(after)) not in seen:
                     seen.add(mark)
                     beyond.append((after, (way, move)))
+            if len(seen) >= states:
+                return Explored(len(seen), is_all=False)
         edge = beyond
-    return Explored(len(seen), not edge)
+    return Explored(len(seen), is_all=True)
 
 
 def _explained(model: Model, state: State, move: Move, way: Any) -> State:
@@ -133,7 +135,7 @@ def calm_down(model: Model, state: State, group: Iterable[str], rounds: int = 50
 
 def _act(model: Model, state: State, node: Node, there: frozenset[str]) -> State:
     if node.is_host:
-        return _reign(model, state, node, there)
+        return _host(model, state, node, there)
     if node.session is not None:
         return _serve(model, state, node, there)
     hosts = [
@@ -152,13 +154,13 @@ def _act(model: Model, state: State, node: Node, there: frozenset[str]) -> State
 
 
 def _would_follow(node: Node, host: Node) -> bool:
-    poll = Poll(without_host(node.elector), Holding(), places=())
+    poll = Poll(without_host(node.elector), FailoverState(), places=())
     return poll.may_follow(host.elector.term, host.roll.generation)
 
 
-def _reign(model: Model, state: State, host: Node, there: frozenset[str]) -> State:
+def _host(model: Model, state: State, host: Node, there: frozenset[str]) -> State:
     terms = [state.node(name).elector.term for name in there]
-    if any(majority.must_yield(host.elector.term, term) for term in terms):
+    if any(majority.must_step_down(host.elector.term, term) for term in terms):
         return model.after(state, Move("loses", host.name))
     nodes = tuple(sorted(node.name for node in _followers(state, host, there)))
     if not _wants_another(state, host, there):
@@ -218,7 +220,7 @@ def _run_for_election(model: Model, state: State, node: Node, there: frozenset[s
     ]
     votes = {other.name: other.elector.generation for other in willing}
     votes |= dict.fromkeys(model.taken_for_dead(state, node), -1)
-    roll = majority.settled(node.roll, votes)
+    roll = majority.confirmed(node.roll, votes)
     missing = majority.to_claim(roll.electorates, votes)
     if missing is None or {vote for vote, *_ in state.claims} & set(missing):
         return state

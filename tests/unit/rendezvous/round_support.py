@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchelastic.events.failure import Failure
-from torchelastic.rendezvous import in_process_round, round_state
+from torchelastic.rendezvous import round_state
+from torchelastic.rendezvous.decide import decide
 from torchelastic.rendezvous.round_state import RoundRules, RoundState
 from torchelastic.rendezvous.world import Member, World
 
@@ -56,7 +57,7 @@ class Job:
 
     def settle(self) -> None:
         for _ in range(10):
-            decision = in_process_round.decide(self.rules, self.state, self.now)
+            decision = decide(self.rules, self.state, self.now)
             self.wake_at, self.claims = decision.wake_at, decision.claims
             if decision.world is None:
                 return

@@ -10,7 +10,12 @@ from tests.unit.rendezvous.round_support import Job, failure
 from torchelastic.config import WorldSizes
 from torchelastic.errors import EXIT_NOT_ENOUGH_NODES
 from torchelastic.rendezvous import round_state
-from torchelastic.rendezvous.forming import SAY_CHANGES, SAY_EVERY, WARM_UP_PATIENCE, limit
+from torchelastic.rendezvous.forming import (
+    CHANGE_INTERVAL,
+    REPEAT_INTERVAL,
+    WARM_UP_TIMEOUT,
+    time_limit,
+)
 
 
 def test_complete_at_once_when_max_is_there():
@@ -44,13 +49,13 @@ def test_a_member_that_warms_up_is_waited_for():
     job = Job("1:3")
     job.come("a")
     job.come("b", ready=False)
-    job.wait(WARM_UP_PATIENCE / 2)
+    job.wait(WARM_UP_TIMEOUT / 2)
     assert job.world.phase == "waiting"
     never = copy.deepcopy(job)
     job.say("b", ready=True)
     job.wait(1.0)
     assert job.names == ["a", "b"]
-    never.wait(WARM_UP_PATIENCE / 2 + 1)
+    never.wait(WARM_UP_TIMEOUT / 2 + 1)
     assert never.names == ["a"]
 
 
@@ -66,7 +71,7 @@ def test_below_min_the_job_waits_and_says_so_every_minute():
     job = Job("2:2", wait_for_nodes=0)
     job.come("a")
     assert job.world.reason == "waiting for nodes: 1 of at least 2 joined"
-    job.wait(3 * SAY_EVERY + 1)
+    job.wait(3 * REPEAT_INTERVAL + 1)
     assert [world.phase for world in job.worlds] == ["waiting"] * 4
 
 
@@ -77,16 +82,16 @@ def test_who_comes_while_the_job_waits_is_told_soon_but_not_one_by_one():
     job.come("b")
     job.come("c")
     assert job.world.reason.startswith("waiting for nodes: 1 of at least 4 joined")
-    job.wait(SAY_CHANGES)
+    job.wait(CHANGE_INTERVAL)
     assert job.world.reason.startswith("waiting for nodes: 3 of at least 4 joined")
     assert len(job.worlds) == 2
     assert job.world.patience == pytest.approx(95, abs=1)
-    assert job.world.reason.endswith(limit(job.world.patience))
+    assert job.world.reason.endswith(time_limit(job.world.patience))
     job.come("d")
     assert (job.world.phase, job.world.patience) == ("running", None)
 
 
-def test_that_enough_are_there_or_not_any_more_is_told_at_once():
+def test_enough_nodes_and_too_few_again_are_reported_at_once():
     job = Job("2:2", wait_for_nodes=100)
     job.come("a", ready=False)
     assert not job.world.enough

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.rendezvous.round_support import Job, failure, running
 from torchelastic.config import WorldSizes
 from torchelastic.rendezvous import held_out, round_state
-from torchelastic.rendezvous.held_out import ALLOWED, FIRST, LONGEST, MOST
+from torchelastic.rendezvous.held_out import FAILURES_ALLOWED, FIRST_HOLD, LONGEST_HOLD, NODES_LIMIT
 from torchelastic.rendezvous.world import World
 
 
@@ -48,29 +48,29 @@ def test_a_hold_doubles_up_to_a_limit_and_is_remembered_when_it_is_over():
         seconds.append(held[0].seconds)
         held = held_out.end_all_but(held, [])
         assert held[0].seconds == 0
-    assert seconds[:3] == [FIRST, 2 * FIRST, 4 * FIRST]
-    assert seconds[-1] == LONGEST
+    assert seconds[:3] == [FIRST_HOLD, 2 * FIRST_HOLD, 4 * FIRST_HOLD]
+    assert seconds[-1] == LONGEST_HOLD
     assert held_out.forget(held, ["b"]) == ()
 
 
 def test_a_node_that_keeps_failing_is_held_out_from_the_third_time_on():
     held = ()
-    for times in range(1, ALLOWED + 3):
+    for times in range(1, FAILURES_ALLOWED + 3):
         held = held_out.note_failure(held, "b", "b", "lost")
         assert held[0].times == times
-        assert bool(held[0].seconds) == (times > ALLOWED)
+        assert bool(held[0].seconds) == (times > FAILURES_ALLOWED)
 
 
 def test_the_list_stays_short_and_running_holds_are_not_dropped_for_others():
     held = ()
-    for number in range(MOST + 5):
+    for number in range(NODES_LIMIT + 5):
         held = held_out.note_failure(held, f"n{number}", "n", "lost")
-    assert len(held) < MOST
+    assert len(held) < NODES_LIMIT
     held = ()
-    for number in range(MOST):
+    for number in range(NODES_LIMIT):
         held = held_out.hold(held, f"n{number}", "n", "why")
     assert held_out.hold(held, "more", "more", "why") == held
-    assert len(held_out.hold(held, "n3", "n", "why")) == MOST
+    assert len(held_out.hold(held, "n3", "n", "why")) == NODES_LIMIT
 
 
 def test_the_list_travels_in_the_world():
@@ -84,8 +84,8 @@ def test_a_newcomer_that_is_held_out_comes_in_when_the_time_is_up():
     job = running("1:3", "ab")
     hold_out(job, "c")
     job.come("c")
-    job.wait(FIRST - 1)
-    assert (job.world.phase, job.wake_at) == ("running", pytest.approx(1.0 + FIRST))
+    job.wait(FIRST_HOLD - 1)
+    assert (job.world.phase, job.wake_at) == ("running", pytest.approx(1.0 + FIRST_HOLD))
     job.wait(1)
     assert (job.world.phase, job.world.reason) == ("over", "c joins")
     job.all_gone()
@@ -96,10 +96,10 @@ def test_a_newcomer_that_is_held_out_comes_in_when_the_time_is_up():
 def test_it_is_a_spare_of_every_world_meanwhile():
     job = running("1:3", "abc")
     hold_out(job, "c")
-    job.wait(FIRST - 1)
+    job.wait(FIRST_HOLD - 1)
     end(job)
     assert (job.names, job.world.spares) == (["a", "b"], ("c",))
-    assert job.world.held[0].seconds == FIRST
+    assert job.world.held[0].seconds == FIRST_HOLD
     job.wait(1)
     assert job.world.phase == "over", "the hold went on"
     job.all_gone()
@@ -187,7 +187,7 @@ def test_a_newcomer_that_alone_has_the_newest_state_is_tried_again_within_the_bu
 
 def test_a_node_that_keeps_being_lost_is_not_held_out_while_it_alone_has_the_state():
     job = running("1:3", "abc")
-    for holds_too, names in ((-1, "abc"),) * (ALLOWED + 1) + ((3, "ab"),):
+    for holds_too, names in ((-1, "abc"),) * (FAILURES_ALLOWED + 1) + ((3, "ab"),):
         job.say("a", holds=holds_too)
         job.die("c")
         job.come("c", holds=3)
@@ -197,7 +197,7 @@ def test_a_node_that_keeps_being_lost_is_not_held_out_while_it_alone_has_the_sta
 
 
 @pytest.mark.parametrize("why", ["unconnected", "unreachable", "no start", "no module"])
-def test_who_could_not_hand_over_the_state_is_held_out_all_the_same(why):
+def test_who_could_not_hand_over_the_state_is_held_out_anyway(why):
     job = running("1:3", "abc")
     job.say("c", holds=3)
     if why == "unconnected":
@@ -211,7 +211,7 @@ def test_who_could_not_hand_over_the_state_is_held_out_all_the_same(why):
     elif why == "no module":
         fail(job, "c", message="ModuleNotFoundError: No module named 'apex'")
     else:
-        for _ in range(ALLOWED + 1):
+        for _ in range(FAILURES_ALLOWED + 1):
             assert job.names == ["a", "b", "c"]
             fail(job, "c", message="ValueError: no")
     assert (job.names, out_of(job)) == (["a", "b"], {"c"})
@@ -221,13 +221,13 @@ def test_a_new_leader_begins_the_hold_again():
     job = running("1:3", "ab")
     hold_out(job, "c")
     job.come("c")
-    job.wait(FIRST - 1)
+    job.wait(FIRST_HOLD - 1)
     job.state = replace(
         round_state.taken_over(job.world, now=1000.0), members=job.state.members
     )  # another machine, another clock
     job.now = 1000.0
     job.settle()
-    job.wait(FIRST - 1)
+    job.wait(FIRST_HOLD - 1)
     assert job.world.phase == "running"
     job.wait(1)
     assert job.world.phase == "over"
@@ -239,7 +239,7 @@ def test_resident_workers_of_a_held_node_stand_by():
     job.wait(job.rules.settle)
     hold_out(job, "c")
     job.come("c", resident=True, standing=(0, 1))
-    job.wait(FIRST - 1)
+    job.wait(FIRST_HOLD - 1)
     assert job.world.phase == "running"
     job.wait(2)
     assert job.world.phase == "pausing"

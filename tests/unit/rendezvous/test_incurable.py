@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.unit.rendezvous.round_support import Job, failure, running
-from torchelastic.rendezvous.held_out import ALLOWED
+from torchelastic.rendezvous.held_out import FAILURES_ALLOWED
 from torchelastic.rendezvous.round_state import TRAINED_AFTER
 
 MISSING = "ModuleNotFoundError: No module named 'apex'"
@@ -37,7 +37,7 @@ def test_it_spends_nothing_of_what_the_others_have():
 def test_a_node_that_is_held_out_for_something_else_saves_nothing():
     """The one that lacks the module is needed."""
     job = running("2:3", "abc", max_restarts=0)
-    for _ in range(ALLOWED):
+    for _ in range(FAILURES_ALLOWED):
         job.die("c")
         job.all_gone()
         job.come("c")
@@ -54,7 +54,7 @@ def test_the_job_ends_when_the_next_node_lacks_it_too():
     job = running("1:3", "abc")
     fail(job, "b")
     fail(job, "a")
-    assert (job.world.phase, job.world.exitcode) == ("closed", 1)
+    assert (job.world.phase, job.world.exitcode) == ("closed", 64)
     assert job.world.reason.endswith("; a restart cannot fix this ModuleNotFoundError; giving up")
     assert job.world.cause.node == "a"
 

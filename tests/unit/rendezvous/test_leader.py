@@ -11,9 +11,9 @@ from dataclasses import replace
 from tests.unit.rendezvous.embedded_support import connected, serving, story
 from tests.unit.rendezvous.round_support import failure
 from torchelastic.clock import SystemClock
-from torchelastic.rendezvous.held_out import FIRST
-from torchelastic.rendezvous.job_settings import Agreement
-from torchelastic.rendezvous.leader import QUIET_LOOKS, ROLL_KEY, CheckpointPath, Leader
+from torchelastic.rendezvous.held_out import FIRST_HOLD
+from torchelastic.rendezvous.job_settings import JobSettings
+from torchelastic.rendezvous.leader import CHECKPOINT_QUIET_POLLS, ROLL_KEY, CheckpointPath, Leader
 from torchelastic.rendezvous.majority import Electorate, Roll
 from torchelastic.rendezvous.membership.failover import Failover
 from torchelastic.rendezvous.round_state import RoundRules
@@ -137,7 +137,7 @@ async def test_one_leads_and_its_successor_takes_the_world_up():
 @story
 async def test_a_leader_shows_its_terms_and_forms_no_world_with_a_node_of_others():
     rules = RoundRules(min_nodes=2, max_nodes=2)
-    ours, theirs = Agreement({"--nnodes": "2"}), Agreement({"--nnodes": "3"})
+    ours, theirs = JobSettings({"--nnodes": "2"}), JobSettings({"--nnodes": "3"})
     async with cluster(rules, "a", "b", "c", agreement=ours) as (a, b, c):
         await asyncio.wait_for(a.told.leads.wait(), DEADLINE)
         shown = await a.store.latest(LEADER_KEY)
@@ -209,7 +209,7 @@ async def test_a_leader_that_was_overtaken_publishes_nothing():
 
 
 @story
-async def test_a_slow_node_is_replaced_when_a_spare_is_there_and_else_that_is_said_once():
+async def test_a_slow_node_is_replaced_when_a_spare_is_there_and_else_that_is_reported_once():
     async with cluster(RoundRules(min_nodes=2, max_nodes=2), "a", "b", "c") as (a, b, c):
         await asyncio.wait_for(a.told.leads.wait(), DEADLINE)
         await a.say()
@@ -247,7 +247,7 @@ async def test_who_is_given_up_while_a_world_is_published_is_held_out_too(monkey
         while "b" not in a.told.lost:
             await asyncio.sleep(0.01)
         await a.say(gone=0, store="a:2")
-        assert [(one.name, one.seconds) for one in (await a.world(1)).held] == [("b", FIRST)]
+        assert [(one.name, one.seconds) for one in (await a.world(1)).held] == [("b", FIRST_HOLD)]
 
 
 def test_a_checkpoint_counts_once_it_is_written(tmp_path):
@@ -260,10 +260,10 @@ def test_a_checkpoint_counts_once_it_is_written(tmp_path):
     ]
     assert not any(path.written() for path in paths)
     with (directory / "last.pt").open("w") as file:
-        for _ in range(2 * QUIET_LOOKS):
+        for _ in range(2 * CHECKPOINT_QUIET_POLLS):
             print("weights", file=file, flush=True)
             assert not any(path.written() for path in paths)
-    looks = [[path.written() for path in paths] for _ in range(QUIET_LOOKS)]
+    looks = [[path.written() for path in paths] for _ in range(CHECKPOINT_QUIET_POLLS)]
     assert all(looks[-1])
 
 
@@ -273,7 +273,7 @@ def test_an_old_checkpoint_that_goes_is_no_new_one(tmp_path):
         os.utime(tmp_path / name, ns=(0, 1 if name == "old" else 2))
     path = CheckpointPath(str(tmp_path))
     (tmp_path / "old").unlink()
-    assert not any(path.written() for _ in range(2 * QUIET_LOOKS))
+    assert not any(path.written() for _ in range(2 * CHECKPOINT_QUIET_POLLS))
 
 
 def test_a_host_that_takes_a_world_over_knows_when_it_may_go_on():

@@ -8,14 +8,14 @@ import pytest
 
 from torchelastic.rendezvous import majority
 from torchelastic.rendezvous.majority import (
-    STAGGER,
+    CANDIDACY_STAGGER,
     Candidacy,
     Elector,
     Electorate,
     Roll,
+    confirmed,
     formed,
     refusal,
-    settled,
 )
 
 ABC = Electorate(frozenset("abc"), "a")
@@ -80,13 +80,13 @@ def test_a_world_of_an_even_electorate_may_have_a_witness():
     assert not majority.may_tie("ab", "c")
 
 
-def test_what_the_forming_host_has_claimed_settles_its_worlds_only():
+def test_what_the_forming_host_has_claimed_confirms_its_worlds_only():
     alone = formed(Roll(0, W0), 1, "a", "a", held={"after-0"})
-    assert settled(alone, {}).before == ()
-    assert majority.settles_itself(alone)
+    assert confirmed(alone, {}).before == ()
+    assert majority.confirms_itself(alone)
     later = formed(alone, 5, "b", "b")  # of a host of a later term
     assert [each.held for each in later.before] == [False, False]
-    assert settled(later, {}) == later
+    assert confirmed(later, {}) == later
     assert majority.from_json(majority.to_json(alone), 1, "a", "a") == alone
     assert formed(Roll(), 3, "ab", "a", witness=True).latest.witness == "after-3"
 
@@ -100,28 +100,28 @@ def test_all_who_must_agree_have_to():
 def test_those_before_have_a_say_until_a_majority_of_them_has_the_world():
     roll = formed(Roll(3, ABCD), 4, "abe", "a")
     assert roll.electorates == (ABCD, Electorate(frozenset("abe"), "a"))
-    assert settled(roll, {"a": 4, "b": 4}) == roll
-    assert settled(roll, {"a": 4, "b": 4, "e": 4}) == roll
-    assert settled(roll, {"a": 4, "b": 4, "c": 4}).electorates == (roll.latest,)
+    assert confirmed(roll, {"a": 4, "b": 4}) == roll
+    assert confirmed(roll, {"a": 4, "b": 4, "e": 4}) == roll
+    assert confirmed(roll, {"a": 4, "b": 4, "c": 4}).electorates == (roll.latest,)
 
 
-def test_its_host_has_a_world_by_forming_it_and_a_goodbye_settles_too():
-    assert settled(formed(Roll(3, ABC), 4, "ab", "a"), {"b": 4}).before == ()
-    assert settled(formed(Roll(0, AB), 1, "abc", "a"), {}).before == ()
-    assert settled(formed(Roll(3, ABC), 4, "a", "a"), {}, gone="b").before == ()
+def test_its_host_has_a_world_by_forming_it_and_a_goodbye_confirms_too():
+    assert confirmed(formed(Roll(3, ABC), 4, "ab", "a"), {"b": 4}).before == ()
+    assert confirmed(formed(Roll(0, AB), 1, "abc", "a"), {}).before == ()
+    assert confirmed(formed(Roll(3, ABC), 4, "a", "a"), {}, gone="b").before == ()
 
 
 def test_who_has_another_world_has_not_taken_this_one_up():
     """A newer number is that of another host's world: its holder may never have seen this one."""
     roll = formed(Roll(3, ABC), 4, "ab", "a")
-    assert settled(roll, {"b": 3, "c": 7}) == roll
+    assert confirmed(roll, {"b": 3, "c": 7}) == roll
 
 
 def test_worlds_that_nobody_took_up_add_up():
     roll = formed(formed(Roll(3, ABC), 4, "ab", "a"), 5, "abd", "a")
     assert len(roll.electorates) == 3
-    assert settled(roll, {"a": 5}) == roll
-    assert settled(roll, {"a": 5, "b": 5}).electorates == (roll.latest,)
+    assert confirmed(roll, {"a": 5}) == roll
+    assert confirmed(roll, {"a": 5, "b": 5}).electorates == (roll.latest,)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,9 @@ def test_worlds_that_nobody_took_up_add_up():
     [("abc", "", True), ("ab", "", True), ("bc", "", True), ("b", "", True), ("ade", "", False),
      ("de", "", False), ("ade", "c", True)],
 )  # fmt: skip
-def test_a_world_with_a_majority_of_the_last_settles_itself(nodes, gone, itself):
+def test_a_world_with_a_majority_of_the_last_confirms_itself(nodes, gone, itself):
     roll = formed(Roll(3, ABC), 4, nodes, "a")
-    assert majority.settles_itself(roll, gone) is itself
+    assert majority.confirms_itself(roll, gone) is itself
 
 
 # --- numbers -------------------------------------------------------------------------------------
@@ -196,9 +196,9 @@ def test_a_vote_binds_and_a_wish_does_not():
     assert majority.voted(LOST, replace(ASKED, binding=False)) == LOST
 
 
-def test_voters_who_have_the_world_show_that_it_was_settled():
-    """d crashed; a formed a world of the rest, and crashed before it could say that it is settled:
-    of the four, two are no majority, but with a they were one when they took it up."""
+def test_voters_who_have_the_world_show_that_it_was_confirmed():
+    """d crashed; a formed a world of the rest, and crashed before saying that it is confirmed: of
+    the four, two are no majority, but with a they were one when they took it up."""
     roll = formed(Roll(7, ABCD), 8, "abc", "a")
     assert majority.elected(roll, {"b": 8, "c": 8})
     assert not majority.elected(roll, {"b": 8, "c": 7})
@@ -225,11 +225,11 @@ def test_only_a_newer_world_of_the_present_host_is_taken_up(generation, may):
 
 
 def test_a_host_yields_to_a_later_term_only():
-    assert majority.must_yield(4, 5)
-    assert not majority.must_yield(4, 4)
-    assert not majority.must_yield(4, 3)
+    assert majority.must_step_down(4, 5)
+    assert not majority.must_step_down(4, 4)
+    assert not majority.must_step_down(4, 3)
 
 
 @pytest.mark.parametrize(("node", "place"), [("b", 0), ("c", 1), ("d", 2), ("z", 3)])
 def test_one_after_the_other_stands(node, place):
-    assert majority.turn(["b", "a", "c", "d"], node, "a") == place * STAGGER
+    assert majority.turn(["b", "a", "c", "d"], node, "a") == place * CANDIDACY_STAGGER

@@ -161,6 +161,8 @@ class Fault(NamedTuple):
     first: str = "three"
 
 
+VOTES_TWICE = "a asks 3; b asks 3; c votes 3 a; a restarts; a votes 3 b"
+
 FAULTS = {
     "majority": Fault(("agreed", any_vote_will_do)),
     "one vote a term": Fault(
@@ -183,15 +185,20 @@ FAULTS = {
             "c asks 4; a votes 4 c; c forms c; b forms b"
         ),
     ),
-    "those before": Fault(("formed", forgets_who_had_to_agree)),
+    "those before": Fault(
+        ("formed", forgets_who_had_to_agree),
+        way="b asks 3; c stops; c votes 3 b; b forms b; a forms a",
+    ),
     "leaving a number out": Fault(
-        ("next_term", lambda elector, heard=0: max(elector.term, heard) + 1)
+        ("next_term", lambda elector, heard=0: max(elector.term, heard) + 1),
+        way="b asks 2; c stops; c votes 2 b; a forms a; b forms b",
     ),
     "not following an earlier term": Fault(
-        ("may_follow", lambda elector, term: not elector.has_host)
+        ("may_follow", lambda elector, term: not elector.has_host),
+        way="a asks 3; b votes 3 a; b follows 1 a; b asks 3; c votes 3 b",
     ),
-    # Two worlds that nobody else has: 1 of a, 2 of c. a is elected and shows 1 to b. Were 1 settled
-    # by that, a could go on with d alone; and b would still vote for c, which has the newer 2.
+    # Two worlds that nobody else has: 1 of a, 2 of c. a is elected and shows 1 to b. If that
+    # confirmed 1, a could go on with d alone; and b would still vote for c, which has the newer 2.
     "taking up only the host's own worlds": Fault(
         ("may_take_up", lambda elector, generation: generation > elector.generation),
         way=(
@@ -213,7 +220,10 @@ FAULTS = {
         options=Options(leavers_stop=False),
         way="b stops; a forms b; b takes 1; b leaves; a forms a; a asks 5",
     ),
-    "wait until settled": Fault(options=Options(waits_until_settled=False)),
+    "wait until confirmed": Fault(
+        options=Options(waits_until_confirmed=False),
+        way="b asks 3; c stops; c votes 3 b; b forms b; a forms a",
+    ),
     "a host that does not train waits for the lease of who trains alone": Fault(
         options=Options(waits_for_lease=False), first="one, spare host"
     ),
@@ -221,8 +231,8 @@ FAULTS = {
         options=Options(counts_the_dead=True), bounds=Bounds(2, 2, crashes=1)
     ),
     # What an agent has said, its next one on that machine must know.
-    "restarts: with a vote, a file": Fault(options=Options(has_file=False), bounds=RESTART),
-    "restarts: votes are written": Fault(options=Options(writes_votes=False), bounds=RESTART),
+    "restarts: with a vote, a file": Fault(options=Options(has_file=False), way=VOTES_TWICE),
+    "restarts: votes are written": Fault(options=Options(writes_votes=False), way=VOTES_TWICE),
     # a goes on alone by b's leave; b, who has forgotten world 1, elects c, who never knew of it.
     "restarts: worlds are written": Fault(
         options=Options(writes_worlds=False),
@@ -238,7 +248,7 @@ FAULTS = {
             "b asks 3; c stops; a forms c; a restarts; a votes 3 b; b forms a; a takes 2; c takes 1"
         ),
     ),
-    # a asks for votes, and takes 1 for settled by what b says, who then forgets it, and elects c.
+    # a asks for votes, and takes 1 for confirmed by what b says, who then forgets it, and elects c.
     "restarts: wishes are written": Fault(
         options=TELLS_LATER._replace(writes_wishes=False),
         way=(
@@ -279,7 +289,9 @@ FAULTS = {
     "no quorum: the host does not train": Fault(options=NO_QUORUM, bounds=Bounds(0, 2)),
     "no quorum: another host": Fault(options=HOST_TRAINS, bounds=Bounds(1, 2)),
     "no quorum: newer worlds": Fault(
-        ("may_take_up", lambda elector, generation: True), TWO_JOBS, bounds=Bounds(1, 2)
+        ("may_take_up", lambda elector, generation: True),
+        TWO_JOBS,
+        way="b stops; a forms b; a forms b; b takes 2; b takes 1",
     ),
 }
 

@@ -11,7 +11,7 @@ from torchelastic.agent.lifecycle import script
 from torchelastic.agent.lifecycle.script import ScriptState, WorldSeen
 from torchelastic.config import WorldSizes
 from torchelastic.rendezvous import majority, round_state
-from torchelastic.rendezvous.round_state import RoundState, Witnessed
+from torchelastic.rendezvous.round_state import RoundState, WitnessVotes
 
 
 def hosted(nnodes: str = "1:5", *, term: int = 1, **rules) -> Job:
@@ -34,7 +34,7 @@ def accept(job: Job, *names: str) -> None:
         job.say(name, accepted=job.world.generation)
     members = job.state.members.keys()
     assert round_state.departing(job.state) - members == round_state.votes(job.state) - members
-    job.state = round_state.settled(job.state)
+    job.state = round_state.confirmed(job.state)
     job.settle()
 
 
@@ -81,7 +81,7 @@ def test_where_nobody_is_asked_whoever_is_with_the_leader_goes_on(job):
 
 
 def test_without_the_rule_no_list_grows_of_who_would_have_to_agree():
-    """Those who cannot be reached never take a world up: none would ever be settled."""
+    """Those who cannot be reached never take a world up: none would ever be confirmed."""
     job = hosted(quorum=False)
     train(job, *"abcde")
     job.die(*"bcde")
@@ -97,7 +97,7 @@ def test_without_the_rule_no_list_grows_of_who_would_have_to_agree():
 
 
 def test_without_the_rule_those_of_the_newest_world_elect_the_next_host():
-    """What an heir holds of it: the nodes before have no say, they may be gone for good."""
+    """A failover candidate holds it: earlier nodes have no vote, they may be gone for good."""
     held = majority.from_json(None, 9, "afg", "a")
     assert majority.elected(held, dict.fromkeys("fg", 9))
 
@@ -122,7 +122,7 @@ def test_who_says_goodbye_agrees():
 
 
 def test_one_after_the_other_may_fail():
-    """Each world is settled before the next node goes: a majority of it is enough."""
+    """Each world is confirmed before the next node goes: a majority of it is enough."""
     job = hosted()
     train(job, *"abcde")
     for left in ("abcd", "abc", "ab", "a"):
@@ -274,7 +274,7 @@ def taken_over(
     for name in names:
         later.records[name] = first.records[name]
         later.state = round_state.seen(later.state, *first.records[name], 0.0)
-    later.state = round_state.without_the_vanished(later.state)
+    later.state = round_state.with_missing_lost(later.state)
     later.settle()
     return later
 
@@ -378,7 +378,7 @@ def test_a_spare_host_goes_on_when_a_node_is_lost_and_comes_back_without_a_vote(
     assert (set(job.names), job.world.phase) == ({"a", *others[1:], "new"}, "running")
 
 
-def test_what_is_missing_is_said_of_all_who_must_agree():
+def test_what_is_missing_is_reported_of_all_who_must_agree():
     job = with_spare_host(*"bcd")
     job.die(*"cd")
     stop(job, "b")
@@ -409,7 +409,7 @@ def test_a_host_that_leaves_agrees_to_what_its_successor_forms(leaving, phase):
     first.say("a", leaving=leaving)
     later = taken_over(first, "b", "a", "b", may_begin_at=3.0)
     assert (later.names, later.world.phase) == (["b"], phase)
-    assert (round_state.settled(later.state).roll.before == ()) == bool(leaving)
+    assert (round_state.confirmed(later.state).roll.before == ()) == bool(leaving)
 
 
 @pytest.mark.parametrize(("stopped", "goes_on"), [("b", False), ("ab", True)])
@@ -427,8 +427,8 @@ def test_it_does_not_wait_for_who_has_stopped():
     assert (later.names, later.world.phase) == (["b"], "running")
 
 
-@pytest.mark.parametrize(("settled", "goes_on"), [(-1, False), (1, True)])
-def test_a_leader_that_leads_again_knows_what_was_settled(settled, goes_on):
+@pytest.mark.parametrize(("confirmed", "goes_on"), [(-1, False), (1, True)])
+def test_a_leader_that_leads_again_knows_what_was_confirmed(confirmed, goes_on):
     """Its own lease had ended; the node that had taken the last world up is gone meanwhile."""
     job = hosted()
     train(job, *"abc")
@@ -440,7 +440,7 @@ def test_a_leader_that_leads_again_knows_what_was_settled(settled, goes_on):
     assert stored["before"]
     assert job.state.roll is not None
     again = round_state.taken_over(job.world, job.now)
-    again = round_state.hosted(again, "a", 1, stored, settled=settled)
+    again = round_state.hosted(again, "a", 1, stored, confirmed=confirmed)
     member, created = job.records["a"]
     again = round_state.seen(again, replace(member, gone=1), created, job.now)
     votes = round_state.votes(again)
@@ -451,7 +451,7 @@ def test_a_leader_that_leads_again_knows_what_was_settled(settled, goes_on):
 
 
 def witnessed(job: Job, **known) -> None:
-    job.state = replace(job.state, witness=Witnessed(url="/shared", **known))
+    job.state = replace(job.state, witness=WitnessVotes(url="/shared", **known))
     job.settle()
 
 
@@ -496,7 +496,7 @@ def test_half_of_the_nodes_go_on_with_the_vote_of_the_witness(nodes, left):
     assert (job.world.phase, job.names) == ("running", list(left))
     assert job.state.roll.before[0].held
     accept(job, *left)
-    assert not job.state.roll.before, "settled: nobody else can have that vote"
+    assert not job.state.roll.before, "confirmed: nobody else can have that vote"
 
 
 def test_it_is_asked_only_where_it_decides():

@@ -8,12 +8,12 @@ import pytest
 
 from torchelastic.events.failure import Failure
 from torchelastic.rendezvous.restart_policy import (
-    IN_VAIN,
     LONGEST_PAUSE,
     PROGRESS_AFTER,
     SAME_FAILURE_LIMIT,
+    START_FAILURE_TIME,
     Ending,
-    RestartLedger,
+    RestartHistory,
     judge,
     pause,
 )
@@ -32,11 +32,11 @@ BOOM = Failure(
 KILLED = replace(BOOM, exitcode=-9, message="killed by SIGKILL", traceback="")
 
 
-def judged(kind="failure", ledger=None, budget=3, count_resizes=False, **ending):
+def judged(kind="failure", history=None, budget=3, count_resizes=False, **ending):
     ending = {"lifetime": 60.0, **ending}
     return judge(
         Ending(kind=kind, **ending),
-        ledger or RestartLedger(),
+        history or RestartHistory(),
         budget=budget,
         count_resizes=count_resizes,
     )
@@ -58,14 +58,21 @@ def judged(kind="failure", ledger=None, budget=3, count_resizes=False, **ending)
 def test_what_is_charged(kind, count_resizes, used):
     verdict = judged(kind, count_resizes=count_resizes)
     assert verdict.go_on
-    assert verdict.ledger.used == used
+    assert verdict.history.used == used
+
+
+def test_one_restart_is_singular():
+    assert judged(budget=3).sentence == "1 of 3 restarts used"
+    assert judged(budget=1).sentence == "1 of 1 restart used"
 
 
 def test_the_budget_ends():
-    verdict = judged(ledger=RestartLedger(used=3))
+    verdict = judged(history=RestartHistory(used=3))
     assert not verdict.go_on
     assert verdict.sentence == "all 3 restarts used (--max-restarts)"
-    assert not judged(ledger=RestartLedger(used=3, best_step=7), step=7).go_on, "no progress"
+    assert not judged(history=RestartHistory(used=3, best_step=7), step=7).go_on, "no progress"
+    one = judged(history=RestartHistory(used=1), budget=1)
+    assert one.sentence == "the only restart is used (--max-restarts)"
 
 
 LONG = PROGRESS_AFTER
@@ -96,20 +103,20 @@ SERVER = replace(BOOM, message="ConnectionResetError: Connection reset by peer")
     ],
 )
 def test_progress_refills_the_budget_and_time_only_where_nothing_is_known(known, ending, used):
-    verdict = judged(ledger=RestartLedger(used=3, best_step=known), budget=9, **ending)
-    assert (verdict.go_on, verdict.ledger.used) == (True, used)
+    verdict = judged(history=RestartHistory(used=3, best_step=known), budget=9, **ending)
+    assert (verdict.go_on, verdict.history.used) == (True, used)
 
 
 def fall(*endings, budget=100):
     """How many of these endings a job survives, and the last verdict: `(failure, lifetime, step)`,
     the step being the best that any worker has reported."""
-    ledger = RestartLedger()
+    history = RestartHistory()
     for count, (failure, lifetime, step) in enumerate(endings):
         ending = {"failure": failure, "lifetime": lifetime, "step": step}
-        verdict = judged(ledger=ledger, budget=budget, **ending)
+        verdict = judged(history=history, budget=budget, **ending)
         if not verdict.go_on:
             return count, verdict.sentence
-        ledger = verdict.ledger
+        history = verdict.history
     return len(endings), verdict.sentence
 
 
@@ -192,17 +199,23 @@ def test_the_last_sentence_names_the_place_and_the_step():
 
 
 INCURABLE = replace(BOOM, message="ModuleNotFoundError: No module named 'x'")
-NOTED = RestartLedger(signature=repr((*INCURABLE.signature(), None)), repeats=1)
+
+
+def signed(failure):
+    return repr((*failure.signature(), failure.step))
+
+
+NOTED = RestartHistory(signature=signed(INCURABLE), repeats=1)
 
 
 @pytest.mark.parametrize(
-    ("ending", "ledger", "go_on"),
+    ("ending", "history", "go_on"),
     [
-        ({"everywhere": True, "trained": True}, RestartLedger(), False),
-        ({"everywhere": False, "trained": True}, RestartLedger(), True),
+        ({"everywhere": True, "trained": True}, RestartHistory(), False),
+        ({"everywhere": False, "trained": True}, RestartHistory(), True),
         ({"everywhere": False, "trained": True, "without": True}, NOTED, True),
-        ({"everywhere": False}, RestartLedger(), False),
-        ({"everywhere": False, "without": True}, RestartLedger(), True),
+        ({"everywhere": False}, RestartHistory(), False),
+        ({"everywhere": False, "without": True}, RestartHistory(), True),
         ({"everywhere": False, "without": True}, NOTED, False),
     ],
     ids=[
@@ -214,8 +227,8 @@ NOTED = RestartLedger(signature=repr((*INCURABLE.signature(), None)), repeats=1)
         "on some, then on others",
     ],
 )
-def test_what_no_restart_cures_ends_the_job_unless_other_nodes_can_run_it(ending, ledger, go_on):
-    verdict = judged(ledger=ledger, failure=INCURABLE, **ending)
+def test_what_no_restart_cures_ends_the_job_unless_other_nodes_can_run_it(ending, history, go_on):
+    verdict = judged(history=history, failure=INCURABLE, **ending)
     assert verdict.go_on == go_on
     assert go_on or verdict.sentence == "a restart cannot fix this ModuleNotFoundError; giving up"
 
@@ -237,6 +250,27 @@ def test_which_errors_no_restart_cures(message, fields, incurable):
     assert failure.incurable == incurable == (not verdict.go_on)
 
 
+FIVE_TIMES = {"repeats": 4, "used": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "failure", "history", "incurable"),
+    [
+        ("failure", replace(BOOM, fatal=True), RestartHistory(), True),
+        ("failure", INCURABLE, RestartHistory(), True),
+        ("failure", BOOM, RestartHistory(signature=signed(BOOM), **FIVE_TIMES), True),
+        ("error", BOOM, RestartHistory(signature=signed(BOOM)), True),
+        # Another machine may have the memory or the driver that this one lacks.
+        ("failure", SILENT, RestartHistory(signature=signed(SILENT), **FIVE_TIMES), False),
+        ("failure", BOOM, RestartHistory(used=100), False),
+    ],
+    ids=["fatal", "ImportError", "same error", "error after rollback", "exit code", "budget"],
+)
+def test_which_ends_no_other_start_can_fix(kind, failure, history, incurable):
+    verdict = judged(kind, failure=failure, history=history, budget=100)
+    assert (verdict.go_on, verdict.incurable) == (False, incurable), verdict.sentence
+
+
 # --- worlds that fail as soon as they begin ------------------------------------------------------
 
 LOST = replace(BOOM, message="lost a peer: connection refused", traceback="")
@@ -245,15 +279,15 @@ ANOTHER = replace(LOST, message="lost a peer: connection reset")
 
 def pauses(*endings):
     """Seconds before each next generation, after these."""
-    ledger, found = RestartLedger(), []
+    history, found = RestartHistory(), []
     for number, (kind, lifetime, step) in enumerate(endings):
         failure = (LOST, ANOTHER)[number % 2] if kind in ("failure", "error") else None
         verdict = judged(
-            kind, ledger=ledger, budget=100, lifetime=lifetime, step=step, failure=failure
+            kind, history=history, budget=100, lifetime=lifetime, step=step, failure=failure
         )
         assert verdict.go_on, verdict
-        ledger = verdict.ledger
-        found.append(pause(ledger))
+        history = verdict.history
+        found.append(pause(history))
     return found
 
 
@@ -269,7 +303,7 @@ SOON = ("failure", 0.01, 7)
         ([("node-failure", 0.01, -1)] * 3, [0, 0, 0]),
         ([("failure", 0.01, -1), ("node-failure", 0.01, -1)] * 2, [0, 0, 0.25, 0.25]),
         ([("error", 0.01, -1)] * 3, [0, 0.25, 0.5]),
-        ([("failure", IN_VAIN, -1)] * 3, [0, 0, 0]),
+        ([("failure", START_FAILURE_TIME, -1)] * 3, [0, 0, 0]),
         ([("leave", 0.01, -1), ("resize", 0.01, -1)] * 2, [0, 0, 0, 0]),
         ([("failure", 0.01, step) for step in range(4)], [0, 0, 0, 0]),
         ([SOON, SOON, SOON, ("failure", 0.01, 8), SOON, SOON], [0, 0, 0.25, 0, 0, 0.25]),
@@ -297,4 +331,4 @@ def test_the_first_retry_is_immediate_and_the_next_ones_wait_where_worlds_fail_i
     endings, seconds
 ):
     assert pauses(*endings) == seconds
-    assert pause(RestartLedger(in_vain=10**6)) == LONGEST_PAUSE
+    assert pause(RestartHistory(in_vain=10**6)) == LONGEST_PAUSE

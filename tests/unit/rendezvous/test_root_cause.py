@@ -68,7 +68,7 @@ OWN_DEVICE = told(
 LOST = told("RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection reset by peer")
 SILENT = failure("exit code 1", 1)
 ABORTED_SHELL = failure("exit code 134", 134)
-#: Resident workers that live on, and say so.
+#: In-process workers that live on, and say so.
 PEER = failure("lost a peer: Connection closed by peer", alive=True)
 IN_HANDLER = failure("ValueError: x", -15, traceback="ValueError: x")
 WAITED = told("RuntimeError: training failed", waited=True, entered=7)

@@ -21,7 +21,7 @@ def test_reports_that_come_at_once_change_what_they_change_one_by_one(phase):
         replace(job.records["c"][0], gone=0),  # for no reason that anybody knows
         replace(job.records["a"][0], failures=(told, failure("a", pid=2)), gone=0),
     ]
-    one_by_one, draft = job.state, round_state.Draft(job.state)
+    one_by_one, draft = job.state, round_state.StateUpdate(job.state)
     for member in records:
         created = job.records[member.node][1]
         one_by_one = round_state.seen(one_by_one, member, created, 9.0)
@@ -51,7 +51,7 @@ def test_a_new_leader_takes_over_a_running_world_and_misses_the_dead():
     for name in "bc":
         job._tell(name)
     assert job.world.phase == "running"
-    job.state = round_state.without_the_vanished(job.state)
+    job.state = round_state.with_missing_lost(job.state)
     job.settle()
     job.all_gone()
     assert (job.world.generation, job.names) == (1, ["b", "c"])

@@ -9,10 +9,10 @@ import pytest
 from tests.unit.rendezvous.round_support import Job, failure, running
 from torchelastic.config import WorldSizes, format_endpoint
 from torchelastic.rendezvous import held_out, round_state, suspects
-from torchelastic.rendezvous.forming import WARM_UP_PATIENCE
-from torchelastic.rendezvous.held_out import ALLOWED, FIRST, FORGOTTEN_AFTER
+from torchelastic.rendezvous.forming import WARM_UP_TIMEOUT
+from torchelastic.rendezvous.held_out import FAILURES_ALLOWED, FIRST_HOLD, FORGIVE_AFTER
 from torchelastic.rendezvous.round_state import TRAINED_AFTER, RoundRules, given_up
-from torchelastic.rendezvous.unconnected import pairs
+from torchelastic.rendezvous.suspects import pairs
 
 NO = "ValueError: the batch of 2 cannot be split"
 KILLED = {"exitcode": -9, "message": "killed by SIGKILL", "traceback": ""}
@@ -56,7 +56,7 @@ def test_a_join_that_fails_before_its_first_step_is_undone_and_costs_nothing():
         "generation 1 with b failed before its first step: rank 0 on a (local rank 0, pid 1): "
         f"{NO}; continuing without b for 60 s"
     )
-    assert (job.world.spares, out(job)) == (("b",), {"b": FIRST})
+    assert (job.world.spares, out(job)) == (("b",), {"b": FIRST_HOLD})
     assert job.world.ledger.used == 0
 
 
@@ -105,7 +105,7 @@ def test_where_nobody_tells_of_steps_the_time_counts_that_the_world_before_lived
     assert job.names == (["a"] if back else ["a", "b"])
 
 
-def test_a_world_that_lived_long_without_a_step_has_not_trained_where_steps_are_told():
+def test_a_world_that_lived_long_without_a_step_has_not_trained_where_steps_are_reported():
     job = grown()
     job.now += 10 * TRAINED_AFTER
     fails(job, "a", "b")
@@ -178,25 +178,25 @@ def back_to_two() -> Job:
     job.say("a", failures=(failure("a", 1, NO),), standing=(), starting=2)
     for name in "abc":
         job.say(name, gone=1)
-    assert (job.world.phase, job.world.enough, out(job)) == ("waiting", True, {"c": FIRST})
+    assert (job.world.phase, job.world.enough, out(job)) == ("waiting", True, {"c": FIRST_HOLD})
     assert "waiting for 2 workers to start" in job.world.reason
     return job
 
 
 def test_no_world_is_made_of_a_held_node_while_the_workers_of_others_start():
     job = back_to_two()
-    job.wait(WARM_UP_PATIENCE - 1)
+    job.wait(WARM_UP_TIMEOUT - 1)
     job.say("a", standing=(0, 1), starting=0)
-    assert (job.world.phase, job.names, out(job)) == ("running", ["a", "b"], {"c": FIRST})
+    assert (job.world.phase, job.names, out(job)) == ("running", ["a", "b"], {"c": FIRST_HOLD})
 
 
 def test_a_worker_that_hangs_at_its_start_is_not_awaited_until_the_hold_ends():
     job = back_to_two()
-    job.wait(WARM_UP_PATIENCE - 1)
+    job.wait(WARM_UP_TIMEOUT - 1)
     assert job.world.phase == "waiting"
     job.wait(1)
     assert (job.world.phase, job.names, out(job)) == ("running", ["b", "c"], {})
-    assert WARM_UP_PATIENCE < FIRST
+    assert WARM_UP_TIMEOUT < FIRST_HOLD
 
 
 def test_a_held_node_is_taken_in_when_the_others_cannot_start():
@@ -232,7 +232,7 @@ def lose(job: Job, name: str) -> None:
 
 def test_a_node_that_keeps_failing_is_held_out_longer_each_time():
     job = running("1:3", "abc")
-    for _ in range(ALLOWED):
+    for _ in range(FAILURES_ALLOWED):
         lose(job, "c")
         job.wait(5)
         job.all_gone()
@@ -253,20 +253,20 @@ def test_a_node_that_keeps_failing_is_held_out_longer_each_time():
 
 def test_what_it_did_is_forgotten_after_it_has_trained_well():
     job = running("1:3", "abc")
-    for _ in range(5 * ALLOWED):
-        job.now += FORGOTTEN_AFTER
+    for _ in range(5 * FAILURES_ALLOWED):
+        job.now += FORGIVE_AFTER
         lose(job, "c")
         assert [one.times for one in job.world.held] == [1]
         job.wait(5)
         job.all_gone()
-    job.now += FORGOTTEN_AFTER
+    job.now += FORGIVE_AFTER
     fails(job, "a", **KILLED)
     assert job.world.held == ()
 
 
 def test_the_loss_of_most_nodes_tells_against_none():
     job = running("1:3", "abc", quorum=False)
-    for _ in range(ALLOWED + 2):
+    for _ in range(FAILURES_ALLOWED + 2):
         job.die("b", "c")
         job.all_gone()
         job.come("b", "c", gone=job.world.generation - 1)
@@ -275,9 +275,9 @@ def test_the_loss_of_most_nodes_tells_against_none():
     assert (job.names, job.world.held) == (["a", "b", "c"], ())
 
 
-def test_a_flaky_node_that_the_world_needs_is_let_in_all_the_same():
+def test_a_flaky_node_that_the_world_needs_is_let_in_anyway():
     job = running("2:2", "ab")
-    for _ in range(ALLOWED + 3):
+    for _ in range(FAILURES_ALLOWED + 3):
         job.die("b")
         job.all_gone()
         assert "going on without" not in job.world.reason
@@ -288,13 +288,13 @@ def test_a_flaky_node_that_the_world_needs_is_let_in_all_the_same():
 
 def test_a_node_whose_workers_alone_keep_failing_at_start_is_held_out():
     job = running("1:3", "abc")
-    for used in range(1, ALLOWED + 1):
+    for used in range(1, FAILURES_ALLOWED + 1):
         fails(job, "b")
         assert (job.names, job.world.ledger.used) == (["a", "b", "c"], used)
         job.wait(2)
     fails(job, "b")
     assert job.names == ["a", "c"]
-    assert job.world.ledger.used == ALLOWED
+    assert job.world.ledger.used == FAILURES_ALLOWED
     assert job.world.reason.endswith("b keeps failing at start: continuing without it for 60 s")
 
 
@@ -323,7 +323,7 @@ def test_nodes_that_are_not_ready_do_not_make_up_for_one_that_keeps_failing():
 def test_who_waits_for_others_in_vain_is_not_the_one_that_keeps_failing():
     job = running("1:3", "abc")
     late = "DistStoreError: Timed out after 61 seconds waiting for clients. 2/3 clients joined."
-    for used in range(1, ALLOWED + 3):
+    for used in range(1, FAILURES_ALLOWED + 3):
         fails(job, "a", message=late)
         job.wait(2)
         assert (job.names, job.world.ledger.used) == (["a", "b", "c"], used)
@@ -340,12 +340,12 @@ def test_a_new_host_blames_nobody_for_who_has_not_reached_it_yet():
     state = round_state.hosted(running("1:3", "abc").state, "a", 2, None)
     state = replace(state, lost=("b",), members={})
     found = suspects.find(RoundRules(min_nodes=1, max_nodes=3), state, None, ())
-    assert found == suspects.Finding(())
+    assert found == suspects.HoldDecision(())
 
 
 def test_a_start_that_fails_on_several_nodes_tells_against_none():
     job = running("1:3", "abc")
-    for _ in range(ALLOWED + 1):
+    for _ in range(FAILURES_ALLOWED + 1):
         fails(job, "b", "c")
         job.wait(2)
     assert (job.names, job.world.held) == (["a", "b", "c"], ())
@@ -466,9 +466,9 @@ def test_a_second_pair_shows_that_the_first_choice_was_wrong():
     job = running("3:4", "abcd")
     trains(job)
     silence(job, b=6)
-    assert (job.names, out(job)) == (["a", "b", "c"], {"d": FIRST})
+    assert (job.names, out(job)) == (["a", "b", "c"], {"d": FIRST_HOLD})
     silence(job, c=2)
-    assert (job.names, out(job)) == (["a", "c", "d"], {"b": FIRST})
+    assert (job.names, out(job)) == (["a", "c", "d"], {"b": FIRST_HOLD})
 
 
 @pytest.mark.parametrize(
@@ -485,11 +485,11 @@ def test_a_node_is_let_back_in_when_the_other_one_of_its_pair_is_lost(says, held
     job = running("1:4", "abcd")
     trains(job)
     silence(job, **says)
-    assert out(job) == {held: FIRST}
+    assert out(job) == {held: FIRST_HOLD}
     trains(job)
     job.die(lost)
     job.all_gone()
-    assert out(job) == dict.fromkeys(still, FIRST)
+    assert out(job) == dict.fromkeys(still, FIRST_HOLD)
     assert (held in job.names) is (not still)
 
 
@@ -506,7 +506,7 @@ def test_a_node_is_known_by_its_address(addr):
     a, b = world.nodes
     world = world.with_nodes((a, b._replace(addr=addr)), ())
     [found] = pairs(world, [failure("a", message=f"no answer from {format_endpoint(addr, 4711)}")])
-    assert found.words() == "workers of a cannot connect to b"
+    assert found.sentence() == "workers of a cannot connect to b"
 
 
 def test_a_server_of_the_user_is_no_worker():
@@ -516,7 +516,7 @@ def test_a_server_of_the_user_is_no_worker():
     assert (job.names, job.world.ledger.used, job.world.held) == (["a", "b", "c"], 1, ())
 
 
-def test_what_is_said_of_a_pair_is_one_line():
+def test_what_is_reported_of_a_pair_is_one_line():
     job = running("2:4", "abc")
     trace = "\nException raised from throwTimeoutError at socket.cpp:1041\nframe #0: c10::Error"
     fails(job, "b", message=NO_STORE.format(addr="a") + trace)
@@ -540,14 +540,14 @@ def test_a_node_that_others_cannot_reach_is_held_out_at_once():
     said = "other nodes could not reach c: continuing without it for 60 s"
     assert job.world.reason.endswith(f"; {said}")
     job.come("c")
-    job.wait(FIRST - 1)
-    assert (job.names, out(job)) == (["a", "b"], {"c": FIRST})
+    job.wait(FIRST_HOLD - 1)
+    assert (job.names, out(job)) == (["a", "b"], {"c": FIRST_HOLD})
     assert "other nodes could not reach it" in job.world.held[0].reason
 
 
-def test_an_agent_that_is_started_anew_is_not_held_out_for_the_one_before_it():
+def test_an_agent_that_is_started_again_is_not_held_out_for_the_one_before_it():
     job = running("1:4", "ab")
-    for _ in range(ALLOWED + 3):
+    for _ in range(FAILURES_ALLOWED + 3):
         job.die("b")
         job.all_gone()
         job.come("b", resumed=True)
@@ -556,10 +556,10 @@ def test_an_agent_that_is_started_anew_is_not_held_out_for_the_one_before_it():
         assert job.names == ["a", "b"]
     assert out(job) == {}
     # The same agent comes back: its connection, or its machine, is what fails.
-    for _ in range(ALLOWED + 1):
+    for _ in range(FAILURES_ALLOWED + 1):
         job.die("b")
         job.all_gone()
         job.come("b")
         job.wait(5)
         job.all_gone()
-    assert (job.names, out(job)) == (["a"], {"b": FIRST})
+    assert (job.names, out(job)) == (["a"], {"b": FIRST_HOLD})

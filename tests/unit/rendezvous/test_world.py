@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.unit.rendezvous.embedded_support import a_few_examples
 from torchelastic.events.failure import Failure
-from torchelastic.rendezvous.restart_policy import RestartLedger
+from torchelastic.rendezvous.restart_policy import RestartHistory
 from torchelastic.rendezvous.world import (
-    CANDIDATES,
+    FAILOVER_CANDIDATES_LIMIT,
     PART_NODES,
     Candidate,
     Member,
@@ -58,7 +58,7 @@ def test_totals_speak_of_all_nodes():
     assert (world.count, world.size, world.roles) == (5, 10, {"even": 6, "odd": 4})
     assert (world.role_size("odd"), world.role_size("nobody")) == (4, 0)
     assert world.candidates == tuple(Candidate(f"node-{n}", f"10.0.0.1:{n}") for n in range(5))
-    assert len(world_of(100).candidates) == CANDIDATES
+    assert len(world_of(100).candidates) == FAILOVER_CANDIDATES_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_another_phase_has_the_same_list_and_another_list_another_digest():
 
 
 def test_a_world_as_an_agent_holds_it_survives_json():
-    ledger = RestartLedger(used=2)
+    ledger = RestartHistory(used=2)
     told = {"cause": FAILURE, "consequences": (FAILURE,), "ledger": ledger}
     world = world_of(3, after=7, spares=("s",), **told)
     assert World.from_json(sent(world.to_json())) == world

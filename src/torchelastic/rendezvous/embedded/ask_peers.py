@@ -5,37 +5,44 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from torchelastic.errors import RendezvousError
 from torchelastic.rendezvous.embedded.votes import (
+    BALLOTS,
     REPLIES,
+    AnnouncementReply,
     Ballot,
     HostAnnouncement,
-    Noted,
     VoteRequest,
 )
+from torchelastic.side_tasks import TaskSet
 from torchelastic.transport import frames
+from torchelastic.transport.codec import Codec
 from torchelastic.transport.connect import Endpoint, NoAnswer, connect_once
 from torchelastic.transport.link import Link
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Reply = TypeVar("Reply", Ballot, AnnouncementReply)
 
-#: Seconds an agent has to answer, each time it is spoken to: it is connected to, greeted and asked.
-#: Longer, and once for all three, where it must stop its workers before.
-PATIENCE, EXCHANGES = 0.5, 3
-STOPPING_PATIENCE = 5.0
-#: Seconds left for the others once enough have answered.
-LAST_CALL = 0.1
-#: Agents asked at a time, and seconds after which more are, though these are silent.
-AT_ONCE, BRISK = 64, 0.05
+#: Seconds for each of the exchanges with an agent: connect, greet, ask. An agent that must first
+#: stop its workers has more, for all exchanges together.
+EXCHANGE_TIMEOUT, EXCHANGES = 0.5, 3
+STOPPING_TIMEOUT = 5.0
+#: Seconds for the remaining agents once enough have answered.
+LAST_CALL_TIMEOUT = 0.1
+#: Agents asked at a time, and seconds of silence after which more are asked.
+BATCH_SIZE, BATCH_DELAY = 64, 0.05
+#: The most agents that a host announces itself to at a time.
+ANNOUNCE_BATCH_SIZE = 16
 
-#: What may go wrong with one agent, and says nothing of the others.
-_TROUBLE = (OSError, EOFError, asyncio.TimeoutError, NoAnswer, RendezvousError)
+#: Errors of one agent, which say nothing about the others.
+_PEER_ERRORS = (OSError, EOFError, asyncio.TimeoutError, NoAnswer, RendezvousError)
 
 
 @dataclass
@@ -43,15 +50,26 @@ class Returns:
     """The answers of the peers that were asked, by peer."""
 
     ballots: dict[str, Ballot] = field(default_factory=dict)
-    #: Connections of those who gave their vote: the winner tells them over these.
+    #: Connections of the voters: the winner uses them to announce itself.
     links: dict[str, Link] = field(default_factory=dict)
-    #: Whose machine answers that nobody listens.
+    #: Peers whose machine refused the connection.
     refused: set[str] = field(default_factory=set)
 
     @property
     def latest_term(self) -> int:
         """The highest term that any peer knows; 0 if none has answered."""
         return max((ballot.term for ballot in self.ballots.values()), default=0)
+
+    @property
+    def granted(self) -> dict[str, Ballot]:
+        """The votes that were given."""
+        return {key: ballot for key, ballot in self.ballots.items() if ballot.granted}
+
+    def add_unasked(self, earlier: Returns) -> None:
+        """Add earlier answers of peers that were not asked this time, none of them as a vote."""
+        self.refused |= earlier.refused
+        for key, ballot in earlier.ballots.items():
+            self.ballots.setdefault(key, replace(ballot, granted=False))
 
     def close(self) -> None:
         for link in self.links.values():
@@ -62,13 +80,12 @@ class Returns:
 async def ask_for_votes(
     places: Mapping[str, Endpoint], asked: VoteRequest, *, enough: Callable[[Returns], bool]
 ) -> Returns:
-    """Ask all peers; return when all have answered, or when enough have and the others had a
-    moment."""
+    """Ask all peers; return when all have answered, or shortly after enough have."""
     returns = Returns()
     questions = _Questions(places, asked, returns)
     try:
         while questions.ask_more():
-            if not await questions.wait(LAST_CALL if enough(returns) else None):
+            if not await questions.wait(LAST_CALL_TIMEOUT if enough(returns) else None):
                 break
     except BaseException:
         returns.close()
@@ -82,10 +99,10 @@ class _Questions:
     """The peers being asked and those still to ask, a few at a time.
 
     A process cannot open thousands of connections at once, and asking thousands of peers in turn
-    takes too long when many are silent. So `AT_ONCE` peers are asked at a time, and as many more
-    after `BRISK` seconds of silence; a peer that is silent for `PATIENCE` seconds is dropped. The
-    connections of peers that voted stay open, so that the winner can tell them: they will be its
-    clients.
+    takes too long when many are silent. So `BATCH_SIZE` peers are asked at a time, and as many more
+    after `BATCH_DELAY` seconds of silence; a peer that is silent for `EXCHANGE_TIMEOUT` seconds is
+    dropped. The connections of voters stay open, so that the winner can announce itself: they will
+    be its clients.
     """
 
     def __init__(
@@ -94,35 +111,34 @@ class _Questions:
         self._asked = asked
         self._returns = returns
         self._next = deque(places.items())
-        self._under_way: set[asyncio.Task[None]] = set()
+        self._under_way = TaskSet()
         self._time = asyncio.get_running_loop().time
-        #: When more are asked though these are silent, and when the last have had their time.
+        #: When more peers are asked in spite of silence, and when the last ones time out.
         self._more_at = self._deadline = 0.0
 
     def ask_more(self) -> bool:
-        """Ask as many peers as allowed; False if none is left."""
+        """Ask as many peers as allowed; False if no question is open."""
         now = self._time()
-        room = AT_ONCE - (0 if now >= self._more_at else len(self._under_way))
+        room = BATCH_SIZE - (0 if now >= self._more_at else len(self._under_way))
         asked = [self._next.popleft() for _ in range(min(room, len(self._next)))]
         for key, place in asked:
-            asking = _ask_one(key, place, self._asked, self._returns)
-            self._under_way.add(asyncio.create_task(asking))
+            self._under_way.start(_ask_one(key, place, self._asked, self._returns), "question")
         if asked:
-            self._more_at = now + BRISK
+            self._more_at = now + BATCH_DELAY
             self._deadline = now + (
-                STOPPING_PATIENCE if self._asked.binding else EXCHANGES * PATIENCE
+                STOPPING_TIMEOUT if self._asked.binding else EXCHANGES * EXCHANGE_TIMEOUT
             )
         return bool(self._under_way)
 
     async def wait(self, last_call: float | None) -> bool:
         """Wait for an answer, or until more peers should be asked; at most `last_call` seconds once
-        there are enough answers. False if this was all."""
+        there are enough answers. False if no more will come."""
         now = self._time()
         more = bool(self._next) and last_call is None
         until = self._more_at if more else self._deadline
         if last_call is not None:
             until = min(until, now + last_call)
-        done, self._under_way = await asyncio.wait(
+        done, _ = await asyncio.wait(
             self._under_way,
             timeout=max(until - now, 0.0),
             return_when=asyncio.FIRST_COMPLETED,
@@ -131,26 +147,22 @@ class _Questions:
 
     async def drop(self) -> None:
         """Cancel all questions."""
-        for task in self._under_way:
-            task.cancel()
-        if self._under_way:
-            await asyncio.wait(self._under_way)
+        await self._under_way.close()
 
 
-def _patience(asked: VoteRequest) -> float:
-    return STOPPING_PATIENCE if asked.binding else PATIENCE
+def _timeout(asked: VoteRequest) -> float:
+    return STOPPING_TIMEOUT if asked.binding else EXCHANGE_TIMEOUT
 
 
 async def _ask_one(key: str, place: Endpoint, asked: VoteRequest, returns: Returns) -> None:
     try:
-        link, ballot = await _exchange(place, asked, _patience(asked))
+        link, ballot = await _exchange(place, asked, BALLOTS, _timeout(asked))
     except ConnectionRefusedError:
         returns.refused.add(key)
         return
-    except _TROUBLE as error:
+    except _PEER_ERRORS as error:
         log.debug("%s does not answer at %s: %r", key, place, error)
         return
-    assert isinstance(ballot, Ballot)
     returns.ballots[key] = ballot
     if asked.binding and ballot.granted:
         returns.links[key] = link
@@ -159,8 +171,8 @@ async def _ask_one(key: str, place: Endpoint, asked: VoteRequest, returns: Retur
 
 
 async def unless(news: asyncio.Event, waiting: Coroutine[Any, Any, T]) -> T | None:
-    """Wait for answers, or for a while, but stop as soon as there is news of a host: a frozen or
-    stopping peer would otherwise keep this node from following it."""
+    """Wait for `waiting`, but cancel it as soon as there is news of a host: a frozen or stopping
+    peer would otherwise keep this node from following that host."""
     asked = asyncio.ensure_future(waiting)
     heard = asyncio.ensure_future(news.wait())
     try:
@@ -173,27 +185,36 @@ async def unless(news: asyncio.Event, waiting: Coroutine[Any, Any, T]) -> T | No
             await asyncio.wait({asked})
 
 
-async def announce(place: Endpoint, announcement: HostAnnouncement) -> Noted | None:
-    """Tell an agent who is host; return what it knows about hosts, None if it does not answer."""
+async def announce(
+    places: Sequence[Endpoint], announcement: HostAnnouncement
+) -> list[AnnouncementReply]:
+    """Announce the host to some of these agents, chosen at random; return their replies."""
+    some = random.sample(places, min(ANNOUNCE_BATCH_SIZE, len(places)))
+    replies = await asyncio.gather(*(_announce_to(place, announcement) for place in some))
+    return [reply for reply in replies if reply is not None]
+
+
+async def _announce_to(place: Endpoint, announcement: HostAnnouncement) -> AnnouncementReply | None:
     try:
-        link, noted = await _exchange(place, announcement, PATIENCE)
-    except _TROUBLE as error:
+        link, reply = await _exchange(place, announcement, REPLIES, EXCHANGE_TIMEOUT)
+    except _PEER_ERRORS as error:
         log.debug("could not announce the host at %s: %r", place, error)
         return None
     link.abort()
-    assert isinstance(noted, Noted)
-    return noted
+    return reply
 
 
 async def _exchange(
-    place: Endpoint, question: VoteRequest | HostAnnouncement, patience: float
-) -> tuple[Link, frames.Message]:
-    link, _ = await connect_once(place, purpose=frames.SUCCESSION, timeout=patience)
+    place: Endpoint,
+    question: VoteRequest | HostAnnouncement,
+    replies: Codec[Reply],
+    timeout: float,
+) -> tuple[Link, Reply]:
+    link, _ = await connect_once(place, purpose=frames.SUCCESSION, timeout=timeout)
     with contextlib.ExitStack() as unless_answered:
         unless_answered.callback(link.abort)
         link.send(question)
-        frame = await asyncio.wait_for(link.next_frame(), patience)
-        expected = Ballot if isinstance(question, VoteRequest) else Noted
-        reply = frames.parse(frame, {expected.kind: REPLIES[expected.kind]})
+        frame = await asyncio.wait_for(link.next_frame(), timeout)
+        reply = frames.parse(frame, replies)
         unless_answered.pop_all()
     return link, reply

@@ -1,9 +1,10 @@
-"""A client's connection to the embedded store: the five verbs, over connections that may break.
+"""A client's connection to the embedded store: the store's operations over a connection that may
+break.
 
-A verb is a request kept until it is answered. When the connection is lost, it is made again at
-once, the lease is taken up, the watches go on after the last change they saw, and what was not
-answered is sent again (the server does it once, see `Table.revision_of`). Callers notice nothing
-but the delay, until the store is out of reach for good: then everything raises `RendezvousLost`.
+An operation is a request that is kept until it is answered. When the connection is lost, it is made
+again at once, the lease is resumed, the watches continue after the last change they saw, and
+unanswered requests are sent again (the server performs each once, see `Table.revision_of`). Callers
+notice only a delay, until the store stays unreachable: then everything raises `RendezvousLost`.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ from torchelastic.transport.link import Link
 
 log = logging.getLogger(__name__)
 
-#: Seconds to come back to a lost store before any lease says how long.
+#: Seconds to reconnect to a lost store while there is no lease.
 RECONNECT_TIMEOUT = 3.0
-#: A lease is renewed this many times before it would end.
-RENEWALS = 3
-#: Seconds to come back to a host that another node could replace; it gives us up sooner.
-SUCCESSOR_WAITS = 0.15
-#: Seconds the server has to take our goodbye.
-GOODBYE = 1.0
+#: Renewals of a lease within its time to live.
+RENEWALS_PER_LEASE = 3
+#: Seconds to reconnect to a host that another node could replace; the host drops us sooner.
+FAILOVER_RECONNECT_TIMEOUT = 0.15
+#: Seconds to deliver our goodbye to the server.
+GOODBYE_TIMEOUT = 1.0
 
 
 class _Silence(ConnectionError):
-    """The other end accepts what we send, or never rejects it, and does not answer."""
+    """The server does not answer, although nothing refuses what we send."""
 
 
 class _Request:
@@ -61,41 +62,41 @@ class _Request:
 class EmbeddedStore:
     """The `Store` protocol over the embedded server. Made by `connect`."""
 
-    #: As many as fit a frame, if there is anything in them.
+    #: As many short values as fit in a frame.
     most_beside = frames.FRAME_LIMIT // 1024
 
     def __init__(self, place: Endpoint, *, clock: Clock, reconnect_timeout: float | None) -> None:
-        #: Where the host is; until it is found, where it is looked for first.
+        #: The address of the host; until it is found, the first address to try.
         self.place = place
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._reconnect_timeout = reconnect_timeout
-        #: Seconds without the store after which it is lost.
-        self._patience = RECONNECT_TIMEOUT if reconnect_timeout is None else reconnect_timeout
-        #: Makes the stamps of this client's writes its own.
+        self._given_timeout = reconnect_timeout
+        #: Seconds without a connection after which the store is lost.
+        self._loss_timeout = RECONNECT_TIMEOUT if reconnect_timeout is None else reconnect_timeout
+        #: A random name, which makes the stamps of this client's writes unique.
         self._name = secrets.token_hex(8)
         self._ids = itertools.count(1)
         self._requests: dict[int, _Request] = {}
-        #: The last report of each key, and its id, until something tells that it was heard.
+        #: The last report of each key, and its id, until an answer shows that it arrived.
         self._reports: dict[str, tuple[int, bytes]] = {}
         self._watch_queues: list[WatchQueue] = []
         self._memos: dict[str, Memo] = {}
-        #: Feeds that wait for what was before now, by the request that asked for it.
+        #: Watches that wait for the current rows, by request id.
         self._catching_up: dict[int, WatchQueue] = {}
         self._link: Link | None = None
         self._store_name = ""
-        #: Of the store's host; 0: it is no agent, and nobody would take its place.
+        #: The term of the store's host; 0: a server that no node would replace.
         self.term = 0
         self._local_addr = ""
-        #: Why nothing works any more.
+        #: Why the store is lost; None while it is not.
         self._lost: str | None = None
         self._connector: asyncio.Task[None] | None = None
         self._lease: HeldLease | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._silence_timer: asyncio.TimerHandle | None = None
-        #: When a frame was last heard, and when a request came that found no other one unanswered.
+        #: When the last frame came, and when the oldest unanswered request was sent.
         self._heard_at = self._asked_at = 0.0
-        #: Set when the lease of this connection has ended, cleared by `open_lease`.
+        #: Set when this connection's lease has ended; cleared by `open_lease`.
         self.lease_lost = asyncio.Event()
         #: Called when the store is lost.
         self.on_lost: Callable[[], None] | None = None
@@ -116,9 +117,9 @@ class EmbeddedStore:
         """Connect to the store of a job, waiting up to `timeout` seconds (None: forever) for it.
 
         The host must have at least `term`. `lease` (token, seconds) is a lease that should already
-        be open there: see `has_lease`. While nobody answers, `meanwhile` is called after every
-        attempt and `say` now and then with the obstacle. Raises `RendezvousLost` if nobody answers
-        in time, `RendezvousRefused` if the answer is not from our job's rendezvous.
+        be open there: see `has_lease`. Without an answer, `meanwhile` is called after every attempt
+        and `say` from time to time with the reason. Raises `RendezvousLost` if no host answers in
+        time, `RendezvousRefused` if the answer is not from our job's rendezvous.
         """
         clock = clock or SystemClock()
         store = cls(places[0], clock=clock, reconnect_timeout=reconnect_timeout)
@@ -144,7 +145,7 @@ class EmbeddedStore:
 
     @property
     def local_addr(self) -> str:
-        """This node's address on the route to the store; its peers can reach it too."""
+        """This node's address on the route to the store; its peers can reach it there."""
         return self._local_addr
 
     @property
@@ -220,7 +221,7 @@ class EmbeddedStore:
         return _change(await self._memos[key].latest()).item
 
     def _forget_memos(self) -> None:
-        """Stop watching the keys asked for before, unless a caller waits for one."""
+        """Stop watching the keys read earlier, unless a caller waits for one."""
         for memo in [memo for memo in self._memos.values() if memo.live]:
             del self._memos[memo.prefix]
             self._drop(memo)
@@ -252,7 +253,7 @@ class EmbeddedStore:
         token = secrets.token_hex(16)
         sent = self._clock.now()
         await self._ask(lambda id: frames.OpenLease(id, token, seconds))
-        # No waiting from here on: a connection lost meanwhile would not take this lease up.
+        # No await from here on: a connection lost meanwhile would not resume this lease.
         self._keep_lease(token, seconds, sent)
 
     def _keep_lease(self, token: str, seconds: float, sent: float) -> None:
@@ -265,9 +266,9 @@ class EmbeddedStore:
             clock=self._clock,
             lost=self.lease_lost,
         )
-        if self._reconnect_timeout is None:
-            self._patience = seconds
-        renewing = self._lease.keep(self.keep_alive, seconds / RENEWALS)
+        if self._given_timeout is None:
+            self._loss_timeout = seconds
+        renewing = self._lease.keep(self.keep_alive, seconds / RENEWALS_PER_LEASE)
         self._keeper = asyncio.create_task(renewing, name="rendezvous lease")
 
     async def give_up(
@@ -287,7 +288,7 @@ class EmbeddedStore:
         if (link := self._link) is not None:
             link.send(frames.Bye())
             try:
-                await asyncio.wait([link.ended], timeout=GOODBYE)
+                await asyncio.wait([link.ended], timeout=GOODBYE_TIMEOUT)
             finally:
                 link.abort()
             await asyncio.wait([link.ended])
@@ -323,7 +324,7 @@ class EmbeddedStore:
         return answer.revision
 
     async def _ask(self, make: Callable[[int], frames.Message]) -> _Request:
-        """Send a request, now or when there is a connection again, and wait for its answer."""
+        """Send a request, now or after reconnecting, and wait for its answer."""
         self._check()
         id = next(self._ids)
         request = _Request(frames.pack(make(id)))
@@ -340,14 +341,15 @@ class EmbeddedStore:
         return request
 
     def _check(self) -> None:
-        """Check that the store and, if needed, the lease still exist before a verb runs."""
+        """Check that the store and, if needed, the lease still exist."""
         self._check_lease()
         if self._lost is not None:
             raise RendezvousLost(self._lost)
 
     def _hear(self, payload: bytes) -> None:
         self._heard_at = self._loop.time()
-        # First: after this process stood still, what is read now is old, and so may the lease be.
+        # First: after a freeze of this process, what is read now is old, and the lease may have
+        # ended.
         self._check_lease()
         message = frames.parse(payload, frames.ANSWERS)
         match message:
@@ -361,14 +363,14 @@ class EmbeddedStore:
             case frames.Refusal(sentence=sentence):
                 self._lose(f"The rendezvous at {self.place} ended the connection: {sentence}")
             case frames.NoLease(id=id) if id not in self._requests:
-                if self._lease is not None:  # a report was refused
+                if self._lease is not None:  # a report was rejected
                     self._lease.end()
             case frames.Rows() | frames.Done() | frames.NoLease():
                 self._answered(message)
 
     def _answered(self, message: frames.Rows | frames.Done | frames.NoLease) -> None:
         for key in [key for key, (id, _) in self._reports.items() if id < message.id]:
-            del self._reports[key]  # it was said before, and so it was heard
+            del self._reports[key]  # sent before the answered request, so it arrived
         last = not isinstance(message, frames.Rows) or message.last
         if isinstance(message, frames.Rows) and (queue := self._catching_up.get(message.id)):
             queue.take(message.rows)
@@ -408,7 +410,7 @@ class EmbeddedStore:
         link.deliver_to(self._hear)
         self._catching_up.clear()
         for _, frame in self._reports.values():
-            link.send(frame)  # before all else: an answer to that tells that these were heard
+            link.send(frame)  # first: the answer to a later request shows that these arrived
         for queue in self._watch_queues:
             self._subscribe(queue)
         for request in self._requests.values():
@@ -424,12 +426,12 @@ class EmbeddedStore:
             if self._lost is not None:
                 return
             if isinstance(error, WireError):
-                # Asked again, it would say the same again.
+                # A retry would give the same result.
                 self._lose(
                     f"The rendezvous at {self.place} sent something this node cannot read: {error}"
                 )
                 return
-            # Not for people: it is made again in a moment, or a sentence says that it is lost.
+            # Not for users: it is restored in a moment, or another message reports the loss.
             log.debug("The connection to the rendezvous was lost (%s).", error or "closed")
             try:
                 link = await self._reconnect(was_silent=isinstance(error, _Silence))
@@ -449,19 +451,19 @@ class EmbeddedStore:
     async def _reconnect(self, *, was_silent: bool) -> Link:
         lease = self._held()
         token = None if lease is None else lease.id
-        # Whoever would take the host's place is not to be kept waiting, once there is reason to
-        # think that it is gone: it was silent for long already, or nobody listens at its port.
-        hurry = SUCCESSOR_WAITS if self.term else self._patience
+        # Do not delay a successor once the host is probably gone: it was silent for long, or its
+        # port refuses connections.
+        hurry = FAILOVER_RECONNECT_TIMEOUT if self.term else self._loss_timeout
         link, welcome, _ = await connect_to_host(
             [self.place],
             token,
-            timeout=min(hurry, self._patience) if was_silent else self._patience,
+            timeout=min(hurry, self._loss_timeout) if was_silent else self._loss_timeout,
             refused=hurry,
             clock=self._clock,
             term=self.term,
             again=True,
         )
-        if self._lost is not None:  # closed meanwhile; a cancellation may have been lost
+        if self._lost is not None:  # closed meanwhile; the cancellation may have been lost
             link.abort()
             raise RendezvousLost(self._lost)
         if welcome.store != self._store_name:
@@ -477,28 +479,28 @@ class EmbeddedStore:
         """While a request is unanswered, watch for a frozen host: its kernel still accepts what we
         send.
 
-        An answer does not touch the timer: answers are many, and the timer checks when it fires.
+        Answers do not touch the timer, because they are many; the timer checks when it fires.
         """
         if self._requests and self._lost is None and self._silence_timer is None:
-            self._silence_timer = self._loop.call_at(self._patience_ends(), self._notice_silence)
+            self._silence_timer = self._loop.call_at(self._silence_deadline(), self._notice_silence)
 
-    def _patience_ends(self) -> float:
-        # A renewal that gets no answer was asked for a while after the last one that got one: the
-        # host is to be given up when our lease ends, not later.
-        patience = self._patience * (1 - 1 / RENEWALS) if self.term else self._patience
-        return max(self._asked_at, self._heard_at) + patience
+    def _silence_deadline(self) -> float:
+        # The unanswered renewal was sent a while after the last answered one: give the host up when
+        # our lease ends, not later.
+        share = 1 - 1 / RENEWALS_PER_LEASE if self.term else 1
+        return max(self._asked_at, self._heard_at) + share * self._loss_timeout
 
     def _notice_silence(self) -> None:
         self._silence_timer = None
         if self._link is None:
-            return  # the next connection will expect an answer again
-        if self._requests and self._loop.time() >= self._patience_ends():
+            return  # the next connection sets it again
+        if self._requests and self._loop.time() >= self._silence_deadline():
             self._link.abort(_Silence("no answer"))
         else:
             self._expect_answer()
 
     def _lose(self, sentence: str) -> None:
-        """Fail every verb and every watch, now and later, with this sentence."""
+        """Fail every operation and every watch, now and later, with this reason."""
         self._lost = sentence
         for request in self._requests.values():
             if not request.answer.done():
@@ -527,7 +529,7 @@ class EmbeddedStore:
             self._lease.check()
 
     def _stop_renewing(self) -> None:
-        """Stop holding the lease; it is given back, not lost."""
+        """Stop renewing the lease; it is returned, not lost."""
         if self._lease is not None:
             self._lease.give_back()
         if self._keeper is not None:

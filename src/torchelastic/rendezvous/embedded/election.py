@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from torchelastic.rendezvous import majority
 from torchelastic.rendezvous.embedded.ask_peers import Returns
-from torchelastic.rendezvous.embedded.failover_state import Holding
+from torchelastic.rendezvous.embedded.failover_state import FailoverState
 from torchelastic.rendezvous.majority import Elector, Electorate, Roll
 
-#: The newest world of a node that is no more.
+#: Stands for the newest world of a dead node.
 DEAD = -2
-#: How often the time to let others try first doubles.
-MOST_DOUBLINGS = 4
-#: Seconds between two rounds of asking; they grow.
+#: The limit on how often the time to let others try first doubles.
+DOUBLINGS_LIMIT = 4
+#: Seconds between two rounds of questions; they grow.
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.5
-#: That of the witness: none.
+#: Stands for the newest world of the witness, which has none.
 WITNESS = -3
 
 
@@ -26,7 +26,7 @@ class WitnessView:
 
     claimed: Set[str] = frozenset()
     refused: Set[str] = frozenset()
-    #: Why it is of no help, for people.
+    #: Why the witness cannot help, for users.
     obstacle: str = ""
 
 
@@ -35,8 +35,8 @@ class Poll:
     """The candidate and what it knows. Before the first world, each endpoint has a vote."""
 
     elector: Elector
-    holding: Holding
-    #: The endpoints, and the one that is this node's.
+    holding: FailoverState
+    #: The endpoints, and this node's own.
     places: tuple[str, ...]
     own_place: str = ""
     two_node_takeover: bool = False
@@ -60,7 +60,7 @@ class Poll:
         return Roll(latest=Electorate(frozenset(self.places)))
 
     @property
-    def voice(self) -> str:
+    def own_voter(self) -> str:
         """The voter that this node itself counts as."""
         return self.elector.node if self.has_world else self.own_place
 
@@ -70,7 +70,7 @@ class Poll:
         order, host = self.places, ""
         if self.has_world:
             order, host = self.holding.order, self.holding.roll.latest.host
-        return majority.turn(order, self.voice, host) * (1 << min(in_vain, MOST_DOUBLINGS))
+        return majority.turn(order, self.own_voter, host) * (1 << min(in_vain, DOUBLINGS_LIMIT))
 
     def suffices(self, returns: Returns) -> bool:
         """Return whether no other peer needs to be asked."""
@@ -84,30 +84,35 @@ class Poll:
     def to_claim(self, returns: Returns) -> tuple[str, ...] | None:
         """The witness's votes that would elect this node; None if they are not enough."""
         if self.has_world and not self.holding.rows:
-            return None  # nothing to host the store with
+            return None  # there is nothing to host the store from
         votes = self.votes(returns)
-        electorates = majority.settled(self.roll, votes).electorates
+        electorates = majority.confirmed(self.roll, votes).electorates
         missing = majority.to_claim(electorates, votes)
         return None if missing is None or self.witness.refused & set(missing) else missing
 
-    def found(self, returns: Returns) -> Holding:
-        """What this node holds, as settled if these answers show that it is."""
-        is_settled = not majority.settled(self.roll, self.votes(returns)).before
-        return self.holding.settled() if is_settled else self.holding
+    def found(self, returns: Returns) -> FailoverState:
+        """This node's failover state, confirmed if these answers show that it is."""
+        is_confirmed = not majority.confirmed(self.roll, self.votes(returns)).before
+        return self.holding.confirmed() if is_confirmed else self.holding
 
     def votes(self, returns: Returns) -> dict[str, int]:
         """The voters that agree, each with the newest world it has."""
         votes = {
-            # Of a node, not of who sits in its place now: that one may know less.
+            # The answer must come from that node, not from another agent at its address, which may
+            # know less.
             each.node if self.has_world else key: each.generation
             for key, each in returns.ballots.items()
             if each.granted
         }
-        votes[self.voice] = self.elector.generation
+        votes[self.own_voter] = self.elector.generation
         votes |= dict.fromkeys(self.witness.claimed, WITNESS)
         if self.two_node_takeover:
             votes |= dict.fromkeys(filter(self._is_other_of_two, self._dead_in(returns)), DEAD)
         return votes
+
+    def dead(self, returns: Returns) -> frozenset[str]:
+        """The dead nodes whose votes this node counts as its own (`--two-node-takeover`)."""
+        return frozenset(node for node, last in self.votes(returns).items() if last == DEAD)
 
     def _dead_in(self, returns: Returns) -> set[str]:
         """The nodes that seem dead: nothing listens at their port, or another agent does."""
@@ -124,15 +129,14 @@ class Poll:
     def is_outdated(self, returns: Returns, *, waited: bool) -> bool:
         """Return whether the job of this node's world has ended and was started again without it.
 
-        Either so many of its nodes have been replaced by other agents that no majority can ever
-        agree; or a host answers that this node cannot follow, and the others had time to elect
-        another.
+        Either other agents have replaced too many of its nodes for a majority; or a host answers
+        that this node cannot follow, and the others had time to elect another one.
         """
         electorates = self.roll.electorates
         there = frozenset().union(*(each.voters for each in electorates))
         there -= self._replaced_in(returns)
         named = [ballot for ballot in returns.ballots.values() if ballot.hosts]
-        # A host of an earlier term than this node has voted in yields to it: others elect anew.
+        # A host of an earlier term than this node's vote yields to it, and the others elect again.
         has_other_host = bool(named) and not any(
             self._knows_more(ballot.term, ballot.generation) for ballot in named
         )
@@ -146,8 +150,8 @@ class Poll:
     def hosts(self, returns: Returns, *, waited: bool = False) -> list[str]:
         """The addresses of possible hosts, latest term first.
 
-        A node that has voted in a later term may not follow a host; but that host yields to a node
-        that says hello, and may not know where this node is. So such hosts are included once the
+        A node that has voted in a later term may not follow a host; but that host yields when the
+        node connects, and may not know this node's address. So such hosts are included once the
         others had a lease's time to elect.
         """
         ballots = sorted(returns.ballots.values(), key=lambda ballot: -ballot.term)
@@ -161,18 +165,18 @@ class Poll:
         return list(dict.fromkeys(named))
 
     def may_follow(self, term: int, generation: int) -> bool:
-        """Return whether this node may follow a host: not one that knows less and may never know
+        """Return whether this node may follow a host: not one that knows less and may never learn
         more, such as a store that was restarted at the endpoint of a lost host."""
         knows_more = self._knows_more(term, generation)
         return knows_more and majority.may_follow(self.elector, term)
 
     def _knows_more(self, term: int, generation: int) -> bool:
-        """Return whether the host of a term knows more than this node, or will with its first
+        """Return whether the host of a term knows more than this node, or will after its first
         world."""
         ours = self.elector.generation
         return generation >= ours or majority.first_generation(term) > ours
 
-    def predicament(self, returns: Returns) -> str:
+    def waiting_reason(self, returns: Returns) -> str:
         """The sentence for users that says what a node without a host waits for."""
         gone = "the rendezvous host is unreachable"
         if obstacle := self.witness.obstacle:
@@ -196,14 +200,14 @@ class Poll:
 
 
 class Search:
-    """The state of a node that looks for a host: in which term it asks, how soon, and when it runs
-    for election."""
+    """The search of a node for a host: the term in which it asks, how often, and when it runs for
+    election."""
 
     def __init__(self, now: float) -> None:
         self.begun = self._tried = now
-        #: Seconds until it asks again.
+        #: Seconds until the next round of questions.
         self.pause = FIRST_PAUSE
-        #: The latest term that somebody knows of: who has voted in a term refuses it to all others.
+        #: The latest term that any peer knows: a voter gives its vote in a term only once.
         self.heard = 0
         self._in_vain = 0
 
@@ -213,15 +217,15 @@ class Search:
     def is_our_turn(self, poll: Poll, term: int, now: float) -> bool:
         """Return whether a node that has asked for the votes of a term runs for election.
 
-        It does not if it has itself voted in that term meanwhile: the node it voted for may be host
-        by now, and would yield to a later term as soon as it heard of it.
+        It does not if it has voted in that term meanwhile: the node it voted for may be host by
+        now, and would yield to a later term.
         """
         voted = poll.elector.term >= term and poll.elector.chosen != poll.elector.node
         return not voted and now - self._tried >= poll.turn(self._in_vain)
 
     def lost_election(self, now: float) -> None:
-        """After a lost election, let the nodes before this one try first: rivals would run
-        again."""
+        """After a lost election, let the nodes before this one try first, so that rivals do not run
+        again at the same time."""
         self.pause, self._tried = FIRST_PAUSE, now
         self._in_vain += 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from torchelastic.rendezvous.embedded.server import GRACE
+from torchelastic.rendezvous.embedded.server import RECONNECT_GRACE
 from torchelastic.rendezvous.store import Json
 from torchelastic.rendezvous.world import MEMBER_PREFIX, World
 from torchelastic.transport import frames
@@ -16,15 +16,15 @@ from torchelastic.transport.ring import lives
 async def grace_of(
     rows: Sequence[Row], *, at: Callable[[str], Endpoint], alone: bool
 ) -> float | None:
-    """Seconds to wait for the agent with these rows after its connection ended; None: its whole
+    """Seconds to wait for the agent of these rows after its connection ended; None: its whole
     lease.
 
-    It is not waited for if its machine refuses connections to its port. If it lives, if that is not
-    known, or if a node trains `alone` without its host, the lease decides.
+    0 if its machine refuses connections to its port. If it lives, if that is unknown, or if a node
+    trains `alone` without its host, the lease decides.
     """
     records = [row.text for row in rows if row.key.startswith(MEMBER_PREFIX)]
     address = frames.decode_value(records[0] or "{}").get("peer") if records else None
-    grace: float | None = GRACE
+    grace: float | None = RECONNECT_GRACE
     if address:
         grace = 0.0 if await lives(at(address)) is False else None
     return None if records and alone else grace

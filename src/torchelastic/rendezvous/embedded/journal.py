@@ -11,8 +11,8 @@ its first item names its kind:
     ["forget", JOB]
 
 Keep-alives are not written: after a restart every lease has its whole time again, and living
-clients come back within it. Changes are written as operations; replayed in the same order they give
-the same revisions, so that no client can tell the difference.
+clients come back within it. Changes are written as operations: replayed in the same order, they
+give the same revisions, so that clients notice no difference.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ FORMAT = "torchelastic-rendezvous-state"
 VERSION = 1
 
 Entry = list[Any]
-#: Writes an entry down; whether it must be on the disk before anybody is told of it.
+#: Writes an entry; True: it must be on disk before any client learns of it.
 Recorder = Callable[[Entry, bool], None]
 
 
 class RecordedTable(Table):
-    """A table that writes down what it does, once `record` is set."""
+    """A table that records its changes, once `record` is set."""
 
     def __init__(self, job: str) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class RecordedTable(Table):
         )
         if rows:
             entry = ["put", self._job, key, text, lease, dict(beside or {}), stamp]
-            # What has no lease outlives all nodes: the world, its generation, the budget.
+            # Keys without a lease outlive all nodes: the world, its generation, the budget.
             self._write(entry, lasting=lease is None)
         return rows
 
@@ -89,9 +89,9 @@ class RecordedTable(Table):
 
 @dataclass
 class KeptJob:
-    """A job as the store knows it."""
+    """A job in the journal."""
 
-    #: Of its store, for clients that come back.
+    #: The name of its store, for clients that come back.
     name: str
     table: RecordedTable
 
@@ -141,7 +141,7 @@ def heading() -> bytes:
 def parse(data: bytes, path: str) -> list[Entry]:
     """The entries of a file. Raises `ConfigError` for a foreign or damaged file.
 
-    A last line without an end was being written when the process died; no client was told of it.
+    A last line without a newline was being written when the process died; no client was told of it.
     """
     lines = data.split(b"\n")[:-1]
     head = _content(lines[0]) if lines else None

@@ -16,11 +16,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
-from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torchelastic.clock import Clock
 from torchelastic.config import format_endpoint
@@ -28,23 +26,24 @@ from torchelastic.errors import RendezvousLost, RendezvousRefused
 from torchelastic.rendezvous import majority
 from torchelastic.rendezvous.embedded.ask_peers import Returns, announce, ask_for_votes, unless
 from torchelastic.rendezvous.embedded.client import EmbeddedStore
-from torchelastic.rendezvous.embedded.election import DEAD, Poll, Search
-from torchelastic.rendezvous.embedded.failover_state import Holding, LeasedRows, table_of
+from torchelastic.rendezvous.embedded.election import Poll, Search
+from torchelastic.rendezvous.embedded.failover_state import FailoverState, LeasedRows, table_of
 from torchelastic.rendezvous.embedded.host_timeouts import grace_of, others_stay, trains_alone
 from torchelastic.rendezvous.embedded.server import EmbeddedServer
 from torchelastic.rendezvous.embedded.tie_breaker import TieBreaker
 from torchelastic.rendezvous.embedded.voter_file import Voter, VoterFile
 from torchelastic.rendezvous.embedded.votes import (
     QUESTIONS,
+    AnnouncementReply,
     Ballot,
     HostAnnouncement,
-    Noted,
     VoteRequest,
 )
 from torchelastic.rendezvous.majority import Candidacy, Elector
 from torchelastic.rendezvous.store import Json
 from torchelastic.rendezvous.witness.vote_keys import Witness
 from torchelastic.rendezvous.world import MEMBER_PREFIX, PART_PREFIX, WORLD_KEY
+from torchelastic.side_tasks import TaskSet
 from torchelastic.transport import frames
 from torchelastic.transport.auth import Credentials
 from torchelastic.transport.connect import Endpoint
@@ -56,19 +55,17 @@ from torchelastic.transport.ring import answer_that_we_live
 
 logger = logging.getLogger(__name__)
 
-#: Seconds a host that was named has to answer. One that this node has just given up itself has so
-#: many times the pause at first: others may name it who are about to give it up, too.
-HOST_ANSWERS, SECOND_CHANCE = 1.0, 5.0
-#: How often a host tells others that it is host, in a lease.
-ANNOUNCEMENTS = 3
-#: How many missing nodes it tells at a time.
-ANNOUNCED_AT_ONCE = 16
+#: Seconds for a host that others named to answer. For the host that this node has just given up:
+#: this many times the search pause, because peers may name it shortly before they give it up too.
+HOST_TIMEOUT, RETRY_FACTOR = 1.0, 5.0
+#: How many times per lease a host announces itself.
+ANNOUNCEMENTS_PER_LEASE = 3
 LOOPBACK = "127.0.0.1"
-#: Of whoever begins a job at the only endpoint.
+#: The term of the node that starts a job at the only endpoint.
 FIRST_TERM = 1
-SUCCEEDED = "Another node hosts the rendezvous now."
-#: How often a node without a host says what it waits for.
-SAY_EVERY = 60.0
+HOST_REPLACED = "Another node hosts the rendezvous now."
+#: Seconds after which a node without a host repeats what it waits for.
+REPEAT_INTERVAL = 60.0
 
 
 class _EndpointIsOurs(Exception):
@@ -76,7 +73,8 @@ class _EndpointIsOurs(Exception):
 
 
 class EmbeddedNode:
-    """One node at the embedded rendezvous of one job; call `open` first. Made in a running loop."""
+    """One node at the embedded rendezvous of one job; call `open` first. Must be created in a
+    running loop."""
 
     def __init__(
         self,
@@ -100,8 +98,8 @@ class EmbeddedNode:
         self._lease = lease
         self._local_addr = local_addr
         self._two_node_takeover = two_node_takeover
-        #: Others may know a job of this id at our endpoint, from an agent that was here before us.
-        self._may_be_remembered = may_be_remembered and places[0].port != 0
+        #: Others may know this job at our endpoint, from an earlier agent.
+        self._may_be_known = may_be_remembered and places[0].port != 0
         shown = places[0].credentials
         self._listener = Listener(places[0].job, secret=shown.secret, tls=shown.server_tls)
         if passes_workers_on:
@@ -115,28 +113,28 @@ class EmbeddedNode:
         self._holding = last.holding
         self._leased_rows = LeasedRows(lease)
         #: The latest term for which this node, as host, has stepped down.
-        self._yielded_to = 0
+        self._stepped_down_for = 0
         #: Set while no worker of this node is in a world, so that it may vote.
         self._stopped = asyncio.Event()
         self._stopped.set()
         #: Set when it has voted for another node.
         self._voted = asyncio.Event()
-        #: This node's address, as found out when it was somebody's client, and the port it had.
+        #: This node's address, as learned while it was a client, and its last port.
         self._addr, self._known_port = last.address_of(node)
         #: Set when there is news of a host.
         self._news = asyncio.Event()
-        self._rumours: list[str] = []
-        self._heard_of: Sequence[str] = ()
+        self._announced_hosts: list[str] = []
+        self._known_agents: Sequence[str] = ()
         self._announcing: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet(_log_bug)
         self._store: EmbeddedStore | None = None
         self.server: EmbeddedServer | None = None
-        #: Nodes of the last world that are known to be no more, though they never said goodbye.
+        #: Nodes of the last world that are known to be dead, without having announced a leave.
         self.dead: frozenset[str] = frozenset()
-        #: When this node, as the host of a store that has no world yet, may form the first one.
+        #: When this node may form the first world, if it hosts a store without one.
         self.may_begin_at = 0.0
 
-    # What the owner asks
+    # Used by the agent
 
     @property
     def job(self) -> str:
@@ -191,63 +189,61 @@ class EmbeddedNode:
         has_it = generation == self._elector.generation
         return has_it or majority.may_take_up(self._elector, generation)
 
-    def hold(self, holding: Holding) -> None:
+    def hold(self, holding: FailoverState) -> None:
         """Remember a world that this node has taken up, or more details of it."""
         if holding is self._holding:
-            return  # another phase of the same world
+            return  # the same world in another phase
         if holding.roll.generation > self._holding.roll.generation:
             self._stopped.clear()
         self._holding = holding.following(self._holding)
         self._elector = replace(self._elector, generation=holding.roll.generation)
 
     async def kept(self) -> None:
-        """Return when this node's vote is on disk: others may hear of it only then."""
+        """Wait until this node's vote is on disk: others may learn of it only then."""
         if self._file is not None:
             await self._file.keep(self._elector, self._holding, self._tie_breaker.token)
 
     def hear_of(self, addresses: Sequence[str]) -> None:
         """Remember agents that may know where the store is if it is lost."""
-        self._heard_of = addresses
+        self._known_agents = addresses
 
     def say_goodbye(self) -> None:
-        """Note that this node leaves and has said so."""
+        """Note that this node has announced that it leaves."""
         self._elector = replace(self._elector, leaving=True)
 
     # Joining
 
     async def open(self, timeout: float | None, say: Callable[[str], None] = logger.info) -> None:
         """Listen, and become host or client of the job; wait up to `timeout` seconds for a host,
-        and say now and then what it waits for."""
-        self._listener.serve(frames.STORE, self._say_where)
-        self._listener.serve(frames.SUCCESSION, self._converse)
+        and report from time to time what it waits for."""
+        self._listener.serve(frames.STORE, self._redirect)
+        self._listener.serve(frames.SUCCESSION, self._serve_election)
         self._listener.serve(frames.RING, answer_that_we_live)
         await self._endpoints.listen(self._known_port)
-        if self._endpoints.ours is None and not self._holding.roll.latest.nodes:
-            await self._wait_for_host(timeout, say)
-        else:
-            await self._find_host(timeout, say)
+        await self._find_host(timeout, say)
 
     async def regain(
-        self, rows: Mapping[str, Json], *, timeout: float | None, say: Callable[[str], None]
+        self,
+        rows: Callable[[], Mapping[str, Json]],
+        *,
+        timeout: float | None,
+        say: Callable[[str], None],
     ) -> bool:
         """After losing the host, with no worker of this node in a world: find the next host, or
         become it.
 
-        `rows` are this node's rows in the store under its lease; returns whether they are there
-        under a lease again. Raises `RendezvousLost` when the time is up.
+        `rows` returns this node's rows in the store under its lease. Returns whether they are under
+        a lease again. Raises `RendezvousLost` after `timeout` seconds.
         """
         if self.term == 0:
-            raise RendezvousLost(self.store.loss)  # of a store that nobody takes over
+            raise RendezvousLost(self.store.loss)  # its store has no failover
         await self._leave()
         self._leased_rows = LeasedRows(self._lease, rows)
         self._stopped.set()
-        if not self._holding.roll.latest.nodes and self._endpoints.ours is None:
-            await self._wait_for_host(timeout, say)
-        else:
-            await self._find_host(timeout, say)
+        await self._find_host(timeout, say)
         return self.store.has_lease
 
-    async def hand_over(self, rows: Mapping[str, Json], seconds: float) -> None:
+    async def hand_over(self, rows: Callable[[], Mapping[str, Json]], seconds: float) -> None:
         """As a host that leaves with no worker left: vote for the next host before going.
 
         `rows` as in `regain`. Waits up to `seconds` to be asked.
@@ -257,7 +253,7 @@ class EmbeddedNode:
             return
         await self._leave("The host is leaving the job.")
         self._leased_rows = LeasedRows(self._lease, rows)
-        # Nobody else counts on its consent: it was its own host.
+        # No other host relies on its consent: it was its own host.
         self._elector = replace(self._elector, leaving=False, hands_over=True)
         self._stopped.set()
         voted = asyncio.ensure_future(self._voted.wait())
@@ -268,8 +264,7 @@ class EmbeddedNode:
         """Close; a host waits up to `others` seconds for the other nodes to go first, and removes
         the witness's keys of a job that has `ended`."""
         self._elector = replace(self._elector, has_host=False)
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
         if self._store is not None:
             await self._store.close()
         if self.server is not None:
@@ -279,8 +274,14 @@ class EmbeddedNode:
         await self._listener.close()
         await self._tie_breaker.close(ended=ended)
 
+    async def _find_host(self, timeout: float | None, say: Callable[[str], None]) -> None:
+        """Find a host, or become it. A node without a vote can only wait for one."""
+        if self._endpoints.ours is None and not self._holding.roll.latest.nodes:
+            await self._wait_for_host(timeout, say)
+        else:
+            await self._search_host(timeout, say)
+
     async def _wait_for_host(self, timeout: float | None, say: Callable[[str], None]) -> None:
-        """Wait for a host, as a node without a vote."""
 
         async def look() -> None:
             await self._endpoints.look()
@@ -289,7 +290,10 @@ class EmbeddedNode:
 
         try:
             store = await EmbeddedStore.connect(
-                [*self._endpoints.places, *map(self._at, filter(None, self._heard_of))],
+                [
+                    *self._endpoints.places,
+                    *map(self._endpoint_at, filter(None, self._known_agents)),
+                ],
                 term=self._elector.term,
                 timeout=timeout,
                 clock=self._clock,
@@ -297,27 +301,27 @@ class EmbeddedNode:
                 say=say,
             )
         except _EndpointIsOurs:
-            await self._find_host(timeout, say)
+            await self._search_host(timeout, say)
             return
         self._follow(store)
 
-    async def _find_host(self, timeout: float | None, say: Callable[[str], None]) -> None:
+    async def _search_host(self, timeout: float | None, say: Callable[[str], None]) -> None:
         """Ask peers until this node has a host, or is host."""
         search = Search(self._clock.now())
         deadline = search.begun + (math.inf if timeout is None else timeout)
         say_at = search.begun + 2 * self._lease
         while True:
-            if self._may_found() and await self._tie_breaker.begins_job():
+            if self._may_start_job() and await self._tie_breaker.begins_job():
                 await self._become_host(FIRST_TERM, Returns())
                 return
             term = self._tie_breaker.next_term(self._elector, search.heard)
             returns = await self._ask(term, binding=False)
             search.hear(returns)
-            rumours, self._rumours = self._rumours, []
+            announced, self._announced_hosts = self._announced_hosts, []
             self._news.clear()
             now = self._clock.now()
             waited = now - search.begun > self._lease
-            hosts = [*rumours, *self._poll.hosts(returns, waited=waited)]
+            hosts = [*announced, *self._poll.hosts(returns, waited=waited)]
             if await self._join_one_of(hosts, search.pause):
                 return
             if self._file is not None and self._store is None:
@@ -330,16 +334,16 @@ class EmbeddedNode:
                     search.lost_election(self._clock.now())
             now = self._clock.now()
             if now >= deadline:
-                raise RendezvousLost(f"{self._poll.predicament(returns)}: giving up.")
+                raise RendezvousLost(f"{self._poll.waiting_reason(returns)}: giving up.")
             if now >= say_at:
-                say(self._poll.predicament(returns))
-                say_at = now + SAY_EVERY
+                say(self._poll.waiting_reason(returns))
+                say_at = now + REPEAT_INTERVAL
             await unless(self._news, asyncio.sleep(search.next_pause()))
 
-    def _may_found(self) -> bool:
+    def _may_start_job(self) -> bool:
         """Return whether no other node can know of the job: no world here, ours is the only
         endpoint, and no peer has mentioned a host."""
-        is_first = self._yielded_to <= FIRST_TERM and self._holding.roll.generation < 0
+        is_first = self._stepped_down_for <= FIRST_TERM and self._holding.roll.generation < 0
         return is_first and self._endpoints.places == [self._endpoints.ours]
 
     # Asking others
@@ -356,17 +360,17 @@ class EmbeddedNode:
             witness=self._tie_breaker.view(self._tie_breaker.next_term(self._elector)),
         )
 
-    def _whereabouts(self, but: Set[str] = frozenset()) -> dict[str, Endpoint]:
+    def _peers(self, but: Set[str] = frozenset()) -> dict[str, Endpoint]:
         """The peers to ask: all that this node knows, endpoints included, except `but`."""
         but = but | {self._node, str(self._endpoints.ours)}
         places = {str(place): place for place in self._endpoints.places if str(place) not in but}
         known = self._holding.addresses.items()
-        return {**places, **{node: self._at(at) for node, at in known if node not in but}}
+        return {**places, **{node: self._endpoint_at(at) for node, at in known if node not in but}}
 
-    async def _ask(self, term: int, *, binding: bool, of: Sequence[str] | None = None) -> Returns:
-        generation, is_settled = self._elector.generation, self._holding.is_settled
-        asked = VoteRequest(term, self._node, generation, binding, is_settled)
-        places = {key: at for key, at in self._whereabouts().items() if of is None or key in of}
+    async def _ask(self, term: int, *, binding: bool, of: Collection[str] | None = None) -> Returns:
+        generation, is_confirmed = self._elector.generation, self._holding.is_confirmed
+        asked = VoteRequest(term, self._node, generation, binding, is_confirmed)
+        places = {key: at for key, at in self._peers().items() if of is None or key in of}
         return await ask_for_votes(places, asked, enough=self._poll.suffices)
 
     # Becoming a client
@@ -374,12 +378,12 @@ class EmbeddedNode:
     async def _join_one_of(self, hosts: Sequence[str], pause: float) -> bool:
         given_up = str(self._store.place) if self._store is not None else ""
         for address in hosts:
-            patience = SECOND_CHANCE * pause if address == given_up else HOST_ANSWERS
+            timeout = RETRY_FACTOR * pause if address == given_up else HOST_TIMEOUT
             try:
                 store = await EmbeddedStore.connect(
-                    [self._at(address)],
+                    [self._endpoint_at(address)],
                     term=self._elector.term,
-                    timeout=min(patience, HOST_ANSWERS),
+                    timeout=min(timeout, HOST_TIMEOUT),
                     lease=(self._leased_rows.lease, self._leased_rows.seconds),
                     clock=self._clock,
                 )
@@ -401,7 +405,7 @@ class EmbeddedNode:
     def _host_lost(self) -> None:
         self._elector = replace(self._elector, has_host=False)
 
-    def _at(self, address: str) -> Endpoint:
+    def _endpoint_at(self, address: str) -> Endpoint:
         return Endpoint.at(address, self.job, self._endpoints.places[0].credentials)
 
     # Becoming host
@@ -418,15 +422,12 @@ class EmbeddedNode:
         self._elector = majority.voted(self._elector, ours)
         self._holding = self._poll.found(wished)
         await self.kept()
-        willing = [key for key, ballot in wished.ballots.items() if ballot.granted]
-        asking = self._ask(term, binding=True, of=willing)
+        asking = self._ask(term, binding=True, of=wished.granted)
         if (returns := await unless(self._news, asking)) is None:
             return False
-        returns.refused |= wished.refused
-        for key, ballot in wished.ballots.items():
-            returns.ballots.setdefault(key, replace(ballot, granted=False))
+        returns.add_unasked(wished)
         is_won = await self._tie_breaker.wins(self._poll, returns, term)
-        # Meanwhile it may have voted for somebody of a later term.
+        # Meanwhile it may have voted for a node with a later term.
         if not is_won or self._elector.term != term:
             returns.close()
             return False
@@ -434,28 +435,26 @@ class EmbeddedNode:
         return True
 
     async def _become_host(self, term: int, returns: Returns) -> None:
-        """Become host: serve the store from now on, and tell the voters."""
+        """Become host: serve the store, and tell the voters."""
         self._elector = replace(self._elector, term=term, chosen=self._node)
         self._tie_breaker.became_host()
         await self.kept()
-        if self._holding.roll.generation >= 0 or self._may_be_remembered:
-            # A store that knows nothing waits a lease: another host may be about to call. So does
-            # one whose last world may still make steps.
+        if self._holding.roll.generation >= 0 or self._may_be_known:
+            # A store without a world waits for a lease's time: another host may be about to
+            # connect. So does one whose last world may still make steps.
             self.may_begin_at = self._clock.now() + self._lease
-        self.dead = frozenset(
-            node for node, last in self._poll.votes(returns).items() if last == DEAD
-        )
-        granted = [ballot for ballot in returns.ballots.values() if ballot.granted]
-        ballots = [self._ballot("", granted=True), *granted]
+        self.dead = self._poll.dead(returns)
+        ballots = [self._ballot(), *returns.granted.values()]
         table = table_of(self._holding, ballots, self._clock.now())
         self.server = EmbeddedServer(
             self.job, clock=self._clock, table=table, term=term, grace_of=self._grace_of
         )
         self.server.resume()
         self._listener.serve(frames.STORE, self._admit)
-        await self._endpoints.look(again=True)  # one may have come free with the last host
+        await self._endpoints.look(again=True)  # the last host may have freed one
+        local = self._endpoint_at(format_endpoint(LOOPBACK, self._listener.port))
         store = await EmbeddedStore.connect(
-            [self._endpoints.ours or self._at(format_endpoint(LOOPBACK, self._listener.port))],
+            [self._endpoints.ours or local],
             term=term,
             timeout=self._lease,
             lease=(self._leased_rows.lease, self._leased_rows.seconds),
@@ -465,7 +464,7 @@ class EmbeddedNode:
         for link in returns.links.values():
             link.send(self._announcement())
             link.close()
-        self._announcing = self._start(self._announce())
+        self._announcing = self._tasks.start(self._announce(), "announce host")
 
     def _announcement(self) -> HostAnnouncement:
         return HostAnnouncement(
@@ -473,70 +472,66 @@ class EmbeddedNode:
         )
 
     async def _announce(self) -> None:
-        """As host, announce it to nodes that may not know: missing nodes and the endpoints."""
+        """As host, announce that to nodes that may not know it: missing nodes and the endpoints."""
         while self.server is not None:
             members = self.server.rows(MEMBER_PREFIX)
-            said = (announce(place, self._announcement()) for place in self._uninformed(members))
-            for noted in filter(None, await asyncio.gather(*said)):
-                if majority.must_yield(self._elector.term, noted.term):
-                    self._rumours += noted.hosts
-                    self._start(self._yield(noted.term))
+            connected = {row.key.removeprefix(MEMBER_PREFIX) for row in members}
+            missing = list(self._peers(but=connected).values())
+            for reply in await announce(missing, self._announcement()):
+                if majority.must_step_down(self._elector.term, reply.term):
+                    self._announced_hosts += reply.hosts
+                    self._tasks.start(self._step_down(reply.term), "step down")
                     return
-            await asyncio.sleep(self._lease / ANNOUNCEMENTS)
+            await asyncio.sleep(self._lease / ANNOUNCEMENTS_PER_LEASE)
 
-    def _uninformed(self, members: Sequence[Row]) -> list[Endpoint]:
-        there = {row.key.removeprefix(MEMBER_PREFIX) for row in members}
-        missing = list(self._whereabouts(but=there).values())
-        return random.sample(missing, min(ANNOUNCED_AT_ONCE, len(missing)))
-
-    async def _yield(self, term: int, told: str = SUCCEEDED) -> None:
+    async def _step_down(self, term: int, told: str = HOST_REPLACED) -> None:
         """Stop being host, and tell the clients why."""
         logger.info("this node no longer hosts the rendezvous (term %d)", term)
-        self._yielded_to = max(self._yielded_to, term)
+        self._stepped_down_for = max(self._stepped_down_for, term)
         self._host_lost()
         server, self.server = self.server, None
-        self._listener.serve(frames.STORE, self._say_where)
+        self._listener.serve(frames.STORE, self._redirect)
         if server is not None:
             await server.close(told)
 
-    async def _leave(self, told: str = SUCCEEDED) -> None:
+    async def _leave(self, told: str = HOST_REPLACED) -> None:
         """Drop the connection to the last host, or the server if this node was host."""
         if self._announcing is not None:
             self._announcing.cancel()
             self._announcing = None
         if self.is_host:
-            await self._yield(self.term, told)
+            await self._step_down(self.term, told)
         await self.store.close()
         self._host_lost()
 
-    # What others ask
+    # Requests of other nodes
 
     def _admit(self, link: Link, hello: frames.Hello) -> None:
-        """As host, serve a client, unless it has voted in a later term and cannot follow this host:
-        then a new election is needed."""
-        if self.server is None or majority.must_yield(self._elector.term, hello.term):
-            self._say_where(link, hello)
-            self._start(self._yield(hello.term))
+        """As host, serve a client; yield instead if it has voted in a later term, because it cannot
+        follow this host."""
+        if self.server is None or majority.must_step_down(self._elector.term, hello.term):
+            self._redirect(link, hello)
+            self._tasks.start(self._step_down(hello.term), "step down")
         else:
             self.server.admit(link, hello)
 
     async def _grace_of(self, rows: Sequence[Row]) -> float | None:
-        """As host: how long to wait for the agent with these rows after its connection ended."""
+        """As host: seconds to wait for the agent of these rows after its connection ended."""
         parts = self.server.rows(PART_PREFIX) if self.server is not None else []
-        alone = trains_alone(self._summary(), parts, self._node)
-        return await grace_of(rows, at=self._at, alone=alone)
+        alone = trains_alone(self._world_summary(), parts, self._node)
+        return await grace_of(rows, at=self._endpoint_at, alone=alone)
 
-    def _say_where(self, link: Link, hello: frames.Hello) -> None:
+    def _redirect(self, link: Link, hello: frames.Hello) -> None:
         """Tell a client of the store where the host is."""
         link.send(frames.Elsewhere(self._known_hosts(), self._elector.term))
         link.close()
 
     def _store_of_workers(self) -> str:
         """The worker store of the newest world; empty if there is none."""
-        return str(self._summary().get("store", ""))
+        return str(self._world_summary().get("store", ""))
 
-    def _summary(self) -> Json:
-        """The summary of the newest world; a host has it before any node does."""
+    def _world_summary(self) -> Json:
+        """The summary of the newest world; a host has it first."""
         if self.server is None:
             return self._holding.rows.get(WORLD_KEY, {})
         texts = {row.key: row.text for row in self.server.rows(WORLD_KEY)}
@@ -547,30 +542,20 @@ class EmbeddedNode:
             return []
         return [self.peer] if self.is_host else [str(self.store.place)]
 
-    def _converse(self, link: Link, hello: frames.Hello) -> None:
+    def _serve_election(self, link: Link, hello: frames.Hello) -> None:
         link.send(frames.Welcome(frames.PROTOCOL, frames.VERSION, "", False, self._elector.term))
-        link.deliver_to(partial(self._hear, link))
+        link.deliver_to(partial(self._on_message, link))
 
-    def _hear(self, link: Link, payload: bytes) -> None:
+    def _on_message(self, link: Link, payload: bytes) -> None:
         match frames.parse(payload, QUESTIONS):
-            case VoteRequest(term, node, generation, binding, settled):
-                self._start(self._vote(link, Candidacy(term, node, generation, binding, settled)))
+            case VoteRequest(term, node, generation, binding, confirmed):
+                asked = Candidacy(term, node, generation, binding, confirmed)
+                self._tasks.start(self._vote(link, asked), "vote")
             case HostAnnouncement() as announcement:
-                self._hear_of_host(link, announcement)
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name="embedded node")
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (bug := task.exception()) is not None:
-            logger.error("Internal error in the rendezvous.", exc_info=bug)
+                self._on_announcement(link, announcement)
 
     async def _vote(self, link: Link, asked: Candidacy) -> None:
-        """Answer when the workers have stopped, and the disk has what the candidate counts on."""
+        """Answer once the workers have stopped, and what the candidate relies on is on disk."""
         if asked.binding and not majority.refusal(self._elector, asked):
             await self._stopped.wait()
         ballot = self._answer(asked)
@@ -585,25 +570,27 @@ class EmbeddedNode:
             self._holding = self._holding.told(asked)
             if asked.binding:
                 self._voted.set()
-        return self._ballot(why, granted=not why)
+        return self._ballot(why)
 
-    def _ballot(self, why: str, *, granted: bool) -> Ballot:
-        return self._leased_rows.ballot(
-            self._elector, self._known_hosts(), why=why, granted=granted
-        )
+    def _ballot(self, refusal: str = "") -> Ballot:
+        return self._leased_rows.ballot(self._elector, self._known_hosts(), refusal)
 
-    def _hear_of_host(self, link: Link, announcement: HostAnnouncement) -> None:
+    def _on_announcement(self, link: Link, announcement: HostAnnouncement) -> None:
         """Note that another node says it is host."""
-        link.send(Noted(self._elector.term, self._known_hosts()))
+        link.send(AnnouncementReply(self._elector.term, self._known_hosts()))
         if announcement.node == self._node:
             return
         if not self._elector.has_host:
             if self._poll.may_follow(announcement.term, announcement.generation):
-                self._rumours += announcement.addresses
+                self._announced_hosts += announcement.addresses
                 self._news.set()
-        elif majority.must_yield(self._elector.term, announcement.term):
-            self._rumours += announcement.addresses
+        elif majority.must_step_down(self._elector.term, announcement.term):
+            self._announced_hosts += announcement.addresses
             if self.is_host:
-                self._start(self._yield(announcement.term))
+                self._tasks.start(self._step_down(announcement.term), "step down")
             else:
-                self.store.lose(SUCCEEDED)
+                self.store.lose(HOST_REPLACED)
+
+
+def _log_bug(error: Exception) -> None:
+    logger.error("Internal error in the rendezvous.", exc_info=error)

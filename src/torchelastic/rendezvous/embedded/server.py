@@ -2,9 +2,9 @@
 
 Every request is handled in the callback that delivers it: read, change the table, write the answer.
 So requests run one after the other, there are no tasks, and an idle server only answers
-keep-alives. Watchers are told after all requests that arrived together, in one message: a client
-that watches a thousand joining nodes reads few messages. One timer, set to the earliest deadline,
-ends leases.
+keep-alives. Watchers are notified after all requests that arrived together, in one message: a
+client that watches a thousand joining nodes reads few messages. One timer, set to the earliest
+deadline, ends leases.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from functools import partial
 from torchelastic.clock import Clock, SystemClock
 from torchelastic.errors import LeaseExpired, WireError
 from torchelastic.rendezvous.embedded.table import Table
+from torchelastic.side_tasks import TaskSet
 from torchelastic.transport import frames
 from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.frames import Row
@@ -31,14 +32,14 @@ __all__ = ["EmbeddedServer", "bind_endpoint"]
 
 log = logging.getLogger(__name__)
 
-#: Seconds in which a client whose connection ended may come back and take its lease up again.
-GRACE = 0.05
-#: Bytes not yet sent to a client at which it is dropped.
-BACKLOG = 16 * 1024 * 1024
-#: Seconds a closing connection has to take its last words.
-CLOSING_PATIENCE = 1.0
+#: Seconds for a client whose connection ended to come back and resume its lease.
+RECONNECT_GRACE = 0.05
+#: The most unsent bytes for a client; beyond, it is disconnected.
+BACKLOG_LIMIT = 16 * 1024 * 1024
+#: Seconds to deliver the last message of a closing connection.
+CLOSE_TIMEOUT = 1.0
 
-ENDED = "The agent that hosted the rendezvous has exited."
+HOST_EXITED = "The agent that hosted the rendezvous has exited."
 
 
 class _Peer:
@@ -50,7 +51,7 @@ class _Peer:
         self.prefixes: set[str] = set()
 
     def refuse(self, sentence: str) -> None:
-        """Say why, and end the connection."""
+        """Send the reason, and end the connection."""
         self.link.send(frames.Refusal(sentence))
         self.link.close()
 
@@ -63,36 +64,36 @@ class EmbeddedServer:
         job: str,
         *,
         clock: Clock | None = None,
-        grace: float = GRACE,
-        backlog: int = BACKLOG,
+        grace: float = RECONNECT_GRACE,
+        backlog: int = BACKLOG_LIMIT,
         table: Table | None = None,
         term: int = 0,
         grace_of: Callable[[Sequence[Row]], Awaitable[float | None]] | None = None,
         name: str = "",
     ) -> None:
-        """`table` and `name` are those of an earlier store that this one continues."""
+        """`table` and `name` belong to the store that this one continues."""
         self._job = job
         self._clock = clock or SystemClock()
         self._grace = grace
         self._backlog = backlog
         self._table = table or Table()
-        #: Of the agent that hosts it; 0: it is no agent, and nobody would take its place.
+        #: The term of the hosting agent; 0: a server that no node would replace.
         self._term = term
-        #: A client that comes back to another name than it left has lost its store.
+        #: If the name has changed, a client that comes back has lost its store.
         self._name = name or secrets.token_hex(8)
         self._listener: Listener | None = None
         self._peers: set[_Peer] = set()
-        #: Who watches a prefix. A dict for its order.
+        #: The watchers of each prefix; a dict, because it keeps their order.
         self._watchers: dict[str, dict[_Peer, None]] = {}
-        #: The connection each lease belongs to; none while its client is to come back.
+        #: The connection that holds each lease; none while its client is disconnected.
         self._holders: dict[str, _Peer] = {}
-        #: Changes that the watchers are yet to be told.
+        #: Changes that watchers have not received yet.
         self._news: list[Row] = []
         self._timer: asyncio.TimerHandle | None = None
-        #: Says, given what a client had under its lease, for how long it may come back before it is
-        #: given up; None: until its lease ends.
+        #: Gives the seconds for a client, with these rows under its lease, to come back after its
+        #: connection ended; None: until its lease ends.
         self._grace_of = grace_of
-        self._asking: set[asyncio.Task[None]] = set()
+        self._asking = TaskSet()
         self._departure = asyncio.Event()
         self._told = Told()
         self._closing = False
@@ -106,7 +107,7 @@ class EmbeddedServer:
         return self.port
 
     def resume(self) -> None:
-        """For a table from before: end the leases of clients that do not come back in time."""
+        """For a continued table: end the leases of clients that do not come back in time."""
         self._set_timer()
 
     @property
@@ -115,7 +116,7 @@ class EmbeddedServer:
         return len(self._peers)
 
     async def wait_alone(self, timeout: float, *, own: int = 0) -> bool:
-        """Wait until no more than `own` clients are connected; False if some still are."""
+        """Wait until at most `own` clients are connected; False if more still are."""
         deadline = self._clock.now() + timeout
         while self.clients > own:
             self._departure.clear()
@@ -130,8 +131,8 @@ class EmbeddedServer:
         """The rows under a prefix."""
         return self._table.get(prefix)
 
-    async def close(self, sentence: str = ENDED) -> None:
-        """Stop, and tell clients why it is gone for good."""
+    async def close(self, sentence: str = HOST_EXITED) -> None:
+        """Stop, and tell clients that it will not come back."""
         self._closing = True
         self._stop()
         if self._listener is not None:
@@ -140,7 +141,7 @@ class EmbeddedServer:
         for peer in self._peers:
             peer.refuse(sentence)
         if ends:
-            await asyncio.wait(ends, timeout=CLOSING_PATIENCE)
+            await asyncio.wait(ends, timeout=CLOSE_TIMEOUT)
         for peer in self._peers:
             peer.link.abort()
         if ends:
@@ -149,8 +150,7 @@ class EmbeddedServer:
     def _stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        for task in self._asking:
-            task.cancel()
+        self._asking.cancel()
 
     async def abandon(self) -> None:
         """Stop without telling clients, as if the process had died: they wait for the next one."""
@@ -170,7 +170,7 @@ class EmbeddedServer:
         link.give_up_at(self._backlog)
         link.ended.add_done_callback(partial(self._gone, peer))
         if self._closing:
-            peer.refuse(ENDED)
+            peer.refuse(HOST_EXITED)
             return
         self._peers.add(peer)
         if hello.lease is not None and self._table.keep_alive(hello.lease, self._clock.now()):
@@ -180,7 +180,7 @@ class EmbeddedServer:
         link.deliver_to(partial(self._serve, peer))
 
     def _hold(self, peer: _Peer, token: str) -> None:
-        """Bind a lease to this connection. An older connection that had it is dead."""
+        """Bind a lease to this connection; an older connection of the lease is dead."""
         before = self._holders.get(token)
         if before is not None and before is not peer:
             before.lease = None
@@ -200,16 +200,14 @@ class EmbeddedServer:
         self._departure.set()
 
     def _miss(self, token: str) -> None:
-        """Handle the end of a connection that had a lease; a firewall may have ended it."""
+        """Handle the end of a connection with a lease; the client may live, behind a firewall."""
         if self._grace_of is None:
             self._shorten(token, self._grace)
             return
-        task = asyncio.create_task(self._ask_after(token), name="ask after a client")
-        self._asking.add(task)
-        task.add_done_callback(self._asking.discard)
+        self._asking.start(self._ask_after(token), "ask after a client")
 
     async def _ask_after(self, token: str) -> None:
-        """Shorten its lease as far as allowed, unless the client is back by then."""
+        """Shorten its lease as far as allowed, unless the client has come back."""
         assert self._grace_of is not None
         grace = await self._grace_of(self._table.under(token))
         if grace is not None and token not in self._holders:
@@ -257,7 +255,7 @@ class EmbeddedServer:
         if revision is not None:
             peer.link.send(frames.Done(put.id, revision))
             return
-        # Whoever wrote it is sent away for it, not all those who would read it.
+        # Disconnect its writer, rather than every client that would read it.
         for text in (put.value, *put.beside.values()):
             frames.decode_value(text)
         try:
@@ -310,15 +308,14 @@ class EmbeddedServer:
             self._watchers.pop(prefix, None)
 
     def _publish(self, rows: Sequence[Row]) -> None:
-        """Schedule a message to the watchers, with all changes made before the loop gets there."""
+        """Schedule a message to the watchers with all changes made until the loop runs it."""
         if rows and not self._news:
             asyncio.get_running_loop().call_soon(self._tell_watchers)
         self._news += rows
 
     def _tell_watchers(self) -> None:
-        """Send each watcher its changes. A prefix is packed once for all its watchers; a client
-        with several prefixes gets all of them at once, the latest last, so it never sees a change
-        before an older one."""
+        """Send each watcher its changes. A prefix is encoded once for all its watchers; a client
+        with several prefixes gets all of them together, oldest change first."""
         rows, self._news = self._news, []
         told: dict[_Peer, bytes] = {}
         for prefix, news in self._by_prefix(rows):
@@ -331,7 +328,7 @@ class EmbeddedServer:
             peer.link.send(data)
 
     def _by_prefix(self, rows: list[Row]) -> list[tuple[str, list[Row]]]:
-        """The rows under each watched prefix, found without a look at every prefix."""
+        """The rows under each watched prefix, found without checking every prefix."""
         lengths = {len(prefix) for prefix in self._watchers}
         found: dict[str, list[Row]] = {}
         for row in rows:
@@ -366,10 +363,10 @@ class EmbeddedServer:
             self._publish(self._table.end_lease(token))
 
     def _set_timer(self) -> None:
-        """Make sure that the timer fires no later than the next deadline.
+        """Let the timer fire no later than the next deadline.
 
-        Keep-alives only postpone deadlines, so they do not touch the timer; it sometimes fires in
-        vain.
+        Keep-alives only postpone deadlines, so they do not touch the timer; it sometimes fires
+        early.
         """
         due = self._table.next_deadline()
         if due is None:

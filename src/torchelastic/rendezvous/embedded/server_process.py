@@ -17,8 +17,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def run(config: LaunchConfig, endpoint: str, state_file: str | None) -> None:
     """Serve until a signal asks to stop.
 
-    `config` provides the credentials, and the job's id if only one job is served. Raises
-    `ConfigError` for what cannot be served, `RendezvousLost` when the state file fails.
+    `config` has the credentials, and the job's id if only one job is served. Raises `ConfigError`
+    for invalid settings, `RendezvousLost` when the state file fails.
     """
     asyncio.run(_run(config, endpoint, state_file))
 
@@ -29,7 +29,7 @@ async def _run(config: LaunchConfig, endpoint: str, state_file: str | None) -> N
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     host, port = parse_endpoint(endpoint)
     shown = credentials.load(config)
-    # First: clients of the server that was here before have a place to wait at.
+    # First: clients of the last server already have a port to wait at.
     sockets = bind_endpoint(host, port, is_host=True)
     if sockets is None:
         raise ConfigError(
@@ -49,7 +49,7 @@ async def _run(config: LaunchConfig, endpoint: str, state_file: str | None) -> N
         raise
     port = await service.listen(sockets)
     jobs = f"job '{config.run_id}'" if config.run_id else "any job"
-    # For people, and for scripts that asked for port 0.
+    # For users, and for scripts that asked for port 0.
     print(f"Serving the rendezvous of {jobs} at {format_endpoint(host, port)}.", flush=True)
     await stop.wait()
     await service.close()

@@ -29,15 +29,15 @@ from torchelastic.transport.listener import Listener
 
 log = logging.getLogger(__name__)
 
-#: Most jobs at a time: without a secret anybody can make one up.
-MOST_JOBS = 1024
-#: Seconds between two looks at whether a job without clients can be forgotten.
-LOOK_AGAIN = 1.0
-STOPPED = "The rendezvous server was stopped."
+#: The most jobs at a time: without a secret, any client can create one.
+JOBS_LIMIT = 1024
+#: Seconds between two checks whether a job without clients can be forgotten.
+IDLE_CHECK_INTERVAL = 1.0
+SERVER_STOPPED = "The rendezvous server was stopped."
 
 
 class RendezvousService:
-    """Serves the stores of jobs. Made in a running loop."""
+    """Serves the stores of jobs. Must be created in a running loop."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class RendezvousService:
         on_failure: Callable[[], None] = lambda: None,
         clock: Clock | None = None,
     ) -> None:
-        """`job` is the only job served; None: any. `on_failure` is called when the state file can
-        no longer be written. Raises `ConfigError` if the state file cannot be used."""
+        """`job` is the only job served; None: any job. `on_failure` is called when the state file
+        can no longer be written. Raises `ConfigError` if the state file cannot be used."""
         self._job = job
         self._clock = clock or SystemClock()
         self._listener = Listener(job, secret=credentials.secret, tls=credentials.server_tls)
@@ -58,7 +58,7 @@ class RendezvousService:
         self._kept = self._take_up()
         self._servers: dict[str, EmbeddedServer] = {}
         self._on_failure = on_failure
-        #: Why nothing can be written down any more.
+        #: Why the state file cannot be written any more.
         self.failure: RendezvousLost | None = None
 
     @property
@@ -79,7 +79,7 @@ class RendezvousService:
         await self._listener.close()
         for server in self._servers.values():
             if self._file is None:
-                await server.close(STOPPED)
+                await server.close(SERVER_STOPPED)
             else:
                 await server.abandon()
         if self._file is not None:
@@ -89,7 +89,7 @@ class RendezvousService:
 
     def _admit(self, link: Link, hello: frames.Hello) -> None:
         if hello.job not in self._kept:
-            if len(self._kept) >= MOST_JOBS:
+            if len(self._kept) >= JOBS_LIMIT:
                 link.send(frames.Refusal("This server already has the maximum number of jobs."))
                 link.close()
                 return
@@ -111,16 +111,18 @@ class RendezvousService:
         )
 
     def _look_after(self, job: str) -> None:
-        """Forget a finished job when its last client has gone, so that its id can be used again.
+        """Forget a finished job after its last client has left, so that its id can be used again.
 
-        An unfinished job is kept, for its generation: all its nodes may be restarted.
+        An unfinished job is kept for its generation: all its nodes may restart.
         """
         server = self._servers.get(job)
         if server is None or server.clients or self._listener.is_closing:
             return
         table = self._kept[job].table
-        if table.next_deadline() is not None:  # somebody may come back
-            asyncio.get_running_loop().call_later(LOOK_AGAIN, partial(self._look_after, job))
+        if table.next_deadline() is not None:  # a client may come back
+            asyncio.get_running_loop().call_later(
+                IDLE_CHECK_INTERVAL, partial(self._look_after, job)
+            )
         elif _is_over(table):
             log.info("Job '%s' ended.", job)
             del self._kept[job], self._servers[job]
@@ -129,7 +131,7 @@ class RendezvousService:
     # The state file
 
     def _take_up(self) -> dict[str, KeptJob]:
-        """Load the jobs of the state file, and rewrite it with only these."""
+        """Load the jobs of the state file, and rewrite the file with only these."""
         if self._file is None:
             return {}
         try:
@@ -163,7 +165,7 @@ class RendezvousService:
             if self._file.is_long:
                 self._file.rewrite(journal.snapshot(self._kept))
         except (OSError, ConfigError) as error:
-            # Rather no server than one that says what it would not know after a restart.
+            # No server is better than one that confirms changes it would not know after a restart.
             self.failure = RendezvousLost(
                 f"The state file {self._file.path} cannot be written: {error}."
             )

@@ -1,5 +1,5 @@
-"""The file in which a store or a voter keeps its state: rewritten now and then, appended otherwise.
-`journal` describes its content."""
+"""The file in which a store or a voter keeps its state: rewritten from time to time, appended
+otherwise. `journal` describes its content."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torchelastic.errors import ConfigError
 from torchelastic.rendezvous.embedded import journal
 from torchelastic.rendezvous.embedded.journal import Entry
 
-#: Bytes of changes after which the file is written whole again, and how many times its size then.
-ENOUGH, TIMES = 1024 * 1024, 4
+#: The file is rewritten when its changes exceed this many bytes, and this many times its size after
+#: the last rewrite.
+REWRITE_BYTES, REWRITE_FACTOR = 1024 * 1024, 4
 
 
 class StateFile:
@@ -22,7 +23,7 @@ class StateFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self._descriptor = -1
-        #: Bytes it had when it was written whole, and now.
+        #: Its size in bytes after the last rewrite, and now.
         self._whole = self._size = 0
 
     def read(self) -> list[Entry]:
@@ -46,8 +47,8 @@ class StateFile:
             raise ConfigError(self._in_use()) from None
 
     def _is_current(self) -> bool:
-        """Return whether this is still the file at the path: another process may just have
-        rewritten it."""
+        """Return whether this is still the file at the path: another process may have rewritten
+        it."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
         except FileNotFoundError:
@@ -65,12 +66,12 @@ class StateFile:
         temporary = f"{self.path}.new"
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         try:
-            # Leases' tokens are in it: who has them could pass for a node.
+            # It has the leases' tokens, with which another process could pass for a node.
             descriptor = os.open(temporary, flags, 0o600)
         except OSError as error:
             raise ConfigError(self._unusable(error)) from None
         try:
-            self._lock(descriptor)  # before it has the name by which others find it
+            self._lock(descriptor)  # before others can find it by its name
             _write(descriptor, b"".join(lines))
             os.fsync(descriptor)
             os.rename(temporary, self.path)
@@ -93,7 +94,7 @@ class StateFile:
     @property
     def is_long(self) -> bool:
         """Return whether it is time to rewrite the file."""
-        return self._size - self._whole > max(ENOUGH, TIMES * self._whole)
+        return self._size - self._whole > max(REWRITE_BYTES, REWRITE_FACTOR * self._whole)
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -108,14 +109,14 @@ class StateFile:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    """Write all of it: a nearly full disk accepts only a part at a time."""
+    """Write all bytes: a nearly full disk accepts only some at a time."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
 
 
 def sync_directory(path: str) -> None:
-    """Sync the directory: only then is a new name safe."""
+    """Sync the directory: only then is a new file name on disk."""
     directory = os.open(Path(path).absolute().parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(directory)

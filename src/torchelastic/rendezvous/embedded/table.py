@@ -1,8 +1,8 @@
 """The store's state as plain data: rows, revisions, leases, and enough history to catch up from.
 
-Pure: no socket, no clock, no task. The owner of a `Table` passes `now` and tells the watchers what
-changed. Values are kept as the JSON text they came in: the table does not interpret them, text
-takes a fraction of the memory, and nobody can change a value that others also hold.
+Pure: no socket, no clock, no task. The owner of a `Table` passes `now` and notifies the watchers.
+Values are kept as the JSON text they came in: the table does not interpret them, text takes a
+fraction of the memory, and no caller can change a shared value.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 from torchelastic.errors import LeaseExpired
 from torchelastic.transport.frames import Row
 
-#: Changes kept in full: at most this many, and at most this many characters of values.
-HISTORY_ROWS = 4096
-HISTORY_CHARS = 8 * 1024 * 1024
-#: Deleted keys remembered by name, for those who fell behind the history.
-GRAVES = 65536
+#: The most changes kept in full, and the most characters of their values.
+HISTORY_ROWS_LIMIT = 4096
+HISTORY_CHARS_LIMIT = 8 * 1024 * 1024
+#: The most deleted keys remembered by name, for clients that are behind the history.
+TOMBSTONES_LIMIT = 65536
 
 
 @dataclass
@@ -32,9 +32,9 @@ class Lease:
 
     seconds: float
     deadline: float
-    #: The deadline it is queued by, which is not later; others it was queued by count no more.
+    #: The deadline of its valid entry in the heap, which is not later; other entries are ignored.
     queued: float
-    #: A dict for its order: keys are deleted in the order they were put.
+    #: Keys in the order they were put, in which they are deleted.
     keys: dict[str, None] = field(default_factory=dict)
 
 
@@ -43,10 +43,10 @@ def _kind(key: str) -> str:
     return key.partition("/")[0]
 
 
-class History:
-    """The last changes, in full, and the request that made each.
+class ChangeHistory:
+    """The last changes in full, and the request that made each.
 
-    Separate for each kind of key: a client that follows only the key `world` does not pay for the
+    Separate for each kind of key: a client that follows only the key `world` does not search the
     changes of thousands of members.
     """
 
@@ -71,7 +71,7 @@ class History:
 
     def _forget_oldest(self) -> None:
         row, stamp = self._rows.popleft()
-        self._by_kind[_kind(row.key)].popleft()  # the oldest of all is the oldest of its kind
+        self._by_kind[_kind(row.key)].popleft()  # the oldest change is the oldest of its kind
         self._chars -= len(row.text or "")
         self._stamps.pop(stamp, None)
         self.floor = row.modified
@@ -99,25 +99,25 @@ class Table:
     def __init__(
         self,
         *,
-        history_rows: int = HISTORY_ROWS,
-        history_chars: int = HISTORY_CHARS,
-        graves: int = GRAVES,
+        history_rows: int = HISTORY_ROWS_LIMIT,
+        history_chars: int = HISTORY_CHARS_LIMIT,
+        tombstones: int = TOMBSTONES_LIMIT,
     ) -> None:
         self.revision = 0
         self._rows: dict[str, Row] = {}
-        #: The keys of the rows in order: those under a prefix are found without a look at others.
+        #: The sorted keys: those under a prefix are found without searching the others.
         self._keys: list[str] = []
         self._leases: dict[str, Lease] = {}
-        #: A heap of when each lease may end, at the earliest.
+        #: A heap of the earliest time when each lease may end.
         self._deadlines: list[tuple[float, str]] = []
         #: The lease each leased key is under.
         self._owners: dict[str, str] = {}
-        self._history = History(history_rows, history_chars)
+        self._history = ChangeHistory(history_rows, history_chars)
         #: The deletions of keys that are still absent, oldest first.
-        self._graves: dict[str, Row] = {}
-        self._max_graves = graves
-        #: Every deletion after this revision is in `_graves`.
-        self._graves_floor = 0
+        self._tombstones: dict[str, Row] = {}
+        self._max_tombstones = tombstones
+        #: Every deletion after this revision is in `_tombstones`.
+        self._tombstones_floor = 0
 
     # Reading
 
@@ -135,17 +135,17 @@ class Table:
     def since(self, prefix: str, after: int) -> list[Row] | None:
         """Every change under a prefix after a revision, in order.
 
-        Where the history does not reach back, only the last change of each key is told; a
-        watcher ends up with the same keys. None: not even the deletions reach back that far.
+        Beyond the history, only the last change of each key is returned; a watcher ends up with the
+        same keys. None: even the deletions do not reach back that far.
         """
         if after >= self._history.floor:
             return self._history.since(prefix, after)
-        if after == 0 or after >= self._graves_floor:
+        if after == 0 or after >= self._tombstones_floor:
             return self._last_changes(prefix, after)
         return None
 
     def _last_changes(self, prefix: str, after: int) -> list[Row]:
-        gone = (row for row in self._graves.values() if row.key.startswith(prefix))
+        gone = (row for row in self._tombstones.values() if row.key.startswith(prefix))
         changed = [row for row in (*self._under(prefix), *gone) if row.modified > after]
         return sorted(changed, key=lambda row: row.modified)
 
@@ -164,10 +164,10 @@ class Table:
         return [self._rows[key] for key in held.keys] if held else []
 
     def revision_of(self, stamp: str) -> int | None:
-        """The revision a request made when it came the first time, None if it has made none.
+        """The revision that a request made when it first came, None if it has made none.
 
-        A client that lost its connection sends again what was not answered; without this, a
-        compare-and-set that was done would be told that it lost.
+        A client that lost its connection repeats unanswered requests; without this, a
+        compare-and-set that was done would report failure.
         """
         return self._history.revision_of(stamp)
 
@@ -215,13 +215,13 @@ class Table:
         self._rows[key] = row
         if old is None:
             insort(self._keys, key)
-        self._graves.pop(key, None)
+        self._tombstones.pop(key, None)
         self._own(key, lease)
         self._history.append(row, stamp)
         return row
 
     def _own(self, key: str, lease: str | None) -> None:
-        """Move a key under a lease, or under none."""
+        """Move a key under a lease, or out of any."""
         before = self._owners.pop(key, None)
         if before is not None and before != lease:
             del self._leases[before].keys[key]
@@ -234,17 +234,17 @@ class Table:
         row = Row(key, None, self._rows.pop(key).created, self.revision)
         del self._keys[bisect_left(self._keys, key)]
         self._owners.pop(key, None)
-        self._graves[key] = row
-        if len(self._graves) > self._max_graves:
-            oldest = next(iter(self._graves))
-            self._graves_floor = self._graves.pop(oldest).modified
+        self._tombstones[key] = row
+        if len(self._tombstones) > self._max_tombstones:
+            oldest = next(iter(self._tombstones))
+            self._tombstones_floor = self._tombstones.pop(oldest).modified
         self._history.append(row, "")
         return row
 
     # Leases
 
     def open_lease(self, token: str, seconds: float, now: float) -> None:
-        """Open a lease, or renew it if it is open: the request may come twice."""
+        """Open a lease, or renew it if it is open: the request may be repeated."""
         lease = self._leases.setdefault(token, Lease(seconds, now + seconds, math.inf))
         lease.seconds = seconds
         lease.deadline = now + seconds
@@ -258,8 +258,8 @@ class Table:
     def keep_alive(self, token: str, now: float) -> bool:
         """Renew a lease; False if it has ended.
 
-        A lease ends when `expire` ends it, not when its time is up: after a freeze of the host
-        itself, the keep-alives that have piled up are read before any client is dropped.
+        A lease ends when `expire` ends it, not at its deadline: after a freeze of the host itself,
+        waiting keep-alives are read before any client is dropped.
         """
         lease = self._leases.get(token)
         if lease is None:
@@ -295,8 +295,8 @@ class Table:
     def next_deadline(self) -> float | None:
         """The time when the next lease may end, None if there is none.
 
-        A keep-alive does not move its lease in the heap; that is done here, when the old deadline
-        has become the earliest: once in a lease's time, not at every keep-alive.
+        A keep-alive does not move its lease in the heap. This is done here when the old deadline
+        has become the earliest: once per lease time, not at every keep-alive.
         """
         while self._deadlines:
             deadline, token = self._deadlines[0]
@@ -313,17 +313,17 @@ class Table:
     # As JSON
 
     def to_json(self) -> dict[str, Any]:
-        """Everything that could outlive the process; for leases their duration, not their end."""
+        """The state that outlives the process; for leases their duration, not their end."""
         return {
             "revision": self.revision,
             "rows": [*self._rows.values()],
             "leases": [[token, it.seconds, [*it.keys]] for token, it in self._leases.items()],
-            "graves": [*self._graves.values()],
-            "graves_floor": self._graves_floor,
+            "graves": [*self._tombstones.values()],
+            "graves_floor": self._tombstones_floor,
         }
 
     def load(self, data: Mapping[str, Any], now: float) -> None:
-        """Load the result of `to_json` into an empty table; every lease starts anew.
+        """Load the result of `to_json` into an empty table; every lease starts again.
 
         The history is not kept: a client that is up to date continues, others get the last change
         of each key.
@@ -332,8 +332,8 @@ class Table:
         self.revision = self._history.floor = data["revision"]
         self._rows = {row.key: row for row in (Row(*item) for item in data["rows"])}
         self._keys = sorted(self._rows)
-        self._graves = {row.key: row for row in (Row(*item) for item in data["graves"])}
-        self._graves_floor = data["graves_floor"]
+        self._tombstones = {row.key: row for row in (Row(*item) for item in data["graves"])}
+        self._tombstones_floor = data["graves_floor"]
         for token, seconds, keys in data["leases"]:
             self.open_lease(token, seconds, now)
             for key in keys:

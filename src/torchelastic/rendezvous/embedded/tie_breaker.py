@@ -1,5 +1,4 @@
-"""The witness as a node without a host uses it: for its votes, and for permission to start the
-job."""
+"""The witness for a node without a host: its votes, and permission to start the job."""
 
 from __future__ import annotations
 
@@ -11,28 +10,28 @@ from torchelastic.rendezvous.embedded.ask_peers import Returns
 from torchelastic.rendezvous.embedded.election import Poll, WitnessView
 from torchelastic.rendezvous.majority import Elector
 from torchelastic.rendezvous.witness.vote_keys import Witness
-from torchelastic.rendezvous.witness.witness_client import Silent
+from torchelastic.rendezvous.witness.witness_client import WitnessSilent
 
 logger = logging.getLogger(__name__)
 
 
 class TieBreaker:
-    """The tie breaker of one node; without a witness it breaks no tie, and lets every job start."""
+    """The tie breaker of one node; without a witness it breaks no tie and lets every job start."""
 
     def __init__(self, witness: Witness | None, node: str, token: str = "") -> None:
-        """`token` is that of the run of the job that the node's last agent was in."""
+        """`token` identifies the run of the job that the node's last agent was in."""
         self._witness = witness
         if witness is not None:
             witness.expected = token
         self._node = node
-        #: Why the witness is of no help, for people.
+        #: Why the witness cannot help, for users.
         self._obstacle = ""
-        #: The term in which a vote was claimed, and there was no answer.
+        #: The term in which a claim for a vote got no answer.
         self._unclear = 0
 
     @property
     def token(self) -> str:
-        """The token of the job's run that this node is in, as read from the witness."""
+        """The token of this node's run of the job, as read from the witness."""
         return "" if self._witness is None else self._witness.token or self._witness.expected
 
     def view(self, term: int) -> WitnessView:
@@ -43,8 +42,8 @@ class TieBreaker:
         return WitnessView(self._witness.votes(term), refused, self._obstacle)
 
     def next_term(self, elector: Elector, heard: int = 0) -> int:
-        """The term to ask for votes in: the last one again while it is unknown who has the
-        witness's vote in it, because that vote would not count in another term."""
+        """The term in which to ask for votes: the last one again while it is unknown whether the
+        witness's vote in it is ours, because that vote would not count in another term."""
         is_unclear = self._unclear == elector.term and elector.chosen == self._node
         return self._unclear if is_unclear else majority.next_term(elector, heard)
 
@@ -55,7 +54,7 @@ class TieBreaker:
             return True
         try:
             self._obstacle = await self._witness.found()
-        except Silent as error:
+        except WitnessSilent as error:
             self._note(error)
         return not self._obstacle
 
@@ -74,14 +73,14 @@ class TieBreaker:
         try:
             for vote in missing:
                 await self._witness.look(vote)
-        except Silent as error:
+        except WitnessSilent as error:
             self._note(error)
             return False
         self._obstacle = ""
         return not self._witness.refused(self.next_term(poll.elector)).keys() & set(missing)
 
     async def wins(self, poll: Poll, returns: Returns, term: int) -> bool:
-        """Return whether the votes of nodes, and of the witness if some are missing, elect a
+        """Return whether the votes of the nodes, and of the witness if some are missing, elect a
         node."""
         if poll.elector.term != term:
             return False
@@ -90,7 +89,7 @@ class TieBreaker:
             assert self._witness is not None
             try:
                 is_ours = await self._witness.claim(vote, term)
-            except Silent as error:
+            except WitnessSilent as error:
                 self._note(error)
                 self._unclear = term
                 return False
@@ -102,7 +101,7 @@ class TieBreaker:
         """Note that the node is host: it never asks for votes in that term again."""
         self._unclear = 0
 
-    def _note(self, error: Silent) -> None:
+    def _note(self, error: WitnessSilent) -> None:
         assert self._witness is not None
         self._obstacle = f"waiting for the witness at {self._witness.url}: {error}"
 
@@ -112,6 +111,6 @@ class TieBreaker:
         if ended:
             try:
                 await self._witness.close_job()
-            except Silent as error:
+            except WitnessSilent as error:
                 logger.warning("Could not close the job at the witness: %s", error)
         await self._witness.close()

@@ -3,9 +3,9 @@ its id, the term it has voted in and for whom, and the newest world.
 
     $XDG_RUNTIME_DIR/torchelastic/<job>-<hash>/<node>/voter       beside the node's `agent.json`
 
-The agent that has the file locked is the node; an agent that finds none free is a new node. A file
-can be removed at any time: then its node never comes back, and the next agent is a new node without
-a vote.
+The agent that has the file locked is the node; an agent that finds no unlocked file is a new node.
+A file can be removed at any time: its node then never comes back, and the next agent is a new node
+without a vote.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from torchelastic.events import job_registry
 from torchelastic.rendezvous import majority
 from torchelastic.rendezvous.embedded.ask_peers import Returns
 from torchelastic.rendezvous.embedded.election import Poll
-from torchelastic.rendezvous.embedded.failover_state import Holding
+from torchelastic.rendezvous.embedded.failover_state import FailoverState
 from torchelastic.rendezvous.embedded.journal import Entry
 from torchelastic.rendezvous.embedded.state_file import StateFile, sync_directory
-from torchelastic.rendezvous.job_settings import Agreement
+from torchelastic.rendezvous.job_settings import JobSettings
 from torchelastic.rendezvous.majority import Elector
 
 log = logging.getLogger(__name__)
 
 FILE = "voter"
-#: Where a machine says which one it is; the second changes when it is booted.
+#: The files with a machine's id; the second one changes at boot.
 _MACHINE_IDS = ("/etc/machine-id", "/proc/sys/kernel/random/boot_id")
-#: Seconds to write the file after which people are told that the disk is slow.
-SLOW = 2.0
+#: Seconds of a write after which a message reports a slow disk.
+SLOW_WRITE = 2.0
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Voter:
 
     term: int = 0
     chosen: str = ""
-    holding: Holding = field(default_factory=Holding)
-    #: Of the run of the job at the witness, if there is one.
+    holding: FailoverState = field(default_factory=FailoverState)
+    #: The token of the job's run at the witness; empty without one.
     token: str = ""
 
     @property
@@ -95,7 +95,7 @@ class Voter:
             data["host"],
             witness=data["witness"],
         )
-        held = Holding(roll, tuple(data["order"]), data["addresses"], data["rows"])
+        held = FailoverState(roll, tuple(data["order"]), data["addresses"], data["rows"])
         return cls(data["term"], data["chosen"], held, data["token"])
 
 
@@ -129,7 +129,7 @@ def why_void(
 
 
 class VoterFile:
-    """The file of one node, and the node's id; written in threads, used in one loop."""
+    """The file of one node, and the node's id; written by threads, used by one loop."""
 
     def __init__(
         self, path: Path, node: str, identity: Mapping[str, Any], *, is_off: bool = False
@@ -137,7 +137,7 @@ class VoterFile:
         """`is_off`: never write anything."""
         self.path = path
         self.node = node
-        #: What the last agent of this node has left; None: it is a new node.
+        #: The state that this node's last agent left; None: it is a new node.
         self.resumed: Voter | None = None
         self._identity = {**identity, "node": node}
         self._file = StateFile(str(path))
@@ -149,10 +149,10 @@ class VoterFile:
 
     @property
     def sentence(self) -> str:
-        """The sentence for users that says what this node resumes."""
+        """The sentence for users about the resumed vote."""
         return (
             f"this node resumes its vote in generation {self.generation} from {self.path}; to "
-            "start the job from the beginning, remove that file first"
+            "join as a new node, remove that file first"
         )
 
     @property
@@ -160,8 +160,8 @@ class VoterFile:
         """The newest world of the last agent, whose workers are gone; -1: none."""
         return -1 if self.resumed is None else self.resumed.generation
 
-    async def keep(self, elector: Elector, holding: Holding, token: str = "") -> None:
-        """Return when this is on disk, so that others may hear of it; for a node that leaves, when
+    async def keep(self, elector: Elector, holding: FailoverState, token: str = "") -> None:
+        """Wait until this is on disk, so that others may learn of it; for a node that leaves, until
         the file is removed.
 
         If it cannot be written, a warning is logged and the file is removed. Term 0 is that of a
@@ -177,7 +177,7 @@ class VoterFile:
         with self._lock:
             wanted, began = self._wanted, time.monotonic()
             if self._is_off or (wanted is not None and wanted.is_as(self._written)):
-                return  # another thread was quicker, or had something later to write
+                return  # another thread wrote this, or something later
             try:
                 self._put(wanted)
             except (OSError, ConfigError) as error:
@@ -189,7 +189,7 @@ class VoterFile:
                 )
                 self._remove()
             self._written = wanted
-            if time.monotonic() - began > SLOW:
+            if time.monotonic() - began > SLOW_WRITE:
                 took = time.monotonic() - began
                 log.warning("Writing %s took %.1f s; other nodes had to wait.", self.path, took)
 
@@ -205,7 +205,7 @@ class VoterFile:
             self._begun = True
 
     def check(self, poll: Poll, returns: Returns, *, waited: bool) -> None:
-        """End this node, to be restarted as a new one, if the vote it resumed is outdated."""
+        """End this node, to be restarted as a new one, if its resumed vote is outdated."""
         if self.resumed is not None and poll.is_outdated(returns, waited=waited):
             self.discard()
             raise VoteOutdated(
@@ -215,7 +215,7 @@ class VoterFile:
             )
 
     def discard(self) -> None:
-        """Remove the file: the job is closed, or is another one."""
+        """Remove the file: the job is closed, or it belongs to another job."""
         with self._lock:
             if not self._is_off:
                 self._remove()
@@ -228,7 +228,7 @@ class VoterFile:
             if self.path.parent.exists():
                 sync_directory(str(self.path))
         except OSError as error:
-            # An older vote than this node's last would be resumed: it may have been counted twice.
+            # The next agent would resume an older vote than this node's last, and could vote twice.
             raise RendezvousError(
                 f"Cannot write or remove {self.path} ({error.strerror}): remove it before you "
                 "start a node of this job here again."
@@ -276,8 +276,8 @@ def _last(entries: Sequence[Entry]) -> tuple[Voter, Mapping[str, Any]] | None:
 
 
 def claim(config: LaunchConfig, command: Sequence[str]) -> VoterFile:
-    """The file of a node of this job that ran here and has no agent any more, oldest first, or of a
-    new node; where nobody ever votes, none is written."""
+    """The file of a node of this job that ran here and has no agent now (oldest first), or of a new
+    node; not written if the job never votes."""
     node = secrets.token_hex(6)
     if config.max_nodes == 1 or config.rdzv_backend in ETCD_BACKENDS:
         return VoterFile(Path(os.devnull), node, {}, is_off=True)
@@ -285,8 +285,10 @@ def claim(config: LaunchConfig, command: Sequence[str]) -> VoterFile:
         "machine": _machine(),
         "job": config.run_id,
         "command": [*command],
-        "agreement": Agreement.from_config(config).digest,
+        "agreement": JobSettings.from_config(config).digest,
     }
+    if config.incarnation:
+        ours["incarnation"] = config.incarnation
     agents = job_registry.agents_of(config.run_id)
     ended = sorted((one for one in agents if not one.alive), key=lambda one: one.started)
     gone = [one.node for one in ended if not _path(config, one.node).exists()]
@@ -303,7 +305,7 @@ def _path(config: LaunchConfig, node: str) -> Path:
 
 
 def _machine() -> str:
-    """The id of this machine: files may be on storage that others share."""
+    """The id of this machine: the files may be on shared storage."""
     for path in map(Path, _MACHINE_IDS):
         if path.exists() and (found := path.read_text().strip()):
             return f"{found} {socket.gethostname()}"

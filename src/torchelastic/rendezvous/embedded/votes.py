@@ -34,12 +34,12 @@ class Ballot(Message):
     kind = "ballot"
     node: str
     granted: bool
-    #: Why not.
+    #: The reason for a refusal.
     why: str
-    #: The newest term this node knows of, and the newest world.
+    #: The newest term, and the newest world, that this node knows.
     term: int
     generation: int
-    #: Where the host is that it follows; none if it has lost it.
+    #: The address of the host that it follows; empty if it has lost it.
     hosts: list[str]
     lease: str
     seconds: float
@@ -53,13 +53,13 @@ class HostAnnouncement(Message):
     kind = "reign"
     term: int
     node: str
-    #: The newest world it holds.
+    #: The newest world it has.
     generation: int
     addresses: list[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Noted(Message):
+class AnnouncementReply(Message):
     """Answers an announcement: the newest term this node knows, and the host it knows."""
 
     kind = "noted"
@@ -68,4 +68,4 @@ class Noted(Message):
 
 
 QUESTIONS = by_kind(VoteRequest, HostAnnouncement)
-REPLIES = by_kind(Ballot, Noted)
+BALLOTS, REPLIES = by_kind(Ballot), by_kind(AnnouncementReply)

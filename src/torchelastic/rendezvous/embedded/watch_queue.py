@@ -1,4 +1,4 @@
-"""The changes of watched keys that a client has yet to deliver."""
+"""Changes of watched keys that have not been delivered to the caller."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class WatchQueue:
     def __init__(self, prefix: str, after: int | None, *, one_key: bool = False) -> None:
         self.prefix = prefix
         self._one_key = one_key
-        #: The revision of the last change that was told; None: not even what was there at first.
+        #: The revision of the last delivered change; None: nothing has been delivered.
         self.seen = after
-        #: Whether the server has told what was before now; news is out of order until then.
+        #: Whether the current rows have arrived; changes before that are out of order.
         self.live = False
         self._rows: deque[Row] = deque()
-        #: Who waits for something to change here.
+        #: Futures of callers that wait for a change.
         self._waiting: list[asyncio.Future[None]] = []
         self._lost: str | None = None
 
     def take(self, rows: list[Row]) -> None:
         for row in rows:
-            # After a lost connection the server may tell again what was on its way.
+            # After a reconnect the server may repeat changes that were in flight.
             is_news = self.seen is None or row.modified > self.seen
             if is_news and (row.key == self.prefix or not self._one_key):
                 self.seen = row.modified
@@ -39,7 +39,7 @@ class WatchQueue:
         self.live = True
         self._wake()
         if self.seen is None:
-            self.take([Row(self.prefix, None, 0, revision)])  # it is absent
+            self.take([Row(self.prefix, None, 0, revision)])  # the key is absent
 
     def lose(self, sentence: str) -> None:
         self._lost = sentence
@@ -59,13 +59,13 @@ class WatchQueue:
 
     def _wake(self) -> None:
         for waiter in self._waiting:
-            if not waiter.done():  # it is when its task was cancelled
+            if not waiter.done():  # done if its task was cancelled
                 waiter.set_result(None)
         self._waiting.clear()
 
 
 class Memo(WatchQueue):
-    """A cached key that is read again and again: the server sends its changes."""
+    """A cached key that is read repeatedly: the server sends its changes."""
 
     def __init__(self, key: str) -> None:
         super().__init__(key, None, one_key=True)

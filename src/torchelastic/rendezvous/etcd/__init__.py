@@ -2,8 +2,8 @@
 
 etcd_store       the `Store` protocol
 connection_pool  calls and streams over connections that may break, with retries
-http_connection  one HTTP/1.1 connection
 etcd_messages    requests and responses, pure
-watch_events     the changes that a watch has yet to deliver, pure
-cleanup          the removal of finished jobs
+watch_events     the changes that a watch has not delivered yet, pure
+settings         those of --rdzv-conf and URLs; etcd_tls: TLS from its files
+open_store       opens and closes it, and removes finished jobs
 """

@@ -1,9 +1,9 @@
 """Calls and streams over connections that may break, to servers that may fail.
 
-A call is repeated, over another connection, until it is answered; so all calls must be idempotent.
-One server is used as long as it answers; when it does not, is unreachable or has no leader, the
-next one is. The user names the servers: addresses that etcd advertises are ignored. When none
-answers for too long, etcd is lost for good: every call and every stream, now and later, raises
+A call is repeated over another connection until it is answered, so all calls must be idempotent.
+The pool uses one server until that one does not answer, is unreachable or has no leader; then it
+uses the next. The user names the servers: addresses that etcd advertises are ignored. When none
+answers for too long, etcd is lost: every call and every stream, now and later, raises
 `RendezvousLost`.
 """
 
@@ -22,29 +22,29 @@ from torchelastic.clock import Clock
 from torchelastic.config import format_endpoint
 from torchelastic.errors import RendezvousLost, RendezvousRefused, WireError
 from torchelastic.rendezvous.etcd import etcd_messages, etcd_tls
-from torchelastic.rendezvous.etcd.http_connection import HttpConnection
 from torchelastic.rendezvous.etcd.settings import Login
 from torchelastic.rendezvous.store import Json
 from torchelastic.transport.addresses import reachable_address
+from torchelastic.transport.http_client import HttpConnection
 
 log = logging.getLogger(__name__)
 
-#: Seconds an answer may take before it is asked for anew, over another connection: what was asked
-#: of a leader that has just died is lost, and nobody says so.
-ATTEMPT = 3.0
-#: Seconds a connection may take to be made.
-CONNECTING = 2.0
+#: Seconds to wait for an answer before the request is repeated over another connection: a leader
+#: that has just died loses requests without an error.
+ATTEMPT_TIMEOUT = 3.0
+#: Seconds to wait for a connection.
+CONNECT_TIMEOUT = 2.0
 FIRST_PAUSE = 0.01
 LONGEST_PAUSE = 0.5
-#: Seconds after which it is said again what is waited for.
-SAY_EVERY = 60.0
-#: Connections kept for the next call.
-IDLE = 2
+#: Seconds after which the log repeats what it waits for.
+REPEAT_INTERVAL = 60.0
+#: Idle connections kept for the next calls.
+IDLE_LIMIT = 2
 
-#: What may be over in a moment.
-TROUBLE = (OSError, EOFError, asyncio.TimeoutError, etcd_messages.Busy)
+#: Errors that may be temporary.
+TEMPORARY_ERRORS = (OSError, EOFError, asyncio.TimeoutError, etcd_messages.EtcdBusy)
 
-#: A server that is cut off from its leader says so, at once, instead of being silent.
+#: Makes a server that is cut off from its leader answer with an error at once.
 _NEEDS_LEADER = {"Grpc-Metadata-hasleader": "true"}
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class Address:
 
 
 class ConnectionPool:
-    """The connections to etcd. Made in a running loop."""
+    """The connections to etcd. Must be created in a running loop."""
 
     def __init__(
         self,
@@ -73,18 +73,18 @@ class ConnectionPool:
         login: Login | None = None,
     ) -> None:
         self.addresses = tuple(addresses)
-        #: Where peers reach this node, as far as the way to etcd tells.
+        #: This node's address on the route to etcd.
         self.local_addr = ""
-        #: Done when etcd is lost; the result says why.
+        #: Done when etcd is lost; its result is the reason.
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._clock = clock
         self._tls = tls
         self._login = login
-        #: What etcd gave us for the password.
+        #: The token that etcd issued for the password.
         self._token = ""
-        #: The server that is asked, by its place among the addresses.
+        #: The index of the server in use.
         self._turn = 0
-        #: The one that answered last.
+        #: The server that answered last.
         self._good: Address | None = None
         self._idle: list[HttpConnection] = []
         self._streams: set[HttpConnection] = set()
@@ -117,18 +117,20 @@ class ConnectionPool:
 
     # Asking
 
-    async def call(self, path: str, request: Json, patience: Patience) -> Json:
-        """The answer to a request. Raises `etcd_messages.Refused` if etcd refuses it."""
+    async def call(self, path: str, request: Json, patience: RetryLimit) -> Json:
+        """The answer to a request. Raises `etcd_messages.EtcdRefused` if etcd refuses it."""
         body = _body(request)
         while True:
             self.check()
             address = self.address
             try:
-                answer = await self._unless_lost(self._exchange(address, path, body), ATTEMPT)
-            except TROUBLE as error:
+                answer = await self._unless_lost(
+                    self._exchange(address, path, body), ATTEMPT_TIMEOUT
+                )
+            except TEMPORARY_ERRORS as error:
                 if patience.is_first and isinstance(error, ssl.SSLError):
                     self._not_trusted(address, error)
-                self._move_on(address, error)
+                self._switch_server(address, error)
                 await patience.wait(error)
             except WireError as error:
                 self._not_understood(address, error)
@@ -141,14 +143,15 @@ class ConnectionPool:
         return await self._exchange(self.address, path, _body(request))
 
     async def stream(self, path: str, request: Json) -> AsyncGenerator[Json, None]:
-        """The messages that answer a request, until the connection breaks: then one of `TROUBLE`.
+        """The messages of a stream, until the connection breaks; then raises one of
+        `TEMPORARY_ERRORS`.
 
-        The first must come soon; the others may take any time.
+        The first message has a timeout; the others may take any time.
         """
         self.check()
         address = self.address
         try:
-            connection = await self._unless_lost(self._open(address), CONNECTING)
+            connection = await self._unless_lost(self._open(address), CONNECT_TIMEOUT)
             self._streams.add(connection)
             try:
                 async for message in self._messages(connection, path, _body(request)):
@@ -156,8 +159,8 @@ class ConnectionPool:
             finally:
                 self._streams.discard(connection)
                 connection.abort()
-        except TROUBLE as error:
-            self._move_on(address, error)
+        except TEMPORARY_ERRORS as error:
+            self._switch_server(address, error)
             raise
         except WireError as error:
             self._not_understood(address, error)
@@ -165,16 +168,16 @@ class ConnectionPool:
     async def _messages(
         self, connection: HttpConnection, path: str, body: bytes
     ) -> AsyncGenerator[Json, None]:
-        headers = await self._unless_lost(self._headers(connection), ATTEMPT)
-        status = await self._unless_lost(connection.begin(path, body, headers), ATTEMPT)
-        limit: float | None = ATTEMPT
+        headers = await self._unless_lost(self._headers(connection), ATTEMPT_TIMEOUT)
+        status = await self._unless_lost(connection.begin(path, body, headers), ATTEMPT_TIMEOUT)
+        limit: float | None = ATTEMPT_TIMEOUT
         while True:
             line = await self._unless_lost(connection.next_line(), limit)
             try:
                 message = etcd_messages.read(status, line)
                 etcd_messages.check_watch(message)
-            except etcd_messages.Refused as error:
-                self._see_login(error)
+            except etcd_messages.EtcdRefused as error:
+                self._relogin(error)
                 raise
             yield message
             limit = None
@@ -182,16 +185,16 @@ class ConnectionPool:
     async def _exchange(self, address: Address, path: str, body: bytes) -> Json:
         connection = self._take()
         if connection is None:
-            connection = await asyncio.wait_for(self._open(address), CONNECTING)
+            connection = await asyncio.wait_for(self._open(address), CONNECT_TIMEOUT)
         try:
             headers = await self._headers(connection)
             answer = etcd_messages.read(*await connection.post(path, body, headers))
-        except etcd_messages.Refused as error:
+        except etcd_messages.EtcdRefused as error:
             self._give_back(connection)
-            self._see_login(error)
+            self._relogin(error)
             raise
         except BaseException:
-            # Whatever it was, a cancellation included: half an answer may be left in there.
+            # After any error, a cancellation too, half an answer may be left in the connection.
             connection.abort()
             raise
         self._give_back(connection)
@@ -210,7 +213,7 @@ class ConnectionPool:
             answer = etcd_messages.read(
                 *await connection.post(etcd_messages.AUTHENTICATE, body, _NEEDS_LEADER)
             )
-        except etcd_messages.Refused as error:
+        except etcd_messages.EtcdRefused as error:
             if error.code != etcd_messages.FAILED_PRECONDITION:
                 raise RendezvousRefused(
                     f"etcd rejected user '{login.user}' ({error.message}): check etcd_user and "
@@ -223,17 +226,16 @@ class ConnectionPool:
         else:
             self._token = etcd_messages.token(answer)
 
-    def _see_login(self, error: etcd_messages.Refused) -> None:
-        """Log in again when a token has expired, or when the server was restarted and knows
-        none."""
+    def _relogin(self, error: etcd_messages.EtcdRefused) -> None:
+        """Log in again when the token has expired, or the restarted server does not know it."""
         if self._login is not None and etcd_messages.is_login_over(error):
             self._token = ""
-            raise etcd_messages.Busy(error.message) from error
+            raise etcd_messages.EtcdBusy(error.message) from error
 
     # Connections
 
-    def _move_on(self, address: Address, trouble: BaseException) -> None:
-        """Switch to the next server, if this one is still the one in use.
+    def _switch_server(self, address: Address, trouble: BaseException) -> None:
+        """Switch to the next server, if this one is still in use.
 
         Streams move too: a stream alone would never notice that its server is frozen.
         """
@@ -246,7 +248,7 @@ class ConnectionPool:
             connection.abort()
 
     def _note(self, address: Address) -> None:
-        """Log a change of the server in use; not every attempt while one is sought."""
+        """Log a change of the server in use, but not every attempt to find one."""
         if self._good is not None and self._good is not address:
             log.info("Switched to etcd at %s; %s did not answer", address, self._good)
         self._good = address
@@ -260,9 +262,14 @@ class ConnectionPool:
         return None
 
     def _give_back(self, connection: HttpConnection) -> None:
-        # One that was made to the server before is of no use.
+        # Do not keep a connection to the server used before.
         current = connection.address == (self.address.host, self.address.port)
-        if current and connection.is_usable and len(self._idle) < IDLE and not self.lost.done():
+        if (
+            current
+            and connection.is_usable
+            and len(self._idle) < IDLE_LIMIT
+            and not self.lost.done()
+        ):
             self._idle.append(connection)
         else:
             connection.abort()
@@ -280,7 +287,7 @@ class ConnectionPool:
     # The end
 
     def _not_understood(self, address: Address, error: WireError) -> NoReturn:
-        # Asked again, it would say the same again.
+        # A retry would give the same result.
         how = "with" if self._tls else "without"
         hint = "" if self._tls else ", or set protocol=https in --rdzv-conf"
         self._refuse(
@@ -299,7 +306,7 @@ class ConnectionPool:
         raise RendezvousRefused(sentence)
 
     async def _unless_lost(self, work: Coroutine[Any, Any, T], limit: float | None) -> T:
-        """The result of `work`, unless etcd is lost first or the time is up."""
+        """The result of `work`, unless etcd is lost or the time is up first."""
         task = asyncio.ensure_future(work)
         try:
             either: set[asyncio.Future[Any]] = {task, self.lost}
@@ -314,7 +321,7 @@ class ConnectionPool:
                 await asyncio.wait({task})
 
 
-class Patience:
+class RetryLimit:
     """The retry limit, counted from the first failure."""
 
     def __init__(
@@ -323,12 +330,12 @@ class Patience:
         self._pool = pool
         self._seconds = seconds
         self._clock = clock
-        #: Whether etcd has never answered yet.
+        #: Whether etcd has not answered yet.
         self.is_first = first
         self._since: float | None = None
         self._say_at = 0.0
         self._pause = FIRST_PAUSE
-        #: How often things went wrong since they went well.
+        #: The number of failures since the last success.
         self._times = 0
 
     def restore(self) -> None:
@@ -343,9 +350,9 @@ class Patience:
         if self._since is None:
             self._since = self._say_at = now
         if now >= self._say_at:
-            self._say_at = now + SAY_EVERY
+            self._say_at = now + REPEAT_INTERVAL
             log.log(
-                # Nobody wants to wait for an hour to learn that the endpoint has a typing error.
+                # Report it early: the endpoint may have a typing error.
                 logging.WARNING if self.is_first else logging.INFO,
                 "waiting for etcd at %s: %s",
                 self._pool,
@@ -357,7 +364,7 @@ class Patience:
         self._times += 1
         if self._times % len(self._pool.addresses):
             self._pool.check()
-            return  # another server has not been asked yet
+            return  # another server has not been tried yet
         await asyncio.wait({self._pool.lost}, timeout=min(self._pause, max(left, 0.0)))
         self._pool.check()
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
@@ -377,7 +384,7 @@ class Patience:
     def _words(self, trouble: BaseException) -> str:
         words = _words(trouble)
         if self.is_first and isinstance(trouble, ConnectionResetError | EOFError):
-            # Whether it says why before it closes, and whether we get to hear it, is chance.
+            # The server may or may not give a reason before it closes.
             lack = (
                 "the server has no TLS, or does not trust our certificate"
                 if self._pool.has_tls

@@ -1,8 +1,8 @@
 """etcd's requests and answers, in the JSON form of its v3 API. Pure.
 
 In that form bytes are base64, 64-bit numbers are strings, and zero, false and empty values are left
-out. Every write is one transaction on condition that the job is still the one we joined and that
-the key is as we last knew it. Each write has a stamp: sent twice, it is done once.
+out. Every write is one transaction, on condition that the job is still the one we joined and that
+the key is unchanged. Each write has a stamp: sent twice, it is performed once.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ GRANT, KEEP_ALIVE, REVOKE = "/v3/lease/grant", "/v3/lease/keepalive", "/v3/lease
 WATCH = "/v3/watch"
 AUTHENTICATE = "/v3/auth/authenticate"
 
-#: Bytes of the values of one change; etcd's own limit for a request is 1.5 MB.
+#: The most bytes of values in one change; etcd's own limit for a request is 1.5 MB.
 VALUE_LIMIT = 1024 * 1024
-#: Keys of one change, as etcd is configured by default.
+#: The most keys in one change with etcd's default settings.
 KEYS_LIMIT = 128
 
 # Codes of gRPC.
 NOT_FOUND = 5
-#: What a lease granted twice gets, and who logs in where nobody needs to.
+#: The code for a lease granted twice, and for a login where authentication is off.
 FAILED_PRECONDITION = 9
 _UNAUTHENTICATED = 16
-#: It may be so now and not in a moment: cancelled, deadline, exhausted, aborted, unavailable.
-_PASSING = {1, 4, 8, 10, 14}
+#: Temporary errors: cancelled, deadline, exhausted, aborted, unavailable.
+_TEMPORARY = {1, 4, 8, 10, 14}
 
 
-#: What to do about some of the things etcd says.
-_HINTS = {
+#: Advice for some of etcd's error messages.
+_ADVICE = {
     "etcdserver: user name is empty": "name a user, with etcd_user and etcd_password_file",
     "etcdserver: permission denied": "the user needs a role that writes under etcd_prefix",
 }
 
 
-#: How the gateway refuses certificates that might be taken for a login.
+#: The gateway's message for certificates that could be taken for a login.
 _COMMON_NAME = b"CommonName of client sending a request against gateway"
 
 
-class Busy(Exception):
-    """etcd, or something in front of it, cannot answer now."""
+class EtcdBusy(Exception):
+    """etcd, or a proxy in front of it, cannot answer now."""
 
 
-class Refused(RendezvousRefused):
-    """etcd refuses a request for good."""
+class EtcdRefused(RendezvousRefused):
+    """etcd refused a request; a retry would not help."""
 
     def __init__(self, code: int, message: str) -> None:
-        hint = _HINTS.get(message, "")
+        hint = _ADVICE.get(message, "")
         super().__init__(f"etcd refused the request: {message}{hint and f': {hint}'}.")
         self.code = code
         self.message = message
@@ -68,18 +68,19 @@ class Refused(RendezvousRefused):
 class JobKeys:
     """The keys of a job in etcd."""
 
-    #: Of everything that belongs to the job.
+    #: The prefix of all keys of the job.
     root: str
 
     @classmethod
     def of(cls, job: str, prefix: str) -> JobKeys:
-        # Quoted: `a/b` must not be among the keys of `a`, which go when that job ends.
+        # Quoted: the keys of job `a/b` must not be under those of `a`, which are deleted when that
+        # job ends.
         return cls(f"/{prefix.strip('/')}/{quote(job, safe='')}/")
 
     @property
     def job(self) -> str:
-        """Created by the first node, deleted with the rest: it tells one job from the next with the
-        same id."""
+        """The key of the job itself. The first node creates it; it is deleted with the others, and
+        distinguishes this job from the next with the same id."""
         return f"{self.root}job"
 
     @property
@@ -136,7 +137,7 @@ def if_modified(key: str, revision: int) -> Json:
     return _condition({"key": _pack(key)}, "MOD", "mod_revision", revision)
 
 
-def if_alone(prefix: str, *but: str) -> list[Json]:
+def if_no_other_keys(prefix: str, *but: str) -> list[Json]:
     """The condition that no key begins with `prefix`, except those that are or begin with one of
     `but`."""
     start = prefix.encode()
@@ -177,14 +178,14 @@ def encode_value(value: Json, *, stamp: str, job: int) -> bytes:
 def puts(
     keys: JobKeys, values: Mapping[str, Json], leases: Mapping[str, str], *, stamp: str, job: int
 ) -> list[Json]:
-    """Set some keys, each under its lease if it has one."""
+    """Requests that set these keys, each under its lease if it has one."""
     raw = {key: encode_value(value, stamp=stamp, job=job) for key, value in values.items()}
     _check_size(raw)
     return [put(keys.full(key), text, leases.get(key, "0")) for key, text in raw.items()]
 
 
 def _check_size(values: Mapping[str, bytes]) -> None:
-    """Refuse a change that is too large for etcd."""
+    """Raise an error for a change that is too large for etcd."""
     if len(values) > KEYS_LIMIT:
         raise WireError(
             f"A change of {len(values)} keys at once is too large: etcd accepts at most "
@@ -204,7 +205,7 @@ def _condition(keys: Json, target: str, field: str, revision: int) -> Json:
 
 
 def _end(prefix: bytes) -> bytes:
-    """The first key after all that begin with a prefix; ours end with a character below 0xff."""
+    """The first key after all with this prefix; our prefixes end with a character below 0xff."""
     return prefix[:-1] + bytes([prefix[-1] + 1])
 
 
@@ -216,14 +217,15 @@ def _pack(data: str | bytes) -> str:
 
 
 def read(status: int, body: bytes) -> Json:
-    """The answer to a request, or to a stream the next message; raises `Busy` or `Refused`."""
+    """The answer to a request, or the next message of a stream; raises `EtcdBusy` or
+    `EtcdRefused`."""
     try:
         answer = json.loads(body)
     except (ValueError, RecursionError):
         answer = None
     if not isinstance(answer, dict):
         if status >= 500:
-            raise Busy(f"HTTP status {status}")
+            raise EtcdBusy(f"HTTP status {status}")
         if _COMMON_NAME in body:
             raise RendezvousRefused(
                 "etcd accepts no password from a client whose certificate has a common name "
@@ -232,39 +234,39 @@ def read(status: int, body: bytes) -> Json:
         raise WireError(f"The answer is not from etcd: HTTP status {status} without JSON.")
     if status != 200 or "error" in answer:
         raise _error(status, answer)
-    # Streams wrap what others tell plainly.
+    # Streams wrap their messages; other answers do not.
     result = answer.get("result", answer)
     if not isinstance(result, dict) or not isinstance(result.get("header"), dict):
         raise WireError("The answer is not from etcd: it has no header.")
     return result
 
 
-def _error(status: int, answer: Json) -> Busy | Refused:
-    # In streams the error is an object of its own.
+def _error(status: int, answer: Json) -> EtcdBusy | EtcdRefused:
+    # In streams the error is an object.
     inner = answer["error"] if isinstance(answer.get("error"), dict) else answer
     message = str(inner.get("message") or inner.get("error") or f"HTTP status {status}")
     code = inner.get("code", inner.get("grpc_code"))
     if not isinstance(code, int):
         code = 14 if status >= 500 else 2
-    return Busy(message) if code in _PASSING else Refused(code, message)
+    return EtcdBusy(message) if code in _TEMPORARY else EtcdRefused(code, message)
 
 
 def check_watch(message: Json) -> None:
-    """Raise `Busy` if etcd ended a watch for a temporary reason."""
+    """Raise `EtcdBusy` if etcd ended a watch for a temporary reason."""
     if message.get("canceled") and not message.get("compact_revision"):
-        raise Busy(str(message.get("cancel_reason") or "etcd ended the watch"))
+        raise EtcdBusy(str(message.get("cancel_reason") or "etcd ended the watch"))
 
 
 def token(answer: Json) -> str:
     """The token that replaces the password from now on."""
     found = answer.get("token")
-    # It goes into a header as it is.
+    # It is used as a header without encoding.
     if not isinstance(found, str) or not found.isascii() or not found.isprintable() or not found:
         raise WireError("etcd's answer has no token.")
     return found
 
 
-def is_login_over(error: Refused) -> bool:
+def is_login_over(error: EtcdRefused) -> bool:
     """Return whether etcd does not know the token (any more)."""
     return error.code == _UNAUTHENTICATED or "revision of auth store is old" in error.message
 
@@ -299,12 +301,12 @@ def modified(row: Mapping[str, Any]) -> int:
 
 
 def stamp_of(row: Mapping[str, Any]) -> str:
-    """The stamp by which the writer of a value recognises it."""
+    """The stamp with which the writer of a value recognises it."""
     return str(_content(row).get("stamp"))
 
 
 def lease_of(row: Mapping[str, Any]) -> str:
-    """The lease a key is under; `0`: under none."""
+    """The lease that a key is under; `0`: none."""
     return str(_number(row, "lease"))
 
 
@@ -319,7 +321,7 @@ def changes(answer: Json, keys: JobKeys) -> list[Change]:
     return [_change(event, keys) for event in answer.get("events", [])]
 
 
-def tells_of_another_job(answer: Json, job: int) -> bool:
+def is_of_another_job(answer: Json, job: int) -> bool:
     """Return whether a watch message has a change from another job with the same id."""
     rows = [event["kv"] for event in answer.get("events", []) if event.get("type") != "DELETE"]
     return any(_content(row).get("job") != job for row in rows)
@@ -345,7 +347,7 @@ def _item(row: Mapping[str, Any]) -> Item:
 
 
 def _content(row: Mapping[str, Any]) -> Json:
-    """A value as it was written, with its envelope."""
+    """A value as written, with its envelope."""
     try:
         content = json.loads(_unpack(row.get("value", "")))
     except (ValueError, RecursionError):

@@ -13,7 +13,12 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from torchelastic.clock import Clock, SystemClock
 from torchelastic.errors import LeaseExpired, RendezvousError
 from torchelastic.rendezvous.etcd import etcd_messages
-from torchelastic.rendezvous.etcd.connection_pool import TROUBLE, Address, ConnectionPool, Patience
+from torchelastic.rendezvous.etcd.connection_pool import (
+    TEMPORARY_ERRORS,
+    Address,
+    ConnectionPool,
+    RetryLimit,
+)
 from torchelastic.rendezvous.etcd.etcd_messages import JobKeys
 from torchelastic.rendezvous.etcd.etcd_tls import client_context
 from torchelastic.rendezvous.etcd.settings import EtcdSettings
@@ -23,13 +28,14 @@ from torchelastic.rendezvous.store import Change, Item, Json, Listing
 
 log = logging.getLogger(__name__)
 
-#: Seconds to come back to a lost etcd. Much longer than a lease: an etcd that is restarted, or
-#: elects a leader, has forgotten nothing, and the job can go on where it was.
+#: Seconds to reconnect to a lost etcd. Much longer than a lease: an etcd that restarts or elects a
+#: leader has lost nothing, and the job can continue.
 RECONNECT_TIMEOUT = 60.0
-#: A lease is renewed this many times before it would end: so most of it is left when etcd goes.
-RENEWALS = 10
-#: Seconds etcd has to take our goodbye.
-GOODBYE = 1.0
+#: Renewals of a lease within its time to live: often enough that most of the lease is left when
+#: etcd fails.
+RENEWALS_PER_LEASE = 10
+#: Seconds to revoke our lease when we leave.
+GOODBYE_TIMEOUT = 1.0
 
 
 class EtcdStore:
@@ -44,21 +50,21 @@ class EtcdStore:
         self._keys = keys
         self._clock = clock
         self._seconds = patience
-        #: Seconds without etcd that a lease is to survive.
+        #: Seconds of an etcd outage that a lease must survive.
         self._outage = outage
-        #: Makes the stamps of this client's writes its own.
+        #: A random name, which makes the stamps of this client's writes unique.
         self._name = secrets.token_hex(8)
         self._ids = itertools.count(1)
-        #: Revision at which the job came into being that we belong to.
+        #: The revision that created our job.
         self._job = 0
         self._has_written = False
-        #: The last revision we know of a key: right most times, since most keys have one writer.
+        #: The last known revision of each key; usually right, since most keys have one writer.
         self._revisions: dict[str, int] = {}
         self._lease: HeldLease | None = None
-        #: The lease to be ended before another is opened; it may be over for us already.
+        #: The lease to revoke before the next is opened; on our clock it may have ended already.
         self._granted: str | None = None
         self._keeper: asyncio.Task[None] | None = None
-        #: Set when the lease of this connection has ended, cleared by `open_lease`.
+        #: Set when this connection's lease has ended; cleared by `open_lease`.
         self.lease_lost = asyncio.Event()
         pool.lost.add_done_callback(lambda _: self._lose_lease())
 
@@ -76,7 +82,7 @@ class EtcdStore:
         """Connect to the etcd of a job, waiting up to `timeout` seconds (None: forever) for it.
 
         `endpoints` are (host, port) of one or more of its servers. Raises `RendezvousLost` if none
-        answers, `RendezvousRefused` if etcd refuses us or the server is not etcd.
+        answers, `RendezvousRefused` if etcd refuses the login or the server is not etcd.
         """
         clock, settings = clock or SystemClock(), settings or EtcdSettings()
         pool = ConnectionPool(
@@ -94,7 +100,7 @@ class EtcdStore:
         )
         limit = math.inf if timeout is None else timeout
         try:
-            await store._enter(Patience(pool, limit, clock, first=True))
+            await store._enter(RetryLimit(pool, limit, clock, first=True))
         except BaseException:
             pool.close()
             raise
@@ -102,10 +108,10 @@ class EtcdStore:
 
     @property
     def local_addr(self) -> str:
-        """This node's address on the route to etcd; its peers can reach it too."""
+        """This node's address on the route to etcd; its peers can reach it there."""
         return self._pool.local_addr
 
-    # The verbs
+    # The `Store` protocol
 
     async def get(self, prefix: str) -> Listing:
         request = etcd_messages.get(self._keys.full(prefix))
@@ -115,7 +121,7 @@ class EtcdStore:
         return listing
 
     async def put(self, key: str, value: Json, *, leased: bool = False) -> int:
-        # On condition, too: a request that got stuck on its way must not undo a later one.
+        # Conditional as well: a delayed request must not undo a later one.
         expected = self._revisions.get(key, 0)
         while True:
             won, revision = await self._swap(key, value, expected, leased)
@@ -124,7 +130,7 @@ class EtcdStore:
             expected = revision
 
     async def report(self, key: str, value: Json) -> None:
-        # Not before it is heard: requests that are on their way together keep no order.
+        # Wait for its answer: requests in flight at the same time have no order.
         await self.put(key, value, leased=True)
 
     async def compare_and_set(
@@ -142,7 +148,7 @@ class EtcdStore:
 
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Change, None]:
         self._check()
-        # Further back there are only jobs before ours.
+        # Before that there are only earlier jobs.
         events = WatchEvents(prefix, max(after, self._job), self._revisions)
         patience = self._patience()
         while True:
@@ -156,7 +162,7 @@ class EtcdStore:
                             yield change
                         if message.get("canceled"):
                             break
-            except TROUBLE as error:
+            except TEMPORARY_ERRORS as error:
                 await patience.wait(error)
 
     async def follow(self, key: str) -> AsyncGenerator[Item | None, None]:
@@ -189,12 +195,12 @@ class EtcdStore:
         lasting = max(seconds, self._outage)
         sent = self._clock.now()
         try:
-            # In whole seconds at etcd, and not less than it allows; our own clock ends it in time.
+            # etcd counts whole seconds, and has a minimum; our own clock ends the lease in time.
             await self._call(etcd_messages.GRANT, etcd_messages.grant(id, math.ceil(lasting)))
-        except etcd_messages.Refused as error:
+        except etcd_messages.EtcdRefused as error:
             if (
                 error.code != etcd_messages.FAILED_PRECONDITION
-            ):  # else granted, and the answer got lost
+            ):  # otherwise granted, but the answer was lost
                 raise
         self._granted = id
         self._lease = HeldLease(
@@ -205,7 +211,7 @@ class EtcdStore:
             clock=self._clock,
             lost=self.lease_lost,
         )
-        renewing = self._lease.keep(self.keep_alive, lasting / RENEWALS)
+        renewing = self._lease.keep(self.keep_alive, lasting / RENEWALS_PER_LEASE)
         self._keeper = asyncio.create_task(renewing, name="rendezvous lease")
 
     async def end_lease(self) -> None:
@@ -225,15 +231,15 @@ class EtcdStore:
         rows = etcd_messages.rows(found)
         if not rows or etcd_messages.created(rows[0]) != created:
             return
-        # A transaction cannot end a lease: so the key goes on condition, and the rest of the
-        # lease, whose number nobody else can have, follows.
+        # A transaction cannot revoke a lease. So it deletes the key conditionally, and then the
+        # lease, whose number is unique, is revoked.
         done, _, parts = await self._in_job(
             [etcd_messages.if_created(full, created), *self._fence(provided)],
             lambda _: [etcd_messages.delete_one(full)],
             look,
         )
         lease = etcd_messages.lease_of(rows[0])
-        # Gone already: the answer to a first attempt may have got lost.
+        # Already gone: the answer to a first attempt may have been lost.
         if lease != "0" and (done or not etcd_messages.rows(parts[0])):
             await self._revoke(lease)
 
@@ -246,21 +252,20 @@ class EtcdStore:
             return
         request = self._pool.once(etcd_messages.REVOKE, etcd_messages.of_lease(granted))
         try:
-            await asyncio.wait_for(request, GOODBYE)
-        except (*TROUBLE, RendezvousError) as error:
+            await asyncio.wait_for(request, GOODBYE_TIMEOUT)
+        except (*TEMPORARY_ERRORS, RendezvousError) as error:
             log.debug("could not revoke the lease: %r", error)
 
     # Beyond the protocol
 
     async def forget_job(self, last_key: str, revision: int, *beside: str) -> bool:
-        """Delete all keys of the job, if `last_key` last changed at `revision` (0: absent) and
-        no other key is left but those that begin with one of `beside`; return whether that was
-        done."""
+        """Delete all keys of the job, if `last_key` last changed at `revision` (0: absent) and all
+        other keys start with one of `beside`. Return whether they were deleted."""
         full = self._keys.full(last_key)
         conditions = [
             etcd_messages.if_created(self._keys.job, self._job),
             etcd_messages.if_modified(full, revision),
-            *etcd_messages.if_alone(
+            *etcd_messages.if_no_other_keys(
                 self._keys.prefix, full, *(self._keys.full(prefix) for prefix in beside)
             ),
         ]
@@ -271,22 +276,22 @@ class EtcdStore:
     # Asking
 
     def _check(self) -> None:
-        """Check that the store and, if needed, the lease still exist before a verb runs."""
+        """Check that the store and, if needed, the lease still exist."""
         self._check_lease()
         self._pool.check()
 
-    def _patience(self) -> Patience:
-        return Patience(self._pool, self._seconds, self._clock)
+    def _patience(self) -> RetryLimit:
+        return RetryLimit(self._pool, self._seconds, self._clock)
 
     async def _call(self, path: str, request: Json) -> Json:
         self._check()
         try:
             return await self._pool.call(path, request, self._patience())
         finally:
-            # After this process stood still, the answer is old, and so may the lease be.
+            # After a freeze of this process, the answer is old, and the lease may have ended.
             self._check_lease()
 
-    async def _enter(self, patience: Patience) -> None:
+    async def _enter(self, patience: RetryLimit) -> None:
         """Join the current job; create it if there is none."""
         key = self._keys.job
         value = etcd_messages.encode_value({}, stamp=self._name, job=0)
@@ -346,7 +351,7 @@ class EtcdStore:
             raise LeaseExpired(f"This node has no lease: '{key}' was not written.")
         full = self._keys.full(key)
         stamp = f"{self._name}/{next(self._ids)}"
-        # The key itself last: who watches finds the others there when it is told of this one.
+        # The key itself last: a watcher that learns of it finds the others.
         values = {**(beside or {}), key: value}
         leases = {} if lease is None else dict.fromkeys(values, lease.id)
         try:
@@ -355,7 +360,7 @@ class EtcdStore:
                 lambda job: etcd_messages.puts(self._keys, values, leases, stamp=stamp, job=job),
                 [etcd_messages.get_one(full)],
             )
-        except etcd_messages.Refused as error:
+        except etcd_messages.EtcdRefused as error:
             if error.code != etcd_messages.NOT_FOUND or lease is None:
                 raise
             lease.end()
@@ -367,7 +372,7 @@ class EtcdStore:
         if not won:
             rows = etcd_messages.rows(parts[0])
             revision = etcd_messages.modified(rows[0]) if rows else 0
-            # Ours, and the answer to the first attempt got lost.
+            # It is ours; the answer to the first attempt was lost.
             won = bool(rows) and etcd_messages.stamp_of(rows[0]) == stamp
         self._revisions.update(dict.fromkeys(values if won else [key], revision))
         return won, revision
@@ -380,9 +385,10 @@ class EtcdStore:
 
     async def _news(self, events: WatchEvents, message: Json) -> list[Change]:
         self._check_lease()
-        is_ours = not etcd_messages.tells_of_another_job(message, self._job)
+        is_ours = not etcd_messages.is_of_another_job(message, self._job)
         if message.get("compact_revision") or not is_ours:
-            # Of another job: we are of that one now, or are told here that ours has ended.
+            # It belongs to another job: either we are in that one now, or the caller learns that
+            # ours has ended.
             return events.catch_up(await self.get(events.prefix))
         news = events.take(etcd_messages.changes(message, self._keys))
         self._revisions.update((change.key, change.revision) for change in news if change.item)
@@ -404,12 +410,12 @@ class EtcdStore:
     async def _revoke(self, lease: str) -> None:
         try:
             await self._call(etcd_messages.REVOKE, etcd_messages.of_lease(lease))
-        except etcd_messages.Refused as error:
-            if error.code != etcd_messages.NOT_FOUND:  # else it has ended by itself
+        except etcd_messages.EtcdRefused as error:
+            if error.code != etcd_messages.NOT_FOUND:  # otherwise it has expired
                 raise
 
     async def _stop_renewing(self) -> None:
-        """Stop holding the lease; it is given back, not lost."""
+        """Stop renewing the lease; it is returned, not lost."""
         if self._lease is not None:
             self._lease.give_back()
         if self._keeper is not None:

@@ -20,7 +20,8 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if files.cert:
             names = f"cert={files.cert}" + (f", key={files.key}" if files.key else "")
-            # Without a password to give, an encrypted key would be asked for at the terminal.
+            # With no password callback, OpenSSL would ask for an encrypted key's password at the
+            # terminal.
             context.load_cert_chain(files.cert, files.key or None, password="")
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error

@@ -1,7 +1,7 @@
 """A local etcd server, for a test or a single-node job: 0.2's `EtcdServer`.
 
-It ends with the process that started it, however that ends. Start it in a thread that lives as long
-as it is needed.
+It ends with the process that started it, even if that is killed. Start it in a thread that lives as
+long as the server is needed.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 HOST = "localhost"
 BINARY_VARIABLE = "TORCHELASTIC_ETCD_BINARY_PATH"
 
-#: Seconds between two looks whether it answers.
-_LOOK = 0.02
-#: Seconds it has to end by itself.
-_ENDING = 5.0
+#: Seconds between two checks whether it answers.
+_POLL_INTERVAL = 0.02
+#: Seconds to wait for it to exit before it is killed.
+_STOP_TIMEOUT = 5.0
 
 
 def find_etcd() -> str:
@@ -69,18 +69,18 @@ class EtcdServer:
     """One etcd server on free ports of this machine; also a context manager."""
 
     def __init__(self, data_dir: str | None = None) -> None:
-        """Without `data_dir`, its data is deleted when it stops."""
+        """Without `data_dir`, the data is deleted when the server stops."""
         self._data_dir = data_dir
         self._directory: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
-        #: By which it is known: another etcd may have taken the port meanwhile, and answer there.
+        #: Its unique name: another etcd may have taken the port meanwhile, and answer there.
         self._name = f"torchelastic-{secrets.token_hex(8)}"
-        #: A process forked from the owner must not stop what is the owner's.
+        #: Only the owner stops it, not a process forked from the owner.
         self._owner = os.getpid()
 
     def start(self, timeout: float = 60, num_retries: int = 3) -> None:
-        """Start it, and return when it answers; retry if another process takes its port
+        """Start it, and wait until it answers; retry if another process takes its port
         meanwhile."""
         if self._process is not None:
             raise RendezvousError(
@@ -140,7 +140,7 @@ class EtcdServer:
     def _spawn(self, program: str, attempt: int) -> None:
         self._port, peer_port = _free_port(), _free_port()
         clients, peers = f"http://{HOST}:{self._port}", f"http://{HOST}:{peer_port}"
-        # Anew for each attempt: etcd remembers its peers' address there.
+        # New for each attempt: etcd stores its peers' address there.
         data = self._data_dir or f"{self._directory}/data-{attempt}"
         command = [sys.executable, "-I", "-S", die_with_owner.__file__, str(self._owner), program]
         command += [f"--name={self._name}", f"--data-dir={data}"]
@@ -159,7 +159,7 @@ class EtcdServer:
                 return False
             if time.monotonic() > deadline:
                 return False
-            time.sleep(_LOOK)
+            time.sleep(_POLL_INTERVAL)
         return True
 
     def _end_process(self) -> None:
@@ -168,7 +168,7 @@ class EtcdServer:
             return
         process.terminate()
         try:
-            process.wait(_ENDING)
+            process.wait(_STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

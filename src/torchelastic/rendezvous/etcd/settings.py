@@ -11,7 +11,7 @@ from typing import Any
 from torchelastic import env
 from torchelastic.errors import ConfigError
 
-#: All that can be said.
+#: All setting names.
 KEYS = (
     "etcd_prefix",
     "etcd_outage",
@@ -25,13 +25,13 @@ KEYS = (
 USER_VARIABLE = "TORCHELASTIC_ETCD_USER"
 PASSWORD_FILE_VARIABLE = "TORCHELASTIC_ETCD_PASSWORD_FILE"
 
-#: Bytes: a file that has more is not a password's.
-_LONGEST_PASSWORD = 4096
+#: The most bytes of a password file.
+_PASSWORD_LIMIT = 4096
 
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files. Without `cacert`, the system's CAs are trusted; without `cert`, we show no
+    """PEM files. Without `cacert`, the system's CAs are trusted; without `cert`, the client has no
     certificate; without `key`, the key is in `cert`."""
 
     cacert: str = ""
@@ -51,12 +51,12 @@ class Login:
 class EtcdSettings:
     """The key prefix, the login and the connection settings."""
 
-    #: The key under which jobs have theirs.
+    #: The prefix of all jobs' keys.
     prefix: str = "/torchelastic"
-    #: Seconds etcd may be away before nodes count as lost: leases last this long at least.
+    #: Seconds of an etcd outage that nodes survive: leases last at least this long.
     outage: float = 15.0
     login: Login | None = None
-    #: None: without TLS.
+    #: None: no TLS.
     tls: TlsFiles | None = None
 
     @classmethod
@@ -110,15 +110,15 @@ def _login(given: Mapping[str, str]) -> Login | None:
 def _password(path: str) -> str:
     try:
         with open(path, encoding="utf-8") as file:
-            # A little more than allowed: a whole disk named by mistake is not read.
-            text = file.read(_LONGEST_PASSWORD + 1).strip("\r\n")
+            # Only a little more than allowed: the path may be a whole disk by mistake.
+            text = file.read(_PASSWORD_LIMIT + 1).strip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise ConfigError(
             f"Cannot read etcd_password_file {path} ({reason}): name a file that contains only "
             "the password."
         ) from None
-    if not text or len(text) > _LONGEST_PASSWORD or "\n" in text:
+    if not text or len(text) > _PASSWORD_LIMIT or "\n" in text:
         raise ConfigError(
             f"etcd_password_file {path} is empty: write the password there, on one line."
         )
@@ -126,7 +126,7 @@ def _password(path: str) -> str:
 
 
 def _tls(given: Mapping[str, str]) -> TlsFiles | None:
-    """Refuse contradictory settings rather than connect without TLS."""
+    """The TLS settings; raise an error for contradictory ones rather than connect without TLS."""
     files = {name: given[name] for name in ("cacert", "cert", "key") if name in given}
     protocol = given.get("protocol", "https" if files else "http")
     if protocol not in ("http", "https"):

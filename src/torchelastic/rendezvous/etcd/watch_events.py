@@ -1,4 +1,4 @@
-"""The changes that a watch has delivered and has yet to deliver. Pure."""
+"""The changes that a watch has delivered and those it has not. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torchelastic.rendezvous.store import Change, Listing
 class WatchEvents:
     """The changes under a prefix, each once, in order.
 
-    etcd forgets old changes when told to (compaction). A watch that asks for such changes restarts
-    from a listing; a key missing there has been deleted. For that, this keeps the names of all keys
+    etcd forgets old changes after a compaction. A watch that asks for such changes restarts from a
+    listing; a key missing there has been deleted. To detect that, this keeps the names of all keys
     that its caller may know.
     """
 
@@ -21,10 +21,10 @@ class WatchEvents:
         self._known = {key for key in known if key.startswith(prefix)}
 
     def take(self, changes: Iterable[Change]) -> list[Change]:
-        """The changes that are new."""
+        """The new changes."""
         news = [change for change in changes if change.revision > self.seen]
         for change in news:
-            # Only now: several changes may have one revision, as when a lease ends.
+            # Only after all of them: several changes may have one revision, as when a lease ends.
             self.seen = change.revision
             if change.item is None:
                 self._known.discard(change.key)

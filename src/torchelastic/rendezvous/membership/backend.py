@@ -11,14 +11,14 @@ from torchelastic.clock import Clock
 from torchelastic.config import ETCD_BACKENDS, LaunchConfig, format_endpoint, parse_endpoints
 from torchelastic.errors import RendezvousLost
 from torchelastic.rendezvous.backend_parameters import check_backend
-from torchelastic.rendezvous.embedded.failover_state import Holding
+from torchelastic.rendezvous.embedded.failover_state import FailoverState
 from torchelastic.rendezvous.embedded.node import EmbeddedNode
 from torchelastic.rendezvous.embedded.voter_file import VoterFile
 from torchelastic.rendezvous.etcd.etcd_store import EtcdStore
 from torchelastic.rendezvous.etcd.open_store import close_store, open_store
 from torchelastic.rendezvous.store import Json, Store
 from torchelastic.rendezvous.witness.vote_keys import Witness
-from torchelastic.rendezvous.witness.witness_client import Asking
+from torchelastic.rendezvous.witness.witness_client import WitnessClient
 from torchelastic.transport import credentials, frames
 from torchelastic.transport.addresses import listen_beside
 from torchelastic.transport.auth import Credentials
@@ -97,7 +97,7 @@ class RendezvousBackend(Protocol):
         """Storage that has the deciding vote between halves."""
         ...
 
-    def hold(self, holding: Holding) -> None:
+    def hold(self, holding: FailoverState) -> None:
         """Remember what is needed to host the store if its host is lost."""
         ...
 
@@ -114,15 +114,19 @@ class RendezvousBackend(Protocol):
         ...
 
     async def regain(
-        self, rows: Mapping[str, Json], *, timeout: float | None, say: Callable[[str], None]
+        self,
+        rows: Callable[[], Mapping[str, Json]],
+        *,
+        timeout: float | None,
+        say: Callable[[str], None],
     ) -> bool:
         """After the store was lost, connect to one again, or raise `RendezvousLost`.
 
-        `rows` are this node's rows there under its lease; returns whether they are there again.
+        `rows` returns this node's rows there under its lease; returns whether they are there again.
         """
         ...
 
-    async def hand_over(self, rows: Mapping[str, Json], seconds: float) -> None:
+    async def hand_over(self, rows: Callable[[], Mapping[str, Json]], seconds: float) -> None:
         """As a host that leaves: let another node take over, within some seconds."""
         ...
 
@@ -176,7 +180,7 @@ class EtcdBackend:
     def takes_up(self, generation: int) -> bool:
         return True
 
-    def hold(self, holding: Holding) -> None:
+    def hold(self, holding: FailoverState) -> None:
         """Nothing: etcd does not need us."""
 
     async def kept(self) -> None:
@@ -189,11 +193,15 @@ class EtcdBackend:
         """Do nothing: the member record says it."""
 
     async def regain(
-        self, rows: Mapping[str, Json], *, timeout: float | None, say: Callable[[str], None]
+        self,
+        rows: Callable[[], Mapping[str, Json]],
+        *,
+        timeout: float | None,
+        say: Callable[[str], None],
     ) -> bool:
         raise RendezvousLost(f"Lost etcd at {self.endpoint}.")
 
-    async def hand_over(self, rows: Mapping[str, Json], seconds: float) -> None:
+    async def hand_over(self, rows: Callable[[], Mapping[str, Json]], seconds: float) -> None:
         """Nothing: etcd stays."""
 
     async def close(self, others: float, *, ended: bool = False) -> None:
@@ -263,7 +271,7 @@ def _embedded_node(
 ) -> EmbeddedNode:
     witness = None
     if config.witness and config.max_nodes > 1:
-        asking = Asking(config.witness, on_child)
+        asking = WitnessClient(config.witness, on_child)
         witness = Witness(asking, config.witness, config.run_id, node)
     shown = credentials.load(config)
     places = [

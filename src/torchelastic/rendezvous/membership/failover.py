@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from torchelastic.records import replace
 from torchelastic.rendezvous import majority
-from torchelastic.rendezvous.embedded.failover_state import Holding
+from torchelastic.rendezvous.embedded.failover_state import FailoverState
 from torchelastic.rendezvous.leader import ROLL_KEY
 from torchelastic.rendezvous.majority import Roll
 from torchelastic.rendezvous.store import Json, Store
@@ -15,21 +15,24 @@ from torchelastic.rendezvous.world import PART_PREFIX, WORLD_KEY, World, address
 
 
 class Failover:
-    """Collects what to hold of the newest world. Only the candidates that a large world names hold
-    all of it: others do not need thousands of addresses. All nodes hold a small one: a spare may be
-    the only node left that has taken it up, and no node that knows less could be elected with its
-    vote."""
+    """Collects what to hold of the newest world.
+
+    Of a large world, only its failover candidates hold everything: the others do not need thousands
+    of addresses. Of a small world, every node does, also a spare: it may be the only node left that
+    has confirmed the world. It does not vote for a node with an older world, so then only the spare
+    itself can become host.
+    """
 
     def __init__(self, node: str) -> None:
         self._node = node
-        self._holding = Holding()
+        self._holding = FailoverState()
         self._digest = ""
-        #: The newest world that is settled, as far as is known.
-        self._settled = -1
+        #: The newest world that is confirmed, as far as is known.
+        self._confirmed = -1
         #: Set once this node has been a candidate.
         self.is_candidate = asyncio.Event()
 
-    async def take(self, store: Store, world: World, summary: Json) -> Holding:
+    async def take(self, store: Store, world: World, summary: Json) -> FailoverState:
         """The state to hold of a world; fetches what its summary lacks, if needed."""
         parts: dict[str, Json] = {}
         roll: Json | None = None
@@ -52,7 +55,7 @@ class Failover:
 
     def noted(
         self, world: World, summary: Json, parts: Mapping[str, Json], roll: Json | None
-    ) -> Holding:
+    ) -> FailoverState:
         """The state to hold of a world, with the parts and the roll of one that it `lacks`."""
         if self._knows(world):
             if self._holding.rows:
@@ -64,19 +67,19 @@ class Failover:
         else:
             self._holding = self._outline(world)
         self._digest = world.digest
-        return self.settled(self._settled)
+        return self.confirmed(self._confirmed)
 
-    def settled(self, generation: int) -> Holding:
-        """The state to hold once a world is settled; that may be known before the world is here."""
-        self._settled = max(self._settled, generation)
+    def confirmed(self, generation: int) -> FailoverState:
+        """The state to hold once a world is confirmed, which may be known before the world is."""
+        self._confirmed = max(self._confirmed, generation)
         if self._holding.roll.generation == generation:
-            self._holding = self._holding.settled()
+            self._holding = self._holding.confirmed()
         return self._holding
 
-    def _outline(self, world: World) -> Holding:
+    def _outline(self, world: World) -> FailoverState:
         """The minimum: enough to vote, and to look for a host."""
         places = {node.node: node.peer for node in world.nodes}
-        return Holding(
+        return FailoverState(
             roll=_roll(None, world, places),
             order=tuple(world.heirs),
             addresses=_known({**world.heirs, **places}),
@@ -84,7 +87,7 @@ class Failover:
 
     def _whole(
         self, world: World, summary: Json, listed: Mapping[str, Json], roll: Json | None
-    ) -> Holding:
+    ) -> FailoverState:
         addresses = addresses_in(listed.values())
         if len(addresses) != world.count:
             return self._outline(world)  # a newer one is there already
@@ -93,7 +96,7 @@ class Failover:
             rows[ROLL_KEY] = roll
         return self._made(world, rows, addresses)
 
-    def formed(self, world: World, beside: Mapping[str, Json]) -> Holding:
+    def formed(self, world: World, beside: Mapping[str, Json]) -> FailoverState:
         """The state to hold of a world that this node forms; `beside` are its parts and its
         roll."""
         rows = {WORLD_KEY: world.summary(), **beside}
@@ -105,9 +108,9 @@ class Failover:
 
     def _made(
         self, world: World, rows: Mapping[str, Json], addresses: Mapping[str, str]
-    ) -> Holding:
+    ) -> FailoverState:
         roll = rows.get(ROLL_KEY)
-        return Holding(
+        return FailoverState(
             roll=_roll(roll, world, addresses),
             order=tuple(world.heirs),
             addresses=_known({**world.heirs, **addresses}),

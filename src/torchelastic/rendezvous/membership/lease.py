@@ -84,7 +84,7 @@ class HeldLease:
             except RendezvousLost:
                 return
             except RendezvousError as error:
-                # Our own clock ends the lease; whoever asks next is told the reason.
+                # Our own clock ends the lease; the next request gets the reason.
                 log.warning("The lease could not be renewed: %s", error)
 
     def _set_timer(self) -> asyncio.TimerHandle:

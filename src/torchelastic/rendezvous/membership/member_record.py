@@ -38,8 +38,8 @@ class MemberRecord:
         self.since = 0
         self._reminder: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
-        self._settled = asyncio.Event()
-        self._settled.set()
+        self._written = asyncio.Event()
+        self._written.set()
 
     @property
     def member(self) -> Member:
@@ -78,7 +78,7 @@ class MemberRecord:
         if changes:
             self._member = replace(self._member, **changes)
         self._changed.set()
-        self._settled.clear()
+        self._written.clear()
 
     def mention(self, **changes: Any) -> None:
         """Change something in the record that is not urgent: it is written with the next change, or
@@ -104,15 +104,15 @@ class MemberRecord:
                     await store.report(key, member.to_json())
                     self._said = member
                 if not self._changed.is_set():
-                    self._settled.set()
+                    self._written.set()
         finally:
-            self._settled.set()  # nobody is to wait for what cannot be said any more
+            self._written.set()  # nothing more can be written: do not let callers wait for it
 
     async def flush(self, store: Store) -> None:
         """Wait until all changes have been written, or none can be written any more."""
-        await self._settled.wait()
+        await self._written.wait()
         with contextlib.suppress(RendezvousError):
-            await store.keep_alive()  # its answer tells that what was said before was heard
+            await store.keep_alive()  # its answer shows that earlier reports were received
 
 
 def _numbers() -> Iterator[int]:

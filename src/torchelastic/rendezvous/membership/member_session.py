@@ -14,8 +14,8 @@ from torchelastic.clock import Clock
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import LeaseExpired, RendezvousLost, RendezvousRefused
 from torchelastic.rendezvous.embedded.voter_file import VoterFile
-from torchelastic.rendezvous.job_settings import Agreement
-from torchelastic.rendezvous.leader import SETTLED_KEY, Leader, LeaderObserver
+from torchelastic.rendezvous.job_settings import JobSettings
+from torchelastic.rendezvous.leader import CONFIRMED_KEY, Leader, LeaderObserver
 from torchelastic.rendezvous.membership.backend import RendezvousBackend, meet
 from torchelastic.rendezvous.membership.failover import Failover
 from torchelastic.rendezvous.membership.member_record import NAME_PREFIX, MemberRecord
@@ -26,6 +26,7 @@ from torchelastic.rendezvous.witness.reachability import WitnessWatch
 from torchelastic.rendezvous.world import (
     LEADER_KEY,
     MEMBER_PREFIX,
+    PLACE_PREFIX,
     WORLD_KEY,
     Member,
     World,
@@ -36,10 +37,14 @@ from torchelastic.transport.ring import Ring
 
 logger = logging.getLogger(__name__)
 
-#: So many nodes may all speak at once when a world begins.
+#: Worlds of up to this many nodes: all may report at once when the world begins.
 SMALL_WORLD = 64
 #: Seconds a host that leaves stays for the others to elect the next one.
 HANDING_OVER = 10.0
+#: Seconds a node that ends has to write the last changes of its member record.
+RECORD_TIMEOUT = 2.0
+#: Seconds the host stays so that others learn that the job is closed.
+HOST_STAYS = 5.0
 #: `SideTasks.start`: runs something beside the loop; what goes wrong there is the owner's to see.
 Background = Callable[[Work, str], asyncio.Task[Any]]
 
@@ -57,17 +62,19 @@ class MemberSession:
         background: Background,
         on_world: Callable[[World], None],
         on_lease_lost: Callable[[], None],
+        on_place: Callable[[int], None] = lambda place: None,
         host: str = "",
         on_child: Callable[[int], None] = lambda pid: None,
         file: VoterFile | None = None,
     ) -> None:
-        """`host` is the displayed name of this node; the default is its host name. `on_child` is
-        called with every process that this starts; `file` keeps the node's vote for its next
+        """`on_place` receives the place in a replica that the leader allots, if replicas span
+        nodes. `host` is the displayed name of this node; the default is its host name. `on_child`
+        is called with every process that this starts; `file` keeps the node's vote for its next
         agent."""
         self._config = config
         self._node = node
         self._host = host or socket.gethostname()
-        self._agreement = Agreement.from_config(config)
+        self._agreement = JobSettings.from_config(config)
         self._clock = clock
         self._on_child = on_child
         self._file = file
@@ -75,9 +82,10 @@ class MemberSession:
         self._background = background
         self._on_world = on_world
         self._on_lease_lost = on_lease_lost
+        self._on_place = on_place
         self._backend: RendezvousBackend | None = None
         self._membership: MemberRecord | None = None
-        #: What was said before there was a record to say it.
+        #: Updates made before there was a record to put them into.
         self._facts: dict[str, Any] = {}
         #: A phase of the last world that had nodes, with those of our part.
         self._world: World | None = None
@@ -87,7 +95,7 @@ class MemberSession:
         self._ring: Ring | None = None
         self._suspecting: asyncio.Task[Any] | None = None
         self._leader: Leader | None = None
-        #: What this node does as a member under its present lease.
+        #: The tasks of this node as a member under its present lease.
         self._tasks: list[asyncio.Task[Any]] = []
 
     @property
@@ -138,7 +146,7 @@ class MemberSession:
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
-        gone = max(gone, self.member.gone)  # a later word stands
+        gone = max(gone, self.member.gone)  # the later generation counts
         self.update(gone=gone, failures=(), resumed=False)
         await self._enlist()
         return self.member.name
@@ -172,13 +180,13 @@ class MemberSession:
 
     async def _regain(self) -> bool:
         """Connect to a store again; return whether this node's keys are there under a lease."""
-        kept = self._kept()
-        limit = self._config.wait_for_nodes or None
-        leased = await self.backend.regain(kept, timeout=limit, say=self._observer.without_host)
+        limit, say = self._config.wait_for_nodes or None, self._observer.without_host
+        had_rows = bool(self._kept())
+        leased = await self.backend.regain(self._kept, timeout=limit, say=say)
         assert self._membership is not None
         self._membership.unsaid()
         self.update(addr=self.backend.addr, peer=self.backend.peer)
-        return leased and bool(kept)
+        return leased and had_rows
 
     def update(self, **changes: Any) -> None:
         """Change the member record, or what it will say after joining."""
@@ -200,8 +208,10 @@ class MemberSession:
             "watch-world": self._watch_world(store),
             "watch-leader": self._watch_leader(store),
         }
+        if self._config.nodes_per_replica > 1:
+            work["watch-place"] = self._watch_place(store)
         if self.backend.term:
-            work["watch-settled"] = self._watch_settled(store)
+            work["watch-confirmed"] = self._watch_confirmed(store)
         if self.backend.is_host or not self.backend.term:
             self._leader = self._new_leader(store)
             work["leader"] = self._leader.run()
@@ -258,6 +268,13 @@ class MemberSession:
                 if leader is not None and (why := self._agreement.objection(leader.value)):
                     raise RendezvousRefused(why)
 
+    async def _watch_place(self, store: Store) -> None:
+        """Pass on the place in a replica that the leader allots to this node."""
+        async with contextlib.aclosing(store.follow(PLACE_PREFIX + self._node)) as places:
+            async for place in places:
+                if place is not None:
+                    self._on_place(int(place.value["place"]))
+
     async def _watch_world(self, store: Store) -> None:
         async with contextlib.aclosing(store.follow(WORLD_KEY)) as summaries:
             async for summary in summaries:
@@ -268,7 +285,7 @@ class MemberSession:
         """Pass on a world, with the part of its nodes that this one may be in."""
         summary = item.value
         if summary == self._seen:
-            return  # told again, by a store that was opened anew
+            return  # repeated by a store that was opened again
         world = await self._with_nodes(store, World.from_json(summary))
         if world is None:
             return
@@ -282,7 +299,7 @@ class MemberSession:
         if self._ring is not None:
             self._ring.turn_to([(node.node, node.peer) for node in world.nodes])
         if store.lease_lost.is_set() and world.phase != "closed":
-            return  # the others may go on without this node: told again when it has joined anew
+            return  # the others may continue without this node; repeated when it has joined again
         self._seen = summary
         if world.phase != "agreeing":
             self._on_world(self._unless_given_up(world, item.modified))
@@ -330,30 +347,30 @@ class MemberSession:
             asking = give_up_leader(store, self._node, nodes, ask, again=again)
             self._suspecting = self._background(partial(self._while_leased, asking), "doubt")
 
-    async def _watch_settled(self, store: Store) -> None:
-        """As a possible next host, watch for a world to be settled."""
+    async def _watch_confirmed(self, store: Store) -> None:
+        """As a possible next host, watch for a world to be confirmed."""
         await self._failover.is_candidate.wait()
-        async with contextlib.aclosing(store.watch(SETTLED_KEY, after=0)) as changes:
+        async with contextlib.aclosing(store.watch(CONFIRMED_KEY, after=0)) as changes:
             async for change in changes:
                 if change.item is not None:
-                    self.backend.hold(self._failover.settled(change.item.value["generation"]))
+                    self.backend.hold(self._failover.confirmed(change.item.value["generation"]))
                     await self.backend.kept()
 
     async def _watch_lease(self, store: Store) -> None:
         await store.lease_lost.wait()
         self._on_lease_lost()
 
-    async def last_words(self, seconds: float) -> None:
+    async def last_words(self) -> None:
         """Wait, within limits, until all changes of the record have been written."""
         if self._membership is not None:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._membership.flush(self.backend.store), seconds)
+                await asyncio.wait_for(self._membership.flush(self.backend.store), RECORD_TIMEOUT)
 
-    async def close(self, others: float) -> None:
-        """Close; a host waits up to `others` seconds for the other nodes to go first."""
+    async def close(self, *, job_closed: bool) -> None:
+        """Close; the host of a closed job waits for the other nodes to go first."""
         if self._backend is None:
             return
         ended = self._backend.is_host and self._leader is not None and self._leader.has_ended
         if self._membership is not None and self.member.leaving:
-            await self._backend.hand_over(self._kept(), HANDING_OVER)
-        await self._backend.close(others, ended=ended)
+            await self._backend.hand_over(self._kept, HANDING_OVER)
+        await self._backend.close(HOST_STAYS if job_closed else 0.0, ended=ended)

@@ -9,7 +9,7 @@ If it does not answer, the result depends on how:
                it too, or it is silent at the store as well; else its lease decides. Contact with
                the store alone does not help the others, who need it for every step
 
-So a node that is cut off from all others, but not from the store, drops nobody; the others drop it.
+So a node that is cut off from all others, but not from the store, drops none; the others drop it.
 If the leader is that node, it notices that many do not answer, and steps down.
 """
 
@@ -18,22 +18,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from functools import partial
 
 from torchelastic.errors import RendezvousError
 from torchelastic.rendezvous.store import Item, Store
 from torchelastic.rendezvous.world import LEADER_KEY, MEMBER_PREFIX, Member
+from torchelastic.side_tasks import TaskSet
 
 logger = logging.getLogger(__name__)
 
-#: Seconds in which an agent that does not answer may be heard of through the store.
+#: Seconds in which news of an agent that does not answer may still come through the store.
 STORE_DELAY = 0.02
 #: How many must find an agent silent.
 DOUBTERS = 2
 #: How many members a leader asks that finds one silent alone.
 SURVEYED = 8
 
-#: Asks the agent at an address: it lives, nobody is there, or there is no telling.
+#: Asks the agent at an address: True if it lives, False if nothing listens, None if unknown.
 Ask = Callable[[str], Awaitable[bool | None]]
 #: Gives a node up, and says whether it is one that others could not reach.
 GiveUp = Callable[[str, bool], Awaitable[None]]
@@ -68,14 +68,14 @@ def must_resign(answers: Collection[bool | None]) -> bool:
 
 
 def doubters_of(node: str, doubts: Mapping[str, Collection[str]]) -> set[str]:
-    """The nodes that suspect a node, given whom each node suspects."""
+    """The nodes that suspect a node, given what each node suspects."""
     return {other for other, doubted in doubts.items() if node in doubted}
 
 
 async def give_up_leader(
     store: Store, node: str, doubted: Collection[str], ask: Ask, *, again: float
 ) -> None:
-    """As a member that suspects the leader itself: ask it, and drop it if it is gone; nobody else
+    """As a member that suspects the leader itself: ask it, and drop it if it is gone; no other node
     would.
 
     Asks every `again` seconds. Ends when another leads, or the leader is no longer `doubted`.
@@ -119,20 +119,19 @@ class Suspicion:
         self._peers: dict[str, str] = {}
         #: Whom each node doubts.
         self._suspicion: dict[str, tuple[str, ...]] = {}
-        self._asking: dict[str, asyncio.Task[None]] = {}
+        #: Named by the nodes they look into.
+        self._asking = TaskSet()
 
     def heard(self, member: Member) -> None:
         """Note that a member has written its record."""
         self._records[member.node] = self._records.get(member.node, 0) + 1
         self._peers[member.node] = member.peer
         self._suspicion[member.node] = member.doubts
-        # Who was doubted before it joined again is looked into now: nobody says so a second time.
+        # Check a node now that was suspected before it joined again: no report will repeat it.
         again = [member.node] if doubters_of(member.node, self._suspicion) else []
         for node in (*member.doubts, *again):
-            if self._peers.get(node) and node not in self._asking:
-                task = asyncio.create_task(self._look_into(node), name="doubt")
-                self._asking[node] = task
-                task.add_done_callback(partial(self._asked, node))
+            if self._peers.get(node) and node not in {one.get_name() for one in self._asking}:
+                self._asking.start(self._look_into(node), node)
 
     def lost(self, node: str) -> None:
         """Note that a member is gone."""
@@ -140,13 +139,7 @@ class Suspicion:
             known.pop(node, None)
 
     async def close(self) -> None:
-        tasks = list(self._asking.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _asked(self, node: str, _: asyncio.Task[None]) -> None:
-        self._asking.pop(node, None)
+        await self._asking.close()
 
     async def _look_into(self, node: str) -> None:
         records = self._records.get(node)

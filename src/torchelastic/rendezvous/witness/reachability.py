@@ -1,4 +1,4 @@
-"""Check now and then whether the witness can be reached, long before it has to decide."""
+"""Check regularly whether the witness can be reached, long before it has to decide."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Callable
 
 from torchelastic.rendezvous.witness.vote_keys import Witness
-from torchelastic.rendezvous.witness.witness_client import Silent
+from torchelastic.rendezvous.witness.witness_client import WitnessSilent
 
-#: Seconds between two looks, and while it does not answer.
-LOOK, LOOK_AGAIN = 60.0, 5.0
+#: Seconds between two checks, and between two while it does not answer.
+CHECK_INTERVAL, RETRY_INTERVAL = 60.0, 5.0
 
 
 class WitnessWatch:
-    """Reads the job's token there. Reports once that the witness is unreachable, and when it is
+    """Reads the job's token from the witness. Reports once that it is unreachable, and when it is
     back."""
 
     def __init__(self, witness: Witness, say: Callable[[str], None]) -> None:
@@ -26,7 +26,7 @@ class WitnessWatch:
         storage."""
         try:
             token = await self._witness.confirm()
-        except Silent as error:
+        except WitnessSilent as error:
             if not self._is_missed:
                 self._say(
                     f"the witness at {self._witness.url} does not respond: {error}. Training "
@@ -40,7 +40,7 @@ class WitnessWatch:
         return token
 
     async def run(self, note: Callable[[str], None]) -> None:
-        """Look periodically; `note` gets the token each time."""
+        """Check periodically; `note` receives the token each time."""
         while True:
-            await asyncio.sleep(LOOK_AGAIN if self._is_missed else LOOK)
+            await asyncio.sleep(RETRY_INTERVAL if self._is_missed else CHECK_INTERVAL)
             note(await self.look())

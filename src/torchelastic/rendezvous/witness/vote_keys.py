@@ -3,9 +3,9 @@
     <url>/<job>/incarnation-<k>      {token}, made by the starting node; {token, closed} at the end
     <url>/<job>/<k>/after-<g>        {node, term, nonce}: has the vote in the electorate of world g
 
-A node claims a vote by creating its key, which storage allows only one node to do, and never gives
-it back. A missing key proves nothing (NFS caches that for a while): only what was created or read
-counts.
+A node claims a vote by creating its key, which storage allows only one node to do, and never
+returns it. A missing key proves nothing (NFS caches absence for a while): only what was created or
+read counts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from torchelastic.errors import RendezvousRefused
-from torchelastic.rendezvous.witness.witness_client import Asking, Silent
+from torchelastic.rendezvous.witness.witness_client import WitnessClient, WitnessSilent
 from torchelastic.rendezvous.witness.witness_storage import Json
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _INCARNATION = re.compile(r"incarnation-(\d+)")
 
 @dataclass(frozen=True)
 class Holder:
-    """The node that has claimed a vote, and for which term."""
+    """The node that has claimed a vote, and its term."""
 
     node: str
     term: int
@@ -37,7 +37,7 @@ class Holder:
 
     @classmethod
     def read(cls, value: Json | None) -> Holder:
-        """Read a holder; nobody if it is unreadable."""
+        """Read a holder; an empty one if it is unreadable."""
         try:
             return cls(**value) if value is not None else cls("", 0, "")
         except TypeError:
@@ -45,20 +45,20 @@ class Holder:
 
 
 class Witness:
-    """A node's view of the witness. Raises `Silent` if storage does not answer."""
+    """A node's view of the witness. Raises `WitnessSilent` if storage does not answer."""
 
-    def __init__(self, asking: Asking, url: str, job: str, node: str) -> None:
+    def __init__(self, asking: WitnessClient, url: str, job: str, node: str) -> None:
         self.url = url
         self._asking = asking
         self._job = quote(job, safe="")
         self._node = node
         self._nonce = secrets.token_hex(8)
-        #: The run of the job, and the random token that all its nodes read there; empty: not yet.
+        #: The run of the job, and the random token that all its nodes read there; empty: unknown.
         self._incarnation = -1
         self.token = ""
-        #: Of the run that this node begins, if it does.
+        #: The token of the run that this node starts, if it does.
         self._own_token = secrets.token_hex(8)
-        #: The token of the run that the node's last agent was in; empty: this node is new.
+        #: The token of the run that this node's last agent was in; empty: it is a new node.
         self.expected = ""
         self._is_tested = False
         self._holders: dict[str, Holder] = {}
@@ -66,10 +66,10 @@ class Witness:
     # The run of the job
 
     async def found(self) -> str:
-        """Start the job, unless an earlier run of it was not closed; return why not."""
+        """Start the job, unless an earlier run was not closed; return the obstacle, or ""."""
         newest, marker = await self._newest()
         if marker.get("token") == self._own_token:
-            newest -= 1  # begun by this node before, without an answer
+            newest -= 1  # started by this node before; the answer was lost
         elif newest >= 0 and not marker.get("closed"):
             return (
                 "an earlier run of this job was not closed at the witness: waiting for its "
@@ -84,25 +84,25 @@ class Witness:
         return ""
 
     async def confirm(self) -> str:
-        """The token of the running job, as this node reads it; tests the storage first."""
+        """The token of the running job; tests the storage first."""
         if self._incarnation < 0:
             newest, _ = await self._newest()
             if newest < 0:
-                raise Silent("it does not know the job")
+                raise WitnessSilent("it does not know the job")
             self._incarnation = newest
         marker = await self._read_marker(self._incarnation)
         if not marker.get("token") or marker.get("closed"):
             self._incarnation = -1
-            raise Silent("it does not know the job")
+            raise WitnessSilent("it does not know the job")
         if self.expected and marker["token"] != self.expected:
             self._incarnation = -1
-            raise Silent("it knows another run of the job")
+            raise WitnessSilent("it knows another run of the job")
         await self._test()
         self.token = str(marker["token"])
         return self.token
 
     async def close_job(self) -> None:
-        """Close the job: nobody continues this run, and its votes are removed.
+        """Close the job: no node can continue this run, and its votes are removed.
 
         In this order, because a claim is checked against the marker afterwards.
         """
@@ -130,7 +130,8 @@ class Witness:
         return f"{self.url.rstrip('/')}/{self._marker(incarnation)}"
 
     async def _test(self) -> None:
-        """Refuse storage that creates a key twice: it would give a vote to two nodes."""
+        """Raise an error for storage that creates a key twice: it would give one vote to two
+        nodes."""
         if self._is_tested:
             return
         key = f"{self._job}/{self._incarnation}/test-{self._node}-{self._nonce}"
@@ -153,7 +154,7 @@ class Witness:
             key = f"{self._job}/{self._incarnation}/{vote}"
             made = await self._asking.ask("create", key, dataclasses.asdict(ours))
             if "value" not in made:
-                raise Silent("it does not return what was written")
+                raise WitnessSilent("it does not return what was written")
             holder = Holder.read(made["value"])
             if holder == ours and not await self._is_open():
                 holder = Holder("", 0, "")
@@ -168,13 +169,13 @@ class Witness:
             await self.confirm()
 
     async def _is_open(self) -> bool:
-        """Return whether the job still runs. The votes of a closed one are gone, and could be
+        """Return whether the job is not closed. The votes of a closed job are gone, and could be
         claimed again."""
         marker = await self._read_marker(self._incarnation)
         return marker.get("token") == self.token and not marker.get("closed")
 
     async def look(self, vote: str) -> None:
-        """Look up the holder of a vote, before asking other nodes for theirs."""
+        """Look up the holder of a vote, before other nodes are asked for theirs."""
         if vote not in self._holders:
             await self._find_run()
             found = await self._asking.ask("read", f"{self._job}/{self._incarnation}/{vote}")

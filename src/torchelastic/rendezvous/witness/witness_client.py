@@ -1,4 +1,4 @@
-"""The agent's end of the process that asks the witness's storage."""
+"""The agent's end of the process that accesses the witness's storage."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from torchelastic.system import die_with_owner
 logger = logging.getLogger(__name__)
 
 MODULE = "torchelastic.rendezvous.witness.witness_storage"
-#: Seconds that storage has to answer.
-PATIENCE = 5.0
-#: Seconds between two looks whether a process has ended that was killed.
-LOOK = 0.01
+#: Seconds to wait for the storage.
+ANSWER_TIMEOUT = 5.0
+#: Seconds between two checks whether a killed process has ended.
+POLL_INTERVAL = 0.01
 
 
-class Silent(Exception):
-    """The storage has not answered, or not properly: nothing is known."""
+class WitnessSilent(Exception):
+    """The storage did not answer, or not correctly: nothing is known."""
 
 
-class Asking:
-    """Asks one question at a time. The process starts with the first one, and again when it is
+class WitnessClient:
+    """Sends one request at a time. The process starts with the first one, and again when it is
     stuck."""
 
     def __init__(self, url: str, on_child: Callable[[int], None] = lambda pid: None) -> None:
@@ -42,23 +42,23 @@ class Asking:
         self._on_child = on_child
         self._turn = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        #: Killed, but stuck in the kernel perhaps.
+        #: Killed processes that may be stuck in the kernel.
         self._stuck: list[subprocess.Popen[bytes]] = []
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
     async def ask(self, do: str, key: str, value: Json | None = None) -> Json:
-        """The answer of the storage; raises `Silent`, or `ConfigError` for an unusable URL."""
+        """The storage's answer; raises `WitnessSilent`, or `ConfigError` for an unusable URL."""
         try:
-            found = await asyncio.wait_for(self._ask(do, key, value), PATIENCE)
+            found = await asyncio.wait_for(self._ask(do, key, value), ANSWER_TIMEOUT)
         except asyncio.TimeoutError:
-            raise Silent(f"no answer within {PATIENCE:g} s") from None
+            raise WitnessSilent(f"no answer within {ANSWER_TIMEOUT:g} s") from None
         except (OSError, EOFError, ValueError) as error:
-            raise Silent(f"its client process exited: {error!r}") from error
+            raise WitnessSilent(f"its client process exited: {error!r}") from error
         if "refused" in found:
             raise ConfigError(str(found["refused"]))
         if "error" in found:
-            raise Silent(str(found["error"]))
+            raise WitnessSilent(str(found["error"]))
         return found
 
     async def _ask(self, do: str, key: str, value: Json | None) -> Json:
@@ -75,13 +75,13 @@ class Asking:
                     raise EOFError("no output")
                 found: dict[str, Any] = json.loads(line)
                 return found
-            except BaseException:  # its answer, should it come, would be taken for another's
+            except BaseException:  # a late answer would be taken for that of the next request
                 self._drop()
                 raise
 
     async def _start(self) -> None:
         while any(process.poll() is None for process in self._stuck):
-            await asyncio.sleep(LOOK)  # not one more for each question
+            await asyncio.sleep(POLL_INTERVAL)  # do not start one more for each request
         self._stuck.clear()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -91,7 +91,8 @@ class Asking:
                 [*owned, *asks],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                cwd=Path(torchelastic.__file__).parents[1],  # not where `-m` finds a user's files
+                # Not the working directory: `-m` would search a user's files.
+                cwd=Path(torchelastic.__file__).parents[1],
             )
         self._on_child(self._process.pid)
         self._reader, self._writer = await asyncio.open_connection(sock=ours)

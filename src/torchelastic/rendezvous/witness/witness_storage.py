@@ -18,15 +18,16 @@ from typing import Any, Protocol, cast
 from urllib.parse import unquote
 
 from torchelastic.errors import ConfigError
+from torchelastic.system import helper_signals
 
 Json = dict[str, Any]
 
 
-class Storage(Protocol):
-    """Small values by key; keys have slashes. Every failure is an `OSError`."""
+class WitnessStorage(Protocol):
+    """Small values by key; keys contain slashes. Every failure is an `OSError`."""
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write a value if there is none; False if there is one."""
+        """Write a value if the key is absent; False if it exists."""
 
     def replace(self, key: str, data: bytes) -> None: ...
 
@@ -39,7 +40,7 @@ class Storage(Protocol):
         """Remove all keys under a prefix."""
 
 
-def open_storage(url: str) -> Storage:
+def open_storage(url: str) -> WitnessStorage:
     """A path or a `file://` URL is a directory; every other URL needs fsspec."""
     scheme, _, path = url.partition("://")
     if scheme in ("file", "local") and path:
@@ -56,7 +57,7 @@ class Directory:
         self._root = root.absolute()
 
     def create(self, key: str, data: bytes) -> bool:
-        # By a link to a file that is complete: O_EXCL would leave an empty one after a crash.
+        # A link to a complete file: O_EXCL would leave an empty one after a crash.
         with self._written(key, data) as (new, target):
             try:
                 os.link(new, target)
@@ -115,7 +116,7 @@ def _sync(directory: Path) -> None:
 
 
 class ObjectStore:
-    """A prefix of an object store that fsspec supports; S3 creates with `If-None-Match: *`."""
+    """A prefix in an object store that fsspec supports; S3 creates with `If-None-Match: *`."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -134,7 +135,7 @@ class ObjectStore:
         try:
             self._fs.pipe_file(self._at(key), data, mode="create")
         except OSError:
-            # Which error says that it exists depends on the store; what is there does not.
+            # The error for an existing key depends on the store; reading the key does not.
             if self.read(key) is None:
                 raise
             return False
@@ -168,8 +169,8 @@ class ObjectStore:
 # --- the process ---------------------------------------------------------------------------------
 
 
-def answer(storage: Storage, request: Json) -> Json:
-    """Do what is asked; `error` describes a failure."""
+def answer(storage: WitnessStorage, request: Json) -> Json:
+    """Perform a request; `error` in the answer describes a failure."""
     key = str(request.get("key", ""))
     data = json.dumps(request.get("value")).encode()
     try:
@@ -186,7 +187,7 @@ def answer(storage: Storage, request: Json) -> Json:
             case "remove":
                 storage.remove(key)
                 return {}
-    except Exception as error:  # of whatever library the storage is
+    except Exception as error:  # of any library that accesses the storage
         return {"error": f"{type(error).__name__}: {error}"}
     return {"error": f"unknown request {request['do']}"}
 
@@ -203,6 +204,7 @@ def _found(data: bytes | None) -> Json:
 
 
 def main() -> None:
+    helper_signals.block()
     descriptor, url = sys.argv[1:]
     with socket.socket(fileno=int(descriptor)) as channel, channel.makefile("rwb") as lines:
         try:

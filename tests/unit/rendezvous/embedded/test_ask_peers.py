@@ -62,10 +62,10 @@ def silence():
 @pytest.fixture
 def few(monkeypatch):
     """Eight at a time, and patience without end."""
-    monkeypatch.setattr(module, "AT_ONCE", 8)
-    monkeypatch.setattr(module, "BRISK", HOURS)
-    monkeypatch.setattr(module, "PATIENCE", HOURS)
-    monkeypatch.setattr(module, "STOPPING_PATIENCE", HOURS)
+    monkeypatch.setattr(module, "BATCH_SIZE", 8)
+    monkeypatch.setattr(module, "BATCH_DELAY", HOURS)
+    monkeypatch.setattr(module, "EXCHANGE_TIMEOUT", HOURS)
+    monkeypatch.setattr(module, "STOPPING_TIMEOUT", HOURS)
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_as_many_as_are_usual_are_asked_all_at_once(few):
 
 
 def test_others_are_asked_while_some_are_silent(few, monkeypatch):
-    monkeypatch.setattr(module, "BRISK", 0.01)
+    monkeypatch.setattr(module, "BATCH_DELAY", 0.01)
     with silence() as nobody:
         returns = ask(
             Voters(),
@@ -133,15 +133,15 @@ def test_others_are_asked_while_some_are_silent(few, monkeypatch):
 
 
 def test_votes_that_wait_for_workers_to_stop_do_not_wait_for_each_other(few, monkeypatch):
-    monkeypatch.setattr(module, "BRISK", 0.01)
+    monkeypatch.setattr(module, "BATCH_DELAY", 0.01)
     voters = Voters(40)
     returns = ask(voters, lambda place: many(place, 40), VOTE)
     assert len(returns.ballots) == voters.heard == 40
 
 
 def test_where_all_are_silent_their_patience_is_the_end(few, monkeypatch):
-    monkeypatch.setattr(module, "BRISK", 0.001)
-    monkeypatch.setattr(module, "PATIENCE", 0.05)
+    monkeypatch.setattr(module, "BATCH_DELAY", 0.001)
+    monkeypatch.setattr(module, "EXCHANGE_TIMEOUT", 0.05)
     with silence() as nobody:
         assert not ask(Voters(), lambda place: many(nobody, 40)).ballots
 

@@ -160,7 +160,7 @@ def test_what_is_in_the_way_has_a_sentence_for_each_kind(problem, sentence):
 
 
 @story
-async def test_why_a_node_waits_is_said_once_in_a_while_and_when_it_changes(monkeypatch):
+async def test_why_a_node_waits_is_reported_once_in_a_while_and_when_it_changes(monkeypatch):
     """Minutes pass at every attempt."""
     problems = [socket.gaierror(-2, "?"), *[ConnectionRefusedError()] * 3, None]
     clock, said = FakeClock(), []
@@ -342,7 +342,7 @@ async def test_verbs_wait_for_the_connection_and_then_give_up():
 
 
 @story
-async def test_changes_that_came_in_time_are_told_before_the_loss():
+async def test_changes_that_came_in_time_are_reported_before_the_loss():
     async with serving() as server, connected(server.port) as store:
         changes = store.watch("", after=0)
         await store.put("a", {"n": 1})
@@ -355,7 +355,7 @@ async def test_changes_that_came_in_time_are_told_before_the_loss():
 
 
 @story
-async def test_the_end_of_the_host_is_told_at_once():
+async def test_the_end_of_the_host_is_reported_at_once():
     async with serving() as server, connected(server.port) as store:
         await store.open_lease(60.0)
         changes = store.watch("", after=0)

@@ -8,25 +8,25 @@ import pytest
 
 from torchelastic.rendezvous import majority
 from torchelastic.rendezvous.embedded.ask_peers import Returns
-from torchelastic.rendezvous.embedded.election import MOST_DOUBLINGS, Poll, Search
-from torchelastic.rendezvous.embedded.failover_state import Holding
+from torchelastic.rendezvous.embedded.election import DOUBLINGS_LIMIT, Poll, Search
+from torchelastic.rendezvous.embedded.failover_state import FailoverState
 from torchelastic.rendezvous.embedded.votes import Ballot
-from torchelastic.rendezvous.majority import STAGGER, Candidacy, Elector, Electorate, Roll
+from torchelastic.rendezvous.majority import CANDIDACY_STAGGER, Candidacy, Elector, Electorate, Roll
 
 NODES = frozenset("abcd")
 
 
 def poll(node: str) -> Poll:
     roll = Roll(2, Electorate(NODES, "a"))
-    holding = Holding(roll=roll, order=tuple("abcd"), rows={"world": {}})
+    holding = FailoverState(roll=roll, order=tuple("abcd"), rows={"world": {}})
     return Poll(Elector(node, term=3, generation=2), holding, places=())
 
 
 @pytest.mark.parametrize(("node", "place"), [("b", 0), ("c", 1), ("d", 2)])
 def test_who_stood_in_vain_lets_those_before_it_try_for_longer(node, place):
     """As long as it must not be the same moment again, whatever an answer takes; not for ever."""
-    turns = [poll(node).turn(in_vain) for in_vain in (0, 1, 2, MOST_DOUBLINGS, 99)]
-    assert turns == [place * STAGGER * times for times in (1, 2, 4, 16, 16)]
+    turns = [poll(node).turn(in_vain) for in_vain in (0, 1, 2, DOUBLINGS_LIMIT, 99)]
+    assert turns == [place * CANDIDACY_STAGGER * times for times in (1, 2, 4, 16, 16)]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_wish_is_for_a_later_term_than_anybody_has_voted_in():
 )
 def test_a_resumed_node_is_outdated_where_the_host_knows_less(generation, term, outdated):
     roll = Roll(3, Electorate(frozenset("abc"), "a"))
-    asker = Poll(Elector("a", term=5, generation=3), Holding(roll), places=("x:1",))
+    asker = Poll(Elector("a", term=5, generation=3), FailoverState(roll), places=("x:1",))
     ballot = Ballot("b", False, "its host answers", term, generation, ["b:1"], "", 3.0, [])
     returns = Returns(ballots={"b": ballot})
     assert asker.is_outdated(returns, waited=True) is outdated
@@ -84,14 +84,14 @@ def test_a_host_of_an_earlier_term_is_greeted_after_a_while_so_that_it_yields(te
     assert poll("d").hosts(knows_less, waited=True) == []
 
 
-# --- a world that is settled ---------------------------------------------------------------------
+# --- a world that is confirmed -------------------------------------------------------------------
 
-#: d was lost, and a has formed a world of the others: settled as soon as three of the four have it.
-UNSETTLED = majority.formed(Roll(7, Electorate(NODES, "a")), 8, "abc", "a")
+#: d was lost, and a has formed a world of the others: confirmed once three of the four have it.
+UNCONFIRMED = majority.formed(Roll(7, Electorate(NODES, "a")), 8, "abc", "a")
 
 
-def holder(node: str, roll: Roll = UNSETTLED) -> Poll:
-    holding = Holding(roll=roll, order=tuple("abc"), rows={"world": {}})
+def holder(node: str, roll: Roll = UNCONFIRMED) -> Poll:
+    holding = FailoverState(roll=roll, order=tuple("abc"), rows={"world": {}})
     return Poll(Elector(node, term=3, generation=roll.generation), holding, places=())
 
 
@@ -100,7 +100,7 @@ def wish_of(node: str, generation: int, *, granted: bool = True) -> Returns:
 
 
 @pytest.mark.parametrize(
-    ("returns", "settled"),
+    ("returns", "confirmed"),
     [
         (wish_of("c", 8), True),  # a, which has formed it, b and c
         (wish_of("c", 7), False),
@@ -108,47 +108,47 @@ def wish_of(node: str, generation: int, *, granted: bool = True) -> Returns:
         (Returns(), False),
     ],
 )
-def test_who_stands_knows_from_the_wishes_that_its_world_is_settled(returns, settled):
-    assert holder("b").found(returns).is_settled is settled
-    assert not holder("b").holding.is_settled
+def test_who_stands_knows_from_the_wishes_that_its_world_is_confirmed(returns, confirmed):
+    assert holder("b").found(returns).is_confirmed is confirmed
+    assert not holder("b").holding.is_confirmed
 
 
 @pytest.mark.parametrize(
     ("asked", "wins"),
     [
-        (Candidacy(10, "b", 8, binding=True, settled=True), True),
+        (Candidacy(10, "b", 8, binding=True, confirmed=True), True),
         (Candidacy(10, "b", 8, binding=True), False),
-        (Candidacy(10, "b", 11, binding=True, settled=True), False),  # another world than its own
+        (Candidacy(10, "b", 11, binding=True, confirmed=True), False),  # another world than its own
     ],
 )
-def test_voters_go_on_without_the_host_that_found_their_world_settled(asked, wins):
+def test_voters_go_on_without_the_host_that_found_their_world_confirmed(asked, wins):
     """b was elected by c and lost at once. a is back, and d is not: of the four before, a and c are
     no majority, but of the three that have a say they are."""
     voter = holder("c")
     voter = replace(voter, holding=voter.holding.told(asked))
     assert voter.is_won(wish_of("a", 8)) is wins
-    assert voter.holding.is_settled is wins
+    assert voter.holding.is_confirmed is wins
 
 
 @pytest.mark.parametrize(
-    ("generation", "rows", "settled"),
+    ("generation", "rows", "confirmed"),
     [
         (8, {"world": {}}, True),
         (8, {}, False),  # an outline: who had to agree is not known there
         (7, {"world": {}}, False),
     ],
 )
-def test_that_a_world_is_settled_is_not_forgotten_under_a_host_that_does_not_know(
-    generation, rows, settled
+def test_that_a_world_is_confirmed_is_not_forgotten_under_a_host_that_does_not_know(
+    generation, rows, confirmed
 ):
-    last = Holding(roll=Roll(generation, Electorate(frozenset("abc"), "a")), rows=rows)
-    assert holder("c").holding.following(last).is_settled is settled
+    last = FailoverState(roll=Roll(generation, Electorate(frozenset("abc"), "a")), rows=rows)
+    assert holder("c").holding.following(last).is_confirmed is confirmed
 
 
 def test_where_those_are_who_must_agree_is_not_forgotten_by_who_resumes():
     """Its next agent has that from its file, and no host tells it of nodes that are in no world."""
-    last = Holding(addresses={node: f"{node}:1" for node in "acdx"})
+    last = FailoverState(addresses={node: f"{node}:1" for node in "acdx"})
     held = replace(holder("c").holding, addresses={"a": "a:2"}).following(last)
     assert held.addresses == {"a": "a:2", "c": "c:1", "d": "d:1"}
-    settled = holder("c", Roll(8, Electorate(frozenset("abc"), "a"))).holding
-    assert not settled.following(last).addresses
+    confirmed = holder("c", Roll(8, Electorate(frozenset("abc"), "a"))).holding
+    assert not confirmed.following(last).addresses

@@ -61,7 +61,7 @@ def test_a_table_that_is_replayed_is_the_same():
     assert _keys(kept.table) == ["part/0", "world"]
 
 
-def test_what_has_no_lease_must_be_on_the_disk_before_it_is_told():
+def test_what_has_no_lease_must_be_on_the_disk_before_it_is_reported():
     written = Written()
     written.table.open_lease("L", 3.0, 0.0)
     written.table.put("member/a", "{}", lease="L")
@@ -82,7 +82,7 @@ def test_what_changes_nothing_is_not_written():
     assert [entry[0] for entry in written.entries] == ["new", "open"]
 
 
-def test_leases_begin_anew_and_end_with_their_keys():
+def test_leases_begin_again_and_end_with_their_keys():
     written = Written()
     written.table.open_lease("L", 3.0, 0.0)
     written.table.put("member/a", "{}", lease="L")
@@ -95,7 +95,7 @@ def test_leases_begin_anew_and_end_with_their_keys():
         assert [row.key for row in table.expire(105.0)["L"]] == ["member/a"]
 
 
-def test_who_was_told_all_before_is_told_only_what_is_new():
+def test_a_client_that_is_up_to_date_gets_only_new_changes():
     written = Written()
     written.table.put("world", "1")
     written.table.put("world", "2")
@@ -179,7 +179,7 @@ def test_a_line_that_was_not_finished_was_never_told():
         (text() + journal.line({"a": 1}), "damaged .line 2"),
     ],
 )
-def test_what_is_not_ours_or_not_whole_is_refused_in_a_sentence(data, sentence):
+def test_what_is_not_ours_or_not_whole_is_refused_with_a_reason(data, sentence):
     with pytest.raises(ConfigError, match=sentence) as refused:
         journal.parse(data, "F")
 

@@ -17,12 +17,12 @@ from torchelastic.clock import SystemClock
 from torchelastic.errors import RendezvousLost
 from torchelastic.rendezvous import majority
 from torchelastic.rendezvous.embedded.client import EmbeddedStore
-from torchelastic.rendezvous.embedded.failover_state import Holding
+from torchelastic.rendezvous.embedded.failover_state import FailoverState
 from torchelastic.rendezvous.embedded.node import EmbeddedNode
-from torchelastic.rendezvous.embedded.server import GRACE
-from torchelastic.rendezvous.leader import ROLL_KEY, SETTLED_KEY
+from torchelastic.rendezvous.embedded.server import RECONNECT_GRACE
+from torchelastic.rendezvous.leader import CONFIRMED_KEY, ROLL_KEY
 from torchelastic.rendezvous.witness.vote_keys import Witness
-from torchelastic.rendezvous.witness.witness_client import Asking, Silent
+from torchelastic.rendezvous.witness.witness_client import WitnessClient, WitnessSilent
 from torchelastic.rendezvous.world import MEMBER_PREFIX, WORLD_KEY, World
 from torchelastic.transport import addresses as endpoint
 from torchelastic.transport import frames
@@ -34,73 +34,73 @@ LEASE = 2.0
 
 
 class Table:
-    """A few seats of one job, the first endpoint's owner first."""
+    """A few nodes of one job, the first endpoint's owner first."""
 
     def __init__(self, *ports: int) -> None:
         self.places = [Endpoint("localhost", port, JOB) for port in ports]
-        self.seats: list[EmbeddedNode] = []
+        self.nodes: list[EmbeddedNode] = []
         self.said: list[str] = []
 
-    def seat(self, name: str, **options) -> EmbeddedNode:
+    def node(self, name: str, **options) -> EmbeddedNode:
         made = EmbeddedNode(self.places, name, clock=SystemClock(), lease=LEASE, **options)
-        self.seats.append(made)
+        self.nodes.append(made)
         return made
 
     async def sit(self, *names: str, **options) -> list[EmbeddedNode]:
         """Seats that are open, each with its record in the store, and a world of them all."""
-        seats = [self.seat(name, **options) for name in names]
-        for seat in seats:
-            await within(PATIENCE, seat.open(PATIENCE))
-            await enlist(seat)
-        self.form(0, seats)
-        return seats
+        nodes = [self.node(name, **options) for name in names]
+        for node in nodes:
+            await within(PATIENCE, node.open(PATIENCE))
+            await enlist(node)
+        self.form(0, nodes)
+        return nodes
 
     def form(
         self,
         generation: int,
-        seats: list[EmbeddedNode],
+        nodes: list[EmbeddedNode],
         trains: str = "",
         *,
         witness: bool = False,
         before: str = "",
     ) -> None:
-        """As if the host had published a world, and all had taken it up; not settled if these nodes
-        were in the one `before`."""
-        nodes = [*trains] or [name_of(seat) for seat in seats]
-        host = next(name_of(seat) for seat in seats if seat.is_host)
-        roll = majority.from_json(None, generation, nodes, host, witness=witness)
+        """As if the host had published a world, and all had taken it up; not confirmed if these
+        nodes were in the one `before`."""
+        names = [*trains] or [name_of(node) for node in nodes]
+        host = next(name_of(node) for node in nodes if node.is_host)
+        roll = majority.from_json(None, generation, names, host, witness=witness)
         roll = replace(roll, before=(majority.electorate(before, host),) if before else ())
         rows = {WORLD_KEY: {"generation": generation}, ROLL_KEY: majority.to_json(roll)}
-        addresses = {name_of(seat): seat.peer for seat in seats}
-        for seat in seats:
-            seat.hold(Holding(roll, tuple(nodes), addresses, rows))
+        addresses = {name_of(node): node.peer for node in nodes}
+        for node in nodes:
+            node.hold(FailoverState(roll, tuple(names), addresses, rows))
 
-    async def regain(self, seat: EmbeddedNode, timeout: float = PATIENCE) -> bool:
-        rows = {MEMBER_PREFIX + name_of(seat): {"node": name_of(seat)}}
-        regaining = seat.regain(rows, timeout=timeout, say=self.said.append)
+    async def regain(self, node: EmbeddedNode, timeout: float = PATIENCE) -> bool:
+        rows = {MEMBER_PREFIX + name_of(node): {"node": name_of(node)}}
+        regaining = node.regain(lambda: rows, timeout=timeout, say=self.said.append)
         return await within(PATIENCE + 5, regaining)
 
     async def close(self) -> None:
-        for seat in reversed(self.seats):
-            await seat.close()
+        for node in reversed(self.nodes):
+            await node.close()
 
 
-def name_of(seat: EmbeddedNode) -> str:
-    return seat._node
+def name_of(node: EmbeddedNode) -> str:
+    return node._node
 
 
-async def enlist(seat: EmbeddedNode) -> None:
-    await seat.store.open_lease(LEASE)
-    await seat.store.put(MEMBER_PREFIX + name_of(seat), {"node": name_of(seat)}, leased=True)
+async def enlist(node: EmbeddedNode) -> None:
+    await node.store.open_lease(LEASE)
+    await node.store.put(MEMBER_PREFIX + name_of(node), {"node": name_of(node)}, leased=True)
 
 
-async def end(seat: EmbeddedNode) -> None:
+async def end(node: EmbeddedNode) -> None:
     """The end of an agent, as the others see it: its connections break, its port is closed."""
-    await seat.close()
+    await node.close()
 
 
 @contextlib.asynccontextmanager
-async def seats_at(*ports: int) -> AsyncIterator[Table]:
+async def nodes_at(*ports: int) -> AsyncIterator[Table]:
     table = Table(*(ports or (unused_port(),)))
     try:
         yield table
@@ -108,14 +108,14 @@ async def seats_at(*ports: int) -> AsyncIterator[Table]:
         await table.close()
 
 
-async def lost(seat: EmbeddedNode) -> None:
-    """Wait until a seat has lost its store."""
-    while not seat.loss:
+async def lost(node: EmbeddedNode) -> None:
+    """Wait until a node has lost its store."""
+    while not node.loss:
         await asyncio.sleep(0.01)
 
 
-async def members(seat: EmbeddedNode) -> set[str]:
-    listing = await within(PATIENCE, seat.store.get(MEMBER_PREFIX))
+async def members(node: EmbeddedNode) -> set[str]:
+    listing = await within(PATIENCE, node.store.get(MEMBER_PREFIX))
     return {key.removeprefix(MEMBER_PREFIX) for key in listing.items}
 
 
@@ -125,15 +125,15 @@ async def test_a_host_whose_name_comes_late_still_hosts(monkeypatch):
     monkeypatch.setattr(endpoint, "_is_this_machine", lambda host: answers.pop(0))
     monkeypatch.setattr("torchelastic.transport.own_endpoint.LOOK_AGAIN", 0.0)
     place = Endpoint("0.0.0.0", unused_port(), JOB)
-    seat = EmbeddedNode([place], "a", clock=SystemClock(), lease=LEASE)
-    await within(PATIENCE, seat.open(PATIENCE))
-    assert seat.is_host
-    await seat.close()
+    node = EmbeddedNode([place], "a", clock=SystemClock(), lease=LEASE)
+    await within(PATIENCE, node.open(PATIENCE))
+    assert node.is_host
+    await node.close()
 
 
 @story
 async def test_a_store_that_may_be_known_elsewhere_waits_a_lease_for_its_first_world():
-    async with seats_at() as table:
+    async with nodes_at() as table:
         (a,) = await table.sit("a")
         assert a.may_begin_at > SystemClock().now()
     private = EmbeddedNode([Endpoint("127.0.0.1", 0, JOB)], "a", clock=SystemClock(), lease=LEASE)
@@ -144,7 +144,7 @@ async def test_a_store_that_may_be_known_elsewhere_waits_a_lease_for_its_first_w
 
 @story
 async def test_the_next_in_order_is_host_when_the_host_ends_and_has_what_the_voters_had():
-    async with seats_at() as table:
+    async with nodes_at() as table:
         a, b, c = await table.sit("a", "b", "c")
         await end(a)
         kept = await asyncio.gather(table.regain(b), table.regain(c))
@@ -157,22 +157,22 @@ async def test_the_next_in_order_is_host_when_the_host_ends_and_has_what_the_vot
 
 
 @story
-async def test_who_votes_hears_that_its_world_is_settled():
+async def test_who_votes_hears_that_its_world_is_confirmed():
     """Three of the four before have it; should the new host be lost, its voters know that."""
-    async with seats_at() as table:
+    async with nodes_at() as table:
         a, b, c = await table.sit("a", "b", "c")
         table.form(1, [a, b, c], before="abcd")
         await end(a)
         await asyncio.gather(table.regain(b), table.regain(c))
         assert b.is_host
-        assert [seat._holding.is_settled for seat in (b, c)] == [True, True]
-        listing = await c.store.get(SETTLED_KEY)  # and so does who joins b later
-        assert listing.items[SETTLED_KEY].value == {"generation": 1}
+        assert [node._holding.is_confirmed for node in (b, c)] == [True, True]
+        listing = await c.store.get(CONFIRMED_KEY)  # and so does who joins b later
+        assert listing.items[CONFIRMED_KEY].value == {"generation": 1}
 
 
 @story
 async def test_who_has_a_host_that_answers_does_not_vote():
-    async with seats_at() as table:
+    async with nodes_at() as table:
         a, b, c = await table.sit("a", "b", "c")
         b.store.lose("cut off")
         assert await table.regain(b) is False
@@ -183,7 +183,7 @@ async def test_who_has_a_host_that_answers_does_not_vote():
 
 def test_a_host_that_was_given_up_is_not_waited_for_while_others_still_name_it(monkeypatch):
     async def story():
-        async with seats_at() as table:
+        async with nodes_at() as table:
             a, b, c = await table.sit("a", "b", "c")
             a._announcing.cancel()
             for purpose in (frames.STORE, frames.SUCCESSION):  # it takes calls, and never answers
@@ -206,16 +206,16 @@ def test_a_host_that_was_given_up_is_not_waited_for_while_others_still_name_it(m
             assert waited == pytest.approx([0.1, 0.2, 0.4])
             assert {b.is_host, c.is_host} == {True, False}
 
-    async def regain_when_lost(table, seat):
-        await lost(seat)
-        await table.regain(seat)
+    async def regain_when_lost(table, node):
+        await lost(node)
+        await table.regain(node)
 
     run(story())
 
 
 @story
 async def test_a_voter_stops_its_workers_first():
-    async with seats_at() as table:
+    async with nodes_at() as table:
         a, b, c = await table.sit("a", "b", "c")
         await end(a)
         regaining = asyncio.create_task(table.regain(b))
@@ -227,24 +227,24 @@ async def test_a_voter_stops_its_workers_first():
 
 @story
 async def test_a_minority_waits_says_why_and_follows_when_the_others_are_back():
-    async with seats_at() as table:
+    async with nodes_at() as table:
         a, b, c = await table.sit("a", "b", "c")
         await end(a)
-        for seat in (b, c):  # a cut between them
-            seat._listener.serve(frames.SUCCESSION, lambda link, hello: link.abort())
-        for seat in (b, c):
+        for node in (b, c):  # a cut between them
+            node._listener.serve(frames.SUCCESSION, lambda link, hello: link.abort())
+        for node in (b, c):
             with pytest.raises(RendezvousLost, match="1 of 3 nodes are not a majority"):
-                await table.regain(seat, timeout=0.3)
-        for seat in (b, c):  # it heals
-            seat._listener.serve(frames.SUCCESSION, seat._converse)
+                await table.regain(node, timeout=0.3)
+        for node in (b, c):  # it heals
+            node._listener.serve(frames.SUCCESSION, node._serve_election)
         await asyncio.gather(table.regain(b), table.regain(c))
-        assert sum(seat.is_host for seat in (b, c)) == 1
+        assert sum(node.is_host for node in (b, c)) == 1
 
 
 @pytest.mark.parametrize("may", [False, True])
 @story
 async def test_of_two_nodes_the_other_waits_unless_it_may_take_over(may):
-    async with seats_at() as table:
+    async with nodes_at() as table:
         a, b = await table.sit("a", "b", two_node_takeover=may)
         assert (a.is_host, b.is_host, a.term, b.term) == (True, False, 1, 1)
         assert await members(b) == {"a", "b"}
@@ -259,11 +259,11 @@ async def test_of_two_nodes_the_other_waits_unless_it_may_take_over(may):
 
 @story
 async def test_a_host_that_leaves_votes_before_it_goes():
-    async with seats_at() as table:
+    async with nodes_at() as table:
         a, b = await table.sit("a", "b")
         a.say_goodbye()
         rows = {MEMBER_PREFIX + "a": {"node": "a", "leaving": "SIGTERM"}}
-        handing = asyncio.create_task(a.hand_over(rows, PATIENCE))
+        handing = asyncio.create_task(a.hand_over(lambda: rows, PATIENCE))
         await within(PATIENCE, lost(b))
         assert await table.regain(b)
         await within(PATIENCE, handing)
@@ -273,22 +273,22 @@ async def test_a_host_that_leaves_votes_before_it_goes():
 
 @story
 async def test_a_host_does_not_wait_for_a_successor_when_all_leave():
-    async with seats_at() as table:
+    async with nodes_at() as table:
         a, b = await table.sit("a", "b")
         leaving = {"node": "b", "leaving": "SIGTERM"}
         await b.store.put(MEMBER_PREFIX + "b", leaving, leased=True)
         a.say_goodbye()
-        await within(PATIENCE / 2, a.hand_over({}, PATIENCE))
+        await within(PATIENCE / 2, a.hand_over(dict, PATIENCE))
         assert a.is_host
 
 
 @story
 async def test_an_agent_that_is_new_at_the_old_address_says_that_the_old_one_is_dead():
     """Where that is trusted, as a refusal is."""
-    async with seats_at() as table:
+    async with nodes_at() as table:
         a, b = await table.sit("a", "b", two_node_takeover=True)
         await end(a)
-        again = table.seat("a2")
+        again = table.node("a2")
         await within(PATIENCE, again.open(PATIENCE))
         await table.regain(b)
         assert b.is_host
@@ -300,41 +300,41 @@ async def test_an_agent_that_is_new_at_the_old_address_says_that_the_old_one_is_
 
 @story
 async def test_a_host_that_was_succeeded_yields_and_follows():
-    async with seats_at() as table:
+    async with nodes_at() as table:
         a, b, c = await table.sit("a", "b", "c")
-        for seat in (b, c):  # as if a had been frozen for them
-            seat.store.lose("it does not answer")
+        for node in (b, c):  # as if a had been frozen for them
+            node.store.lose("it does not answer")
         a._listener.serve(frames.SUCCESSION, lambda link, hello: link.abort())
         await asyncio.gather(table.regain(b), table.regain(c))
-        a._listener.serve(frames.SUCCESSION, a._converse)  # it wakes
+        a._listener.serve(frames.SUCCESSION, a._serve_election)  # it wakes
         await within(PATIENCE, lost(a))
         assert not a.is_host
         await table.regain(a)
         assert a.term == b.term
-        assert sum(seat.is_host for seat in (a, b, c)) == 1
+        assert sum(node.is_host for node in (a, b, c)) == 1
 
 
 @story
 async def test_a_list_of_endpoints_needs_a_majority_of_it():
-    async with seats_at(unused_port(), unused_port(), unused_port()) as table:
-        a = table.seat("a")
+    async with nodes_at(unused_port(), unused_port(), unused_port()) as table:
+        a = table.node("a")
         with pytest.raises(RendezvousLost, match="1 of 3 endpoints are not a majority"):
             await within(PATIENCE, a.open(0.5))
 
 
 @story
 async def test_agents_of_a_list_may_start_in_any_order():
-    async with seats_at(unused_port(), unused_port(), unused_port()) as table:
-        seats = [table.seat(name) for name in "abc"]
-        late = seats.pop(0)
-        await within(PATIENCE, asyncio.gather(*(seat.open(PATIENCE) for seat in seats)))
+    async with nodes_at(unused_port(), unused_port(), unused_port()) as table:
+        nodes = [table.node(name) for name in "abc"]
+        late = nodes.pop(0)
+        await within(PATIENCE, asyncio.gather(*(node.open(PATIENCE) for node in nodes)))
         await within(PATIENCE, late.open(PATIENCE))
-        assert sum(seat.is_host for seat in table.seats) == 1
+        assert sum(node.is_host for node in table.nodes) == 1
 
 
 @story
 async def test_a_newcomer_finds_the_host_at_any_living_member():
-    async with seats_at() as table:
+    async with nodes_at() as table:
         a, b, c = await table.sit("a", "b", "c")
         await end(a)
         await asyncio.gather(table.regain(b), table.regain(c))
@@ -349,18 +349,18 @@ async def test_a_newcomer_finds_the_host_at_any_living_member():
 
 @story
 async def test_an_agent_is_waited_for_unless_its_machine_says_that_it_is_gone():
-    async with seats_at() as table:
+    async with nodes_at() as table:
         host, other = await table.sit("a", "b")
         unused = f"127.0.0.1:{unused_port()}"
-        for peer, grace in {other.peer: None, unused: 0.0, "": GRACE}.items():
+        for peer, grace in {other.peer: None, unused: 0.0, "": RECONNECT_GRACE}.items():
             record = Row(MEMBER_PREFIX + "b", json.dumps({"peer": peer}), 1, 1)
             assert await within(PATIENCE, host._grace_of([record])) == grace
-        assert await host._grace_of([]) == GRACE
+        assert await host._grace_of([]) == RECONNECT_GRACE
 
 
 @story
 async def test_a_refused_connection_ends_no_lease_of_a_node_that_trains_without_its_host():
-    async with seats_at() as table:
+    async with nodes_at() as table:
         host, _ = await table.sit("a", "b")
         unused = f"127.0.0.1:{unused_port()}"
         record = Row(MEMBER_PREFIX + "b", json.dumps({"peer": unused}), 1, 1)
@@ -373,7 +373,7 @@ async def test_a_refused_connection_ends_no_lease_of_a_node_that_trains_without_
 
 @story
 async def test_a_node_that_trained_alone_is_no_host_without_the_spare_one_that_was():
-    async with seats_at() as table:
+    async with nodes_at() as table:
         a, b = await table.sit("a", "b")
         table.form(1, [a, b], trains="b")
         await end(a)
@@ -383,12 +383,12 @@ async def test_a_node_that_trained_alone_is_no_host_without_the_spare_one_that_w
 
 @story
 async def test_a_spare_host_votes_with_the_others():
-    async with seats_at() as table:
+    async with nodes_at() as table:
         a, b, c = await table.sit("a", "b", "c")
         table.form(1, [a, b, c], trains="bc")
         await end(b)
-        for seat in (a, c):
-            seat.store.lose("it does not answer")
+        for node in (a, c):
+            node.store.lose("it does not answer")
         await asyncio.gather(table.regain(a), table.regain(c))
         assert a.is_host != c.is_host
         assert (a if a.is_host else c).may_begin_at > SystemClock().now()
@@ -399,21 +399,21 @@ async def test_a_spare_host_votes_with_the_others():
 
 async def with_witness(table: Table, directory, *names: str) -> list[EmbeddedNode]:
     """As `Table.sit`, with a witness that has a vote in their world."""
-    seats = []
+    nodes = []
     for name in names:
-        asking = Asking(str(directory))
-        seat = table.seat(name, witness=Witness(asking, str(directory), JOB, name))
-        await within(PATIENCE, seat.open(PATIENCE))
-        await within(PATIENCE, seat.witness.confirm())
-        await enlist(seat)
-        seats.append(seat)
-    table.form(0, seats, witness=True)
-    return seats
+        asking = WitnessClient(str(directory))
+        node = table.node(name, witness=Witness(asking, str(directory), JOB, name))
+        await within(PATIENCE, node.open(PATIENCE))
+        await within(PATIENCE, node.witness.confirm())
+        await enlist(node)
+        nodes.append(node)
+    table.form(0, nodes, witness=True)
+    return nodes
 
 
 @story
 async def test_of_two_nodes_the_other_is_host_by_the_vote_of_the_witness(tmp_path):
-    async with seats_at() as table:
+    async with nodes_at() as table:
         a, b = await with_witness(table, tmp_path, "a", "b")
         await end(a)
         assert await table.regain(b)
@@ -423,7 +423,7 @@ async def test_of_two_nodes_the_other_is_host_by_the_vote_of_the_witness(tmp_pat
 
 @story
 async def test_a_witness_that_has_voted_for_the_other_keeps_a_node_waiting(tmp_path):
-    async with seats_at() as table:
+    async with nodes_at() as table:
         a, b = await with_witness(table, tmp_path, "a", "b")
         assert await a.witness.claim("after-0", a.term)  # it has gone on alone
         for purpose in (frames.SUCCESSION, frames.STORE):
@@ -436,7 +436,7 @@ async def test_a_witness_that_has_voted_for_the_other_keeps_a_node_waiting(tmp_p
 
 @story
 async def test_an_answer_of_the_witness_that_is_lost_costs_no_vote(tmp_path):
-    async with seats_at() as table:
+    async with nodes_at() as table:
         a, b = await with_witness(table, tmp_path, "a", "b")
         ask = b.witness._asking.ask
         answers = iter([False])
@@ -444,7 +444,7 @@ async def test_an_answer_of_the_witness_that_is_lost_costs_no_vote(tmp_path):
         async def lose_one_answer(do, key, value=None):
             found = await ask(do, key, value)
             if do == "create" and not next(answers, True):
-                raise Silent("no answer within 5 s")
+                raise WitnessSilent("no answer within 5 s")
             return found
 
         b.witness._asking.ask = lose_one_answer
@@ -456,11 +456,11 @@ async def test_an_answer_of_the_witness_that_is_lost_costs_no_vote(tmp_path):
 
 @story
 async def test_a_witness_out_of_reach_is_said_to_be_waited_for(tmp_path):
-    async with seats_at() as table:
+    async with nodes_at() as table:
         a, b = await with_witness(table, tmp_path, "a", "b")
 
         async def silent(do, key, value=None):
-            raise Silent("no answer within 5 s")
+            raise WitnessSilent("no answer within 5 s")
 
         b.witness._asking.ask = silent
         await end(a)
@@ -471,17 +471,19 @@ async def test_a_witness_out_of_reach_is_said_to_be_waited_for(tmp_path):
 
 @story
 async def test_an_earlier_run_that_was_not_closed_keeps_a_job_from_beginning(tmp_path):
-    async with seats_at() as table:
+    async with nodes_at() as table:
         (a,) = await with_witness(table, tmp_path, "a")
         await end(a)
-    async with seats_at() as table:
-        again = table.seat("b", witness=Witness(Asking(str(tmp_path)), str(tmp_path), JOB, "b"))
+    async with nodes_at() as table:
+        again = table.node(
+            "b", witness=Witness(WitnessClient(str(tmp_path)), str(tmp_path), JOB, "b")
+        )
         with pytest.raises(RendezvousLost, match="was not closed"):
             await within(PATIENCE, again.open(1.0))
-    async with seats_at() as table:
-        third = Witness(Asking(str(tmp_path)), str(tmp_path), JOB, "c")
+    async with nodes_at() as table:
+        third = Witness(WitnessClient(str(tmp_path)), str(tmp_path), JOB, "c")
         await third.confirm()
         await third.close_job()
         await third.close()
-        (seat,) = await with_witness(table, tmp_path, "d")
-        assert seat.is_host
+        (node,) = await with_witness(table, tmp_path, "d")
+        assert node.is_host

@@ -24,13 +24,13 @@ from torchelastic.clock import SystemClock
 from torchelastic.errors import RendezvousLost, VoteOutdated
 from torchelastic.rendezvous.embedded.ask_peers import Returns, ask_for_votes
 from torchelastic.rendezvous.embedded.election import Poll
-from torchelastic.rendezvous.embedded.failover_state import Holding
+from torchelastic.rendezvous.embedded.failover_state import FailoverState
 from torchelastic.rendezvous.embedded.node import EmbeddedNode
 from torchelastic.rendezvous.embedded.voter_file import VoterFile
 from torchelastic.rendezvous.embedded.votes import Ballot, VoteRequest
 from torchelastic.rendezvous.majority import Elector, Electorate, Roll
 from torchelastic.rendezvous.witness.vote_keys import Witness
-from torchelastic.rendezvous.witness.witness_client import Asking
+from torchelastic.rendezvous.witness.witness_client import WitnessClient
 from torchelastic.rendezvous.world import WORLD_KEY
 from torchelastic.transport import addresses as endpoint
 from torchelastic.transport import frames
@@ -39,7 +39,7 @@ from torchelastic.transport.listener import Listener
 
 
 class FileTable(Table):
-    """Seats of nodes that keep files."""
+    """Nodes that keep files."""
 
     def __init__(self, *ports: int) -> None:
         super().__init__(*ports)
@@ -50,7 +50,7 @@ class FileTable(Table):
         file = VoterFile(path / name, name, {"machine": "here", "job": JOB})
         file.resume(gone=(), is_late=False)
         self.files.append(file)
-        return self.seat(name, file=file, **options)
+        return self.node(name, file=file, **options)
 
     async def close(self) -> None:
         await super().close()
@@ -59,7 +59,7 @@ class FileTable(Table):
 
 
 @contextlib.asynccontextmanager
-async def seats_at() -> AsyncIterator[FileTable]:
+async def nodes_at() -> AsyncIterator[FileTable]:
     table = FileTable(unused_port())
     try:
         yield table
@@ -68,44 +68,44 @@ async def seats_at() -> AsyncIterator[FileTable]:
 
 
 async def three_with_files(table: FileTable, path: Path) -> list[EmbeddedNode]:
-    seats = [table.restart(name, path) for name in "abc"]
-    for seat in seats:
-        await within(PATIENCE, seat.open(PATIENCE))
-        await enlist(seat)
-    table.form(0, seats)
-    for seat in seats:
-        await seat.kept()
-    return seats
+    nodes = [table.restart(name, path) for name in "abc"]
+    for node in nodes:
+        await within(PATIENCE, node.open(PATIENCE))
+        await enlist(node)
+    table.form(0, nodes)
+    for node in nodes:
+        await node.kept()
+    return nodes
 
 
-async def kill(table: FileTable, seat: EmbeddedNode) -> None:
+async def kill(table: FileTable, node: EmbeddedNode) -> None:
     """The agent ends without a word; its file is free."""
-    await end(seat)
-    table.files[table.seats.index(seat)].close()
+    await end(node)
+    table.files[table.nodes.index(node)].close()
 
 
 @pytest.mark.parametrize("killed", ["ab", "bc", "abc"])
 @story
 async def test_agents_that_are_started_again_vote_as_before(killed, tmp_path):
-    async with seats_at() as table:
-        seats = dict(zip("abc", await three_with_files(table, tmp_path), strict=True))
-        terms = {seat.term for seat in seats.values()}
+    async with nodes_at() as table:
+        nodes = dict(zip("abc", await three_with_files(table, tmp_path), strict=True))
+        terms = {node.term for node in nodes.values()}
         for name in killed:
-            await kill(table, seats[name])
+            await kill(table, nodes[name])
         again = [table.restart(name, tmp_path) for name in killed]
-        left = [seats[name] for name in "abc" if name not in killed and not seats[name].is_host]
+        left = [nodes[name] for name in "abc" if name not in killed and not nodes[name].is_host]
         await asyncio.gather(
-            *(within(PATIENCE, seat.open(PATIENCE)) for seat in again),
-            *(table.regain(seat) for seat in left),
+            *(within(PATIENCE, node.open(PATIENCE)) for node in again),
+            *(table.regain(node) for node in left),
         )
-        seats.update(zip(killed, again, strict=True))
-        assert sum(seat.is_host for seat in seats.values()) == 1
-        assert {seat.term for seat in seats.values()} != terms or "a" not in killed
+        nodes.update(zip(killed, again, strict=True))
+        assert sum(node.is_host for node in nodes.values()) == 1
+        assert {node.term for node in nodes.values()} != terms or "a" not in killed
 
 
 @story
 async def test_a_vote_is_given_when_the_disk_has_it(tmp_path, monkeypatch):
-    async with seats_at() as table:
+    async with nodes_at() as table:
         a, b, c = await three_with_files(table, tmp_path)
         write, goes_on = VoterFile._write, threading.Event()
 
@@ -119,7 +119,7 @@ async def test_a_vote_is_given_when_the_disk_has_it(tmp_path, monkeypatch):
         # One of them has voted for the other, and the other does not know it.
         while max(b._elector.term, c._elector.term) == 1:
             await asyncio.sleep(0.01)
-        assert [seat.is_host for seat in (b, c)] == [False, False]
+        assert [node.is_host for node in (b, c)] == [False, False]
         goes_on.set()
         await regaining
         assert b.is_host or c.is_host
@@ -132,10 +132,10 @@ async def test_a_vote_is_given_when_the_disk_has_it(tmp_path, monkeypatch):
 
 @story
 async def test_a_wish_is_answered_when_the_disk_has_the_world(tmp_path):
-    """It may show the candidate that this world is settled."""
-    async with seats_at() as table:
-        _, _, c = seats = await three_with_files(table, tmp_path)
-        table.form(1, seats)
+    """It may show the candidate that this world is confirmed."""
+    async with nodes_at() as table:
+        _, _, c = nodes = await three_with_files(table, tmp_path)
+        table.form(1, nodes)
         c._host_lost()
         wish = VoteRequest(term=9, node="b", generation=1, binding=False, settled=False)
         at = Endpoint.at(c.peer, JOB, c.credentials)
@@ -152,7 +152,7 @@ async def test_a_wish_is_answered_when_the_disk_has_the_world(tmp_path):
 async def test_a_host_is_host_when_the_disk_has_it_and_forgets_when_it_says_goodbye(
     tmp_path, monkeypatch
 ):
-    async with seats_at() as table:
+    async with nodes_at() as table:
         write, goes_on = VoterFile._write, threading.Event()
 
         def slow(file):
@@ -189,7 +189,7 @@ def ballot(node: str, generation: int) -> Ballot:
 )
 def test_votes_are_of_nodes_and_not_of_places(asked, answer, is_won):
     roll = Roll(0, Electorate(frozenset("abc"), "c"))
-    holding = Holding(roll, rows={WORLD_KEY: {}})
+    holding = FailoverState(roll, rows={WORLD_KEY: {}})
     poll = Poll(Elector("b", 1, "c", 0), holding, places=("node1:29400",))
     assert poll.is_won(Returns({asked: answer})) == is_won
 
@@ -199,20 +199,20 @@ def test_votes_are_of_nodes_and_not_of_places(asked, answer, is_won):
 async def test_who_resumes_a_job_that_has_been_started_again_joins_it_as_a_new_node(
     place, tmp_path
 ):
-    async with seats_at() as table:
-        seats = await three_with_files(table, tmp_path)
-        addresses = {name_of(seat): seat.peer for seat in seats}
-        table.form(7, seats)  # the new job has not come as far
-        await seats[1].kept()
-        for seat in seats:
-            await kill(table, seat)
-        again = table.seat("a2")
+    async with nodes_at() as table:
+        nodes = await three_with_files(table, tmp_path)
+        addresses = {name_of(node): node.peer for node in nodes}
+        table.form(7, nodes)  # the new job has not come as far
+        await nodes[1].kept()
+        for node in nodes:
+            await kill(table, node)
+        again = table.node("a2")
         await within(PATIENCE, again.open(PATIENCE))
         if place == "replaced":
             port = int(addresses["c"].rpartition(":")[2])
             sockets = endpoint.listen_beside("localhost", 0, port)
             other = Listener(JOB)
-            other.serve(frames.SUCCESSION, again._converse)
+            other.serve(frames.SUCCESSION, again._serve_election)
             await other.listen(sockets)
         stale = table.restart("b", tmp_path)
         began = SystemClock().now()
@@ -228,32 +228,32 @@ async def test_who_resumes_a_job_that_has_been_started_again_joins_it_as_a_new_n
 
 
 def witness(directory: Path, name: str) -> Witness:
-    return Witness(Asking(str(directory)), str(directory), JOB, name)
+    return Witness(WitnessClient(str(directory)), str(directory), JOB, name)
 
 
 async def two_with_witness(table: FileTable, path: Path) -> list[EmbeddedNode]:
-    seats = []
+    nodes = []
     for name in "ab":
-        seat = table.restart(name, path, witness=witness(path / "w", name))
-        await within(PATIENCE, seat.open(PATIENCE))
-        await within(PATIENCE, seat.witness.confirm())
-        await enlist(seat)
-        seats.append(seat)
-    table.form(0, seats, witness=True)
-    for seat in seats:
-        await seat.kept()
-    return seats
+        node = table.restart(name, path, witness=witness(path / "w", name))
+        await within(PATIENCE, node.open(PATIENCE))
+        await within(PATIENCE, node.witness.confirm())
+        await enlist(node)
+        nodes.append(node)
+    table.form(0, nodes, witness=True)
+    for node in nodes:
+        await node.kept()
+    return nodes
 
 
 @pytest.mark.parametrize("run", ["the same", "another"])
 @story
 async def test_who_is_started_again_has_the_vote_of_the_witness_in_the_same_run_only(run, tmp_path):
     (tmp_path / "w").mkdir()
-    async with seats_at() as table:
+    async with nodes_at() as table:
         a, b = await two_with_witness(table, tmp_path)
         token = a.witness.token
-        for seat in (a, b):
-            await kill(table, seat)
+        for node in (a, b):
+            await kill(table, node)
         if run == "another":
             other = witness(tmp_path / "w", "c")
             await other.confirm()

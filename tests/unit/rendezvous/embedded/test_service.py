@@ -134,7 +134,7 @@ async def test_without_a_state_file_it_is_over_for_its_clients_at_once():
 
 @story
 async def test_changes_are_gathered_now_and_then(tmp_path, monkeypatch):
-    monkeypatch.setattr("torchelastic.rendezvous.embedded.state_file.ENOUGH", 500)
+    monkeypatch.setattr("torchelastic.rendezvous.embedded.state_file.REWRITE_BYTES", 500)
     async with served(tmp_path / "state") as place, place.client() as store:
         for number in range(50):
             await store.put("world", {"generation": number})

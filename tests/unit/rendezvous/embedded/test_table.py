@@ -112,14 +112,14 @@ def test_a_key_belongs_to_the_lease_it_was_last_put_under(next_lease, left):
     assert [row.key for row in table.get("")] == left
 
 
-def test_unknown_leases_are_no_harm():
+def test_unknown_leases_are_ignored():
     table = Table()
     table.shorten("?", 1.0)
     assert not table.keep_alive("?", 0.0)
     assert table.end_lease("?") == []
 
 
-# History
+# ChangeHistory
 
 
 def test_changes_since_a_revision_come_in_order():
@@ -156,7 +156,7 @@ def test_changes_under_a_prefix_whatever_it_ends_in(prefix, keys):
     assert there == list(dict.fromkeys(keys)), "in order of arrival"
 
 
-def test_beyond_the_history_the_last_change_of_each_key_is_told():
+def test_beyond_the_history_the_last_change_of_each_key_is_reported():
     table = Table(history_rows=2)
     table.open_lease("L", 3.0, 0.0)
     table.put("gone", "{}", lease="L")
@@ -176,8 +176,8 @@ def test_the_history_is_bounded_by_characters_too():
     assert [row.modified for row in changes] == [10]
 
 
-def test_who_missed_forgotten_deletions_is_told_so():
-    table = Table(history_rows=1, graves=1)
+def test_a_watcher_that_missed_forgotten_deletions_gets_none():
+    table = Table(history_rows=1, tombstones=1)
     table.open_lease("L", 3.0, 0.0)
     for key in ("a", "b"):
         table.put(key, "{}", lease="L")

@@ -17,7 +17,7 @@ from torchelastic.config import LaunchConfig
 from torchelastic.errors import RendezvousError
 from torchelastic.events import job_registry
 from torchelastic.rendezvous.embedded import voter_file
-from torchelastic.rendezvous.embedded.failover_state import Holding
+from torchelastic.rendezvous.embedded.failover_state import FailoverState
 from torchelastic.rendezvous.embedded.voter_file import FILE, Voter, VoterFile, claim, why_void
 from torchelastic.rendezvous.majority import Elector, Electorate, Roll
 from torchelastic.rendezvous.world import WORLD_KEY
@@ -27,7 +27,7 @@ COMMAND = ["train.py", "--lr=1"]
 BEFORE = Electorate(frozenset("abcd"), "a")
 ROLL = Roll(7, Electorate(frozenset("abc"), "a"), (BEFORE,))
 ROWS = {WORLD_KEY: {"generation": 7, "phase": "running"}, "part/0": {"nodes": []}}
-VOTER = Voter(5, "b", Holding(ROLL, ("a", "b"), {"a": "node1:29400"}, ROWS))
+VOTER = Voter(5, "b", FailoverState(ROLL, ("a", "b"), {"a": "node1:29400"}, ROWS))
 LATER = replace(VOTER, term=9, chosen="c")
 
 
@@ -181,7 +181,7 @@ def test_nodes_that_were_here_and_have_no_file_never_come_back():
         file.discard()
     third = agent()
     roll = Roll(3, Electorate(frozenset({third.node, *(file.node for file in ended)}), third.node))
-    asyncio.run(keep(third, Voter(1, third.node, Holding(roll))))
+    asyncio.run(keep(third, Voter(1, third.node, FailoverState(roll))))
     third.close()
     again = agent()
     assert again.resumed is None
@@ -238,7 +238,7 @@ def test_a_vote_that_can_neither_be_written_nor_taken_back_ends_the_node(monkeyp
 
 @story
 async def test_a_slow_disk_keeps_the_answer_back_and_not_the_loop(monkeypatch, caplog):
-    monkeypatch.setattr(voter_file, "SLOW", 0.0)
+    monkeypatch.setattr(voter_file, "SLOW_WRITE", 0.0)
     goes_on, reached = threading.Event(), threading.Event()
 
     def slow(descriptor):
@@ -248,11 +248,11 @@ async def test_a_slow_disk_keeps_the_answer_back_and_not_the_loop(monkeypatch, c
     file = agent()
     await keep(file, VOTER)
     monkeypatch.setattr(os, "fdatasync", slow)
-    keeping = asyncio.create_task(keep(file, LATER))
+    task = asyncio.create_task(keep(file, LATER))
     await soon(reached.is_set, "it is being written")
-    assert not keeping.done()
+    assert not task.done()
     goes_on.set()
-    await keeping
+    await task
     assert "other nodes had to wait" in caplog.text
     file.close()
     assert (file.path.name, file.path.parent.name) == (FILE, file.node)

@@ -13,7 +13,7 @@ from torchelastic.rendezvous.etcd import connection_pool
 
 
 @story
-async def test_what_is_in_the_way_of_etcd_is_said_every_minute(monkeypatch, caplog):
+async def test_what_is_in_the_way_of_etcd_is_reported_every_minute(monkeypatch, caplog):
     monkeypatch.setattr(connection_pool, "FIRST_PAUSE", 0.0)
     monkeypatch.setattr(connection_pool, "LONGEST_PAUSE", 0.0)
     etcd = SimpleNamespace(
@@ -23,10 +23,10 @@ async def test_what_is_in_the_way_of_etcd_is_said_every_minute(monkeypatch, capl
         has_tls=False,
     )
     clock = FakeClock()
-    patience = connection_pool.Patience(etcd, 3600.0, clock, first=True)
+    patience = connection_pool.RetryLimit(etcd, 3600.0, clock, first=True)
     with caplog.at_level(logging.WARNING, logger=connection_pool.log.name):
         for trouble in (socket.gaierror(), *[ConnectionRefusedError()] * 3):
             await patience.wait(trouble)
-            clock.advance(connection_pool.SAY_EVERY / 2)
+            clock.advance(connection_pool.REPEAT_INTERVAL / 2)
     said = [record.getMessage().rpartition(": ")[2] for record in caplog.records]
     assert said == ["host name not known", "connection refused"]

@@ -5,7 +5,7 @@ import pytest
 
 from torchelastic.errors import WireError
 from torchelastic.rendezvous.etcd import etcd_messages
-from torchelastic.rendezvous.etcd.etcd_messages import Busy, JobKeys, Refused
+from torchelastic.rendezvous.etcd.etcd_messages import EtcdBusy, EtcdRefused, JobKeys
 from torchelastic.rendezvous.etcd.watch_events import WatchEvents
 from torchelastic.rendezvous.store import Change, Item, Listing
 
@@ -45,12 +45,22 @@ def test_a_range_ends_before_the_first_key_that_begins_otherwise():
         (200, b'{"result": 3}', WireError, "no header"),
         (404, b"Not Found", WireError, "HTTP status 404"),
         (400, b"Client sent an HTTP request to an HTTPS server.\n", WireError, "HTTP status 400"),
-        (503, b"<html>", Busy, "HTTP status 503"),
-        (500, b'{"message": "odd"}', Busy, "odd"),
-        (503, b'{"error": "no leader", "code": 14}', Busy, "no leader"),
-        (200, b'{"error": {"grpc_code": 1, "message": "closing"}}', Busy, "closing"),
-        (404, b'{"error": "e", "message": "lease not found", "code": 5}', Refused, "lease not fo"),
-        (401, b'{"code": 16, "message": "invalid auth token", "details": []}', Refused, "token"),
+        (503, b"<html>", EtcdBusy, "HTTP status 503"),
+        (500, b'{"message": "odd"}', EtcdBusy, "odd"),
+        (503, b'{"error": "no leader", "code": 14}', EtcdBusy, "no leader"),
+        (200, b'{"error": {"grpc_code": 1, "message": "closing"}}', EtcdBusy, "closing"),
+        (
+            404,
+            b'{"error": "e", "message": "lease not found", "code": 5}',
+            EtcdRefused,
+            "lease not fo",
+        ),
+        (
+            401,
+            b'{"code": 16, "message": "invalid auth token", "details": []}',
+            EtcdRefused,
+            "token",
+        ),
     ],
 )
 def test_answers_that_are_none(status, body, error, words):
@@ -76,7 +86,7 @@ def row(key, value, created, modified):
     }
 
 
-def test_rows_and_changes_are_told_in_our_callers_words():
+def test_rows_and_changes_are_reported_in_our_callers_words():
     answer = {"header": {"revision": "9"}}
     response = {"response_range": {"kvs": [row("a", {"n": 1}, 2, 5)]}}
     assert etcd_messages.listing(answer, response, KEYS) == Listing(9, {"a": Item({"n": 1}, 2, 5)})
@@ -118,7 +128,7 @@ def test_what_was_put_in_another_job_of_the_same_id_is_known_by_it():
         return {"kv": {"key": b64(KEYS.full("a")), "value": b64(value.decode())}, **more}
 
     def foreign(*events):
-        return etcd_messages.tells_of_another_job({"events": list(events)}, 7)
+        return etcd_messages.is_of_another_job({"events": list(events)}, 7)
 
     assert not foreign()
     assert not foreign(event(7), {"kv": {"key": b64(KEYS.full("a"))}, "type": "DELETE"})
@@ -138,7 +148,7 @@ def test_a_watch_that_etcd_ends(message, reason):
     if reason is None:
         etcd_messages.check_watch(message)
     else:
-        with pytest.raises(Busy, match=reason):
+        with pytest.raises(EtcdBusy, match=reason):
             etcd_messages.check_watch(message)
 
 
@@ -159,12 +169,12 @@ def test_what_a_login_gives_goes_into_a_header():
     ],
 )
 def test_when_to_log_in_again(code, message, over):
-    assert etcd_messages.is_login_over(Refused(code, message)) is over
+    assert etcd_messages.is_login_over(EtcdRefused(code, message)) is over
 
 
 def test_some_refusals_say_what_to_do():
-    assert "etcd_password_file" in str(Refused(3, "etcdserver: user name is empty"))
-    assert str(Refused(3, "odd")) == "etcd refused the request: odd."
+    assert "etcd_password_file" in str(EtcdRefused(3, "etcdserver: user name is empty"))
+    assert str(EtcdRefused(3, "odd")) == "etcd refused the request: odd."
 
 
 # --- feeds ---------------------------------------------------------------------------------------
@@ -196,6 +206,6 @@ def test_after_a_compaction_nothing_is_left_out():
     assert feed.take([put("m/late", 15), put("m/late", 21)]) == [put("m/late", 21)]
 
 
-def test_a_listing_tells_nothing_that_was_told():
+def test_a_listing_tells_nothing_that_was_reported():
     feed = WatchEvents("", 9, ("a",))
     assert feed.catch_up(Listing(12, {"a": Item({}, 2, 9)})) == []

@@ -44,7 +44,7 @@ def test_what_the_keys_mean(conf, settings):
         ({"etcd_user": "me", "etcd_password_file": "/nowhere"}, "No such file"),
     ],
 )
-def test_what_is_wrong_is_said(conf, sentence):
+def test_what_is_wrong_is_reported(conf, sentence):
     with pytest.raises(ConfigError, match=sentence):
         EtcdSettings.of(conf)
 

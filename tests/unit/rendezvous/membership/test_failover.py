@@ -49,7 +49,7 @@ def test_of_a_large_world_only_its_candidates_have_the_whole():
         assert bool(holding.rows) == (node in world.heirs)
 
 
-def test_who_forms_a_world_hears_when_it_is_settled():
+def test_who_forms_a_world_hears_when_it_is_confirmed():
     failover = Failover("a")
     world = World(generation=0, phase="running", host="a").with_nodes([place("a", 0)])
     failover.formed(world, world.parts())

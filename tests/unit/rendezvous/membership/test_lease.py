@@ -96,7 +96,7 @@ def test_a_loop_that_runs_does_not_stand_still():
 
 
 @story
-async def test_keeping_goes_on_until_the_store_is_lost_or_the_lease_over():
+async def test_the_lease_is_renewed_until_the_store_is_lost_or_it_expires():
     lease, _ = held(FakeClock())
     answers = [True, RendezvousRefused("not now"), True, RendezvousLost("gone")]
 

@@ -36,7 +36,7 @@ async def test_agents_of_one_host_are_told_apart_by_numbers():
 
 
 @in_loop
-async def test_agents_of_one_host_that_join_anew_keep_their_names():
+async def test_agents_of_one_host_that_join_again_keep_their_names():
     first, second = (MemberRecord(member(node)) for node in "ab")
     async with serving() as server:
         for order in ((first, second), (second, first)):

@@ -13,10 +13,10 @@ from torchelastic.errors import ConfigError, RendezvousRefused
 from torchelastic.rendezvous.witness import witness_client as asking_module
 from torchelastic.rendezvous.witness.reachability import WitnessWatch
 from torchelastic.rendezvous.witness.vote_keys import Witness
-from torchelastic.rendezvous.witness.witness_client import Asking, Silent
+from torchelastic.rendezvous.witness.witness_client import WitnessClient, WitnessSilent
 from torchelastic.rendezvous.witness.witness_storage import Directory, answer, open_storage
 
-PATIENCE = 30.0
+ANSWER_TIMEOUT = 30.0
 
 
 # --- a directory ---------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def test_keys_are_replaced_and_removed(tmp_path):
     assert storage.names("job") == ["c"]
 
 
-def test_what_storage_cannot_do_and_what_is_no_value_are_told(tmp_path):
+def test_what_storage_cannot_do_and_what_is_no_value_are_reported(tmp_path):
     storage = Directory(tmp_path)
     (tmp_path / "torn").write_text("{")
     assert answer(storage, {"do": "read", "key": "torn"}) == {"value": None}
@@ -67,23 +67,23 @@ def test_what_storage_cannot_do_and_what_is_no_value_are_told(tmp_path):
 @story
 async def test_storage_that_blocks_is_given_up_and_asked_again(tmp_path, monkeypatch):
     started: list[int] = []
-    asking = Asking(str(tmp_path), started.append)
-    assert await within(PATIENCE, asking.ask("names", "job")) == {"names": []}
+    asking = WitnessClient(str(tmp_path), started.append)
+    assert await within(ANSWER_TIMEOUT, asking.ask("names", "job")) == {"names": []}
     os.kill(started[0], signal.SIGSTOP)  # as if in a system call that does not return
-    monkeypatch.setattr(asking_module, "PATIENCE", 0.2)
-    with pytest.raises(Silent, match=r"no answer within 0.2 s"):
+    monkeypatch.setattr(asking_module, "ANSWER_TIMEOUT", 0.2)
+    with pytest.raises(WitnessSilent, match=r"no answer within 0.2 s"):
         await asking.ask("names", "job")
-    monkeypatch.setattr(asking_module, "PATIENCE", PATIENCE)
+    monkeypatch.setattr(asking_module, "ANSWER_TIMEOUT", ANSWER_TIMEOUT)
     assert await asking.ask("names", "job") == {"names": []}
     assert len(started) == 2
     await asking.close()
 
 
 @story
-async def test_a_url_of_no_use_is_refused_in_a_sentence():
-    asking = Asking("nonsense://bucket")
+async def test_a_url_of_no_use_is_refused_with_a_reason():
+    asking = WitnessClient("nonsense://bucket")
     with pytest.raises(ConfigError, match="--witness nonsense://bucket"):
-        await within(PATIENCE, asking.ask("names", "job"))
+        await within(ANSWER_TIMEOUT, asking.ask("names", "job"))
     await asking.close()
 
 
@@ -103,9 +103,9 @@ class Here:
         found = answer(self.storage, {"do": do, "key": key, "value": value})
         if self.loses_answer:
             self.loses_answer = False
-            raise Silent("no answer within 5 s")
+            raise WitnessSilent("no answer within 5 s")
         if "error" in found:
-            raise Silent(found["error"])
+            raise WitnessSilent(found["error"])
         return found
 
     async def close(self) -> None: ...
@@ -139,7 +139,7 @@ async def test_one_node_gets_a_vote_for_one_term(tmp_path):
 async def test_a_claim_without_an_answer_is_no_vote_until_it_is_read(tmp_path):
     _, b = await two(tmp_path)
     b._asking.loses_answer = True
-    with pytest.raises(Silent):
+    with pytest.raises(WitnessSilent):
         await b.claim("after-0", 3)
     assert b.votes(3) == frozenset()
     await b.look("after-0")  # its own: no refusal
@@ -165,12 +165,12 @@ async def test_after_the_job_is_closed_nobody_gets_a_vote_of_it_again(tmp_path):
     await a.close_job()
     assert os.listdir(tmp_path / "a%2Fjob") == ["incarnation-0"]
     assert not await b.claim("after-0", 3)
-    with pytest.raises(Silent, match="does not know the job"):
+    with pytest.raises(WitnessSilent, match="does not know the job"):
         await b.confirm()
 
 
 @story
-async def test_a_job_begins_anew_only_when_the_run_before_is_closed(tmp_path):
+async def test_a_job_begins_again_only_when_the_run_before_is_closed(tmp_path):
     a, _ = await two(tmp_path)
     again = witness(tmp_path, "c")
     why = await again.found()
@@ -193,7 +193,7 @@ async def test_who_begins_a_job_and_hears_nothing_of_it_has_begun_it(tmp_path):
         return await ask(do, key, value)
 
     a._asking.ask, ask = lose_answer_of_create, a._asking.ask
-    with pytest.raises(Silent):
+    with pytest.raises(WitnessSilent):
         await a.found()
     a._asking.ask = ask
     assert await a.found() == ""
@@ -216,7 +216,7 @@ async def test_storage_that_creates_a_key_twice_is_refused(tmp_path):
 
 
 @story
-async def test_a_witness_out_of_reach_is_told_of_once_and_when_it_is_back(tmp_path):
+async def test_a_witness_out_of_reach_is_reported_once_and_when_it_is_back(tmp_path):
     _, b = await two(tmp_path)
     said: list[str] = []
     watchdog = WitnessWatch(b, said.append)

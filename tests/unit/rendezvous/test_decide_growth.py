@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.unit.rendezvous.round_support import failure, running
 from torchelastic.config import Grow
 from torchelastic.rendezvous import round_state
-from torchelastic.rendezvous.script_round import waits_for_checkpoint
+from torchelastic.rendezvous.decide import waits_for_checkpoint
 
 
 def test_newcomers_within_the_settle_time_come_in_one_resize():

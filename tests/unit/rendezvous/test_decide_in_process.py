@@ -1,4 +1,4 @@
-"""Worlds of resident workers: who is in them, how they end, and what a failure does meanwhile."""
+"""Worlds of in-process workers: who is in them, how they end, and what a failure does meanwhile."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.rendezvous.round_support import Job
 from torchelastic.config import WorldSizes
-from torchelastic.errors import EXIT_FAILED
+from torchelastic.errors import EXIT_FAILED, EXIT_USAGE
 from torchelastic.events.failure import Failure
 
 
@@ -207,7 +207,7 @@ def test_a_world_does_not_wait_for_a_worker_that_cannot_start():
     job.say("b", gone=0)
     assert job.world.phase == "waiting"
     job.say("a", failures=(failure("a", exitcode=1, message="ImportError: x", fatal=True),))
-    assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_FAILED)
+    assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_USAGE)
     assert "ImportError: x: a replacement cannot start" in job.world.reason
 
 
@@ -303,7 +303,7 @@ def test_an_error_is_tried_again_once_then_ends_the_job():
     assert (job.world.phase, job.world.ledger.used) == ("running", 1)
     job.say("b", failures=(error("b", 1, step=7, rank=3),), step=7)
     gone(job, 1)
-    assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_FAILED)
+    assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_USAGE)
     assert "same error again at step 7 after a rollback" in job.world.reason
 
 
@@ -321,7 +321,7 @@ def test_an_error_that_cannot_be_retried_ends_the_job_at_once():
     job = resident_job()
     job.say("a", failures=(error("a", 0, step=7, fatal=True),))
     gone(job, 0)
-    assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_FAILED)
+    assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_USAGE)
 
 
 def test_a_lost_peer_is_only_a_hint():

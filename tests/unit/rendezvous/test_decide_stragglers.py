@@ -7,7 +7,7 @@ import pytest
 from tests.unit.rendezvous.round_support import Job, running
 from torchelastic.config import WorldSizes
 from torchelastic.rendezvous import round_state
-from torchelastic.rendezvous.straggler_replacement import holding_up, why_to_replace
+from torchelastic.rendezvous.decide import slow_nodes, why_to_replace
 
 
 def find_slow(job: Job, *nodes: str) -> None:
@@ -33,7 +33,7 @@ def test_it_happens_once_and_not_back_again():
     job.come("c")
     find_slow(job, "b")
     job.all_gone()
-    assert holding_up(job.state) == []
+    assert slow_nodes(job.state) == []
     find_slow(job, "c")
     assert why_to_replace(job.rules, job.state) == "", "b is slow, too, for all that is known"
     assert (job.world.phase, job.names) == ("running", ["a", "c"])
@@ -123,7 +123,7 @@ RESIDENT = {"resident": True, "standing": (0, 1)}
 
 @pytest.fixture
 def training() -> Job:
-    """Resident workers on two nodes, and on a spare."""
+    """In-process workers on two nodes, and on a spare."""
     job = Job("2:2")
     job.come("a", "b", **RESIDENT)
     job.come("c", **RESIDENT)

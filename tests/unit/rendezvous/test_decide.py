@@ -9,8 +9,8 @@ import pytest
 from tests.unit.rendezvous.round_support import Job, failure, running
 from torchelastic.config import WorldSizes
 from torchelastic.errors import EXIT_FAILED, EXIT_NOT_ENOUGH_NODES
-from torchelastic.rendezvous.forming import SAY_EVERY
-from torchelastic.rendezvous.round_state import Draft, taken_over
+from torchelastic.rendezvous.forming import REPEAT_INTERVAL
+from torchelastic.rendezvous.round_state import StateUpdate, taken_over
 from torchelastic.rendezvous.world import Base
 
 # --- worker failure ------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ def test_no_store_serves_two_generations():
 @pytest.mark.parametrize(
     ("stores", "met_at"), [(("a:9", "b:9"), "a:9"), (("", "b:9"), "b:9"), (("a:9", ""), "a:9")]
 )
-def test_a_node_whose_store_host_is_being_replaced_holds_up_nobody(stores, met_at):
+def test_a_node_whose_store_host_is_being_replaced_blocks_nothing(stores, met_at):
     job = running("2:2")
     job.say("b", failures=(failure("b"),), gone=0, store=stores[1])
     job.say("a", gone=0, store=stores[0])
@@ -115,7 +115,7 @@ def test_a_leave_and_its_end_that_become_known_at_once(resident):
             job.say(name, resident=True, standing=(0, 1))
         assert job.world.resident
     member, created = job.records.pop("b")
-    draft = Draft(job.state)
+    draft = StateUpdate(job.state)
     draft.see(replace(member, leaving="SIGTERM"), created, job.now)
     draft.lose("b")
     job.state = draft.finish()
@@ -139,7 +139,7 @@ def test_one_of_those_that_leave_stores_the_state():
     assert (job.world.phase, job.world.saver) == ("over", ""), "of what is over last"
 
 
-def test_what_a_generation_began_from_is_told_with_the_next_world():
+def test_what_a_generation_began_from_is_reported_with_the_next_world():
     job = running("1:4", "abc")
     published = len(job.worlds)
     job.say("a", base=Base(0, -1, 0))
@@ -275,7 +275,7 @@ def test_success_after_a_restart_has_no_cause():
 def test_a_node_that_does_not_get_rid_of_its_workers_is_named_every_minute():
     job = running("2:2")
     job.say("a", failures=(failure("a"),), gone=0)
-    job.wait(SAY_EVERY + 1)
+    job.wait(REPEAT_INTERVAL + 1)
     assert (job.world.phase, job.world.reason) == ("over", "waiting for the workers of b to stop")
 
 
@@ -296,7 +296,7 @@ def fall(job: Job, number: int) -> None:
     job.all_gone()
 
 
-def test_meanwhile_it_is_said_why_and_once():
+def test_meanwhile_it_is_reported_why_and_once():
     job = just_begun()
     fall(job, 0)
     fall(job, 1)

@@ -1,0 +1,563 @@
+"""Decide which world comes next, for scripts and for in-process workers. Pure.
+
+The leader keeps a `RoundState`, changes it by `seen`, `lost` and `published`, and calls `decide`
+after every change and at every `wake_at`. The world's phases:
+
+    waiting ──enough ready, settled──▶ agreeing ──a majority has it──▶ running ──all done──▶ closed
+       ▲                                                                  │
+       │                                              worker failure, node failure, leave, resize
+       │ fewer than min                                                   ▼
+       └──────────────── gone everywhere ◀───────────────────────────── over ──giving up──▶ closed
+
+Only the embedded rendezvous has the phase agreeing, and only if a world needs more votes than that
+of its host. Workers of a new generation start only when every member that is alive and stays has
+reported that its workers of the old one are gone: no worker reads a checkpoint that an old worker
+is still writing, and no two worlds make progress at once.
+
+A world whose workers have all called `torchelastic.train` is in-process; its stored field says
+`resident`. Its workers outlive their generation, which ends in one of two ways:
+
+    by a failure   running ──▶ over ──every worker has stopped──▶ the next world
+    by agreement   running ──▶ pausing ──every worker has reported its step──▶ the next world
+
+No worker is stopped for a newcomer or a leave: each worker reports the step it has entered and
+enters no other; all run through the largest of these steps before they enter the next world. A
+failure in the meantime cancels the pause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torchelastic.errors import EXIT_FAILED, EXIT_USAGE
+from torchelastic.events.failure import Failure, node_failure
+from torchelastic.records import replace
+from torchelastic.rendezvous import replicas, root_cause, suspects
+from torchelastic.rendezvous.choosing import candidates, choose, in_order, workers
+from torchelastic.rendezvous.forming import REPEAT_INTERVAL, form, newcomers_to, settled_at
+from torchelastic.rendezvous.restart_policy import (
+    Ending,
+    Kind,
+    RestartDecision,
+    judge,
+    pause,
+    why_pause,
+)
+from torchelastic.rendezvous.round_state import (
+    RoundDecision,
+    RoundRules,
+    RoundState,
+    can_be_confirmed,
+    failed_alike,
+    follows_later_host,
+    has_trained,
+    names_of,
+    next_hold_end,
+    the_world,
+    to_claim,
+    with_holds,
+)
+from torchelastic.rendezvous.world import Member, World
+
+#: The most consequences of a failure that a world lists.
+CONSEQUENCES_LIMIT = 32
+_GONE = "its connection or lease ended without notice"
+
+#: Ends a running world: `_end_generation`, or `_ask_for_steps`.
+Stop = Callable[[RoundState, Kind, str], RoundDecision]
+
+
+def decide(rules: RoundRules, state: RoundState, now: float) -> RoundDecision:
+    """Decide what to do in this state."""
+    state = with_holds(state, now)
+    decision = _wake_at_hold_end(state, _decide(rules, state, now))
+    if decision.world is not None and decision.world.base != state.base:
+        return replace(decision, world=replace(decision.world, base=state.base))
+    if decision.world is None and _is_base_news(state):
+        return RoundDecision(replace(the_world(state), base=state.base))
+    return decision
+
+
+def _wake_at_hold_end(state: RoundState, decision: RoundDecision) -> RoundDecision:
+    """Decide again when a node that is held out may come back."""
+    at = next_hold_end(state)
+    if at is None or decision.world is not None:
+        return decision
+    return RoundDecision(wake_at=at if decision.wake_at is None else min(at, decision.wake_at))
+
+
+def _is_base_news(state: RoundState) -> bool:
+    """Return whether nodes outside the world still have to learn its base from the leader."""
+    world = state.world
+    if world is None or world.phase != "running" or world.base == state.base:
+        return False
+    return any(world.place(node) is None for node in state.members)
+
+
+def _decide(rules: RoundRules, state: RoundState, now: float) -> RoundDecision:
+    world = state.world
+    if world is None:
+        return form(rules, state, now, at_once=False)
+    if world.phase == "waiting":
+        gives_up = _give_up(state) if world.resident else None
+        return gives_up or form(rules, state, now, at_once=world.resident)
+    if world.phase == "agreeing":
+        return _await_agreement(state, now)
+    if world.phase == "running":
+        return _enlist(rules, state) or _watch(rules, state, now)
+    if world.phase == "pausing":
+        return _await_steps(rules, state, now)
+    if world.phase == "over":
+        follow_up = _continue_in_process if world.resident else _continue_or_close
+        return follow_up(rules, state, now)
+    return RoundDecision()
+
+
+# --- agreeing ------------------------------------------------------------------------------------
+
+
+def _await_agreement(state: RoundState, now: float) -> RoundDecision:
+    """Start the world once enough nodes have confirmed it. End it if one of its nodes is gone
+    first, or too many of those that had to agree: the job then reports that it waits for them."""
+    world = the_world(state)
+    if state.lost:
+        return _end_generation(state, "node-failure", f"{names_of(state, state.lost)} failed")
+    if leaving := _leavers(state):
+        return _end_generation(state, "leave", f"{names_of(state, leaving)} leaves")
+    if state.roll is None or not state.roll.before:
+        return RoundDecision(replace(world, phase="running"))
+    at = state.since + REPEAT_INTERVAL
+    if now >= at or not can_be_confirmed(state):
+        reason = f"too few nodes of the last world confirmed generation {world.generation}"
+        return _end_generation(state, "node-failure", reason)
+    return RoundDecision(wake_at=at)
+
+
+# --- running -------------------------------------------------------------------------------------
+
+
+def _enlist(rules: RoundRules, state: RoundState) -> RoundDecision | None:
+    """Make a world in-process once all of its workers have called `torchelastic.train`."""
+    world = the_world(state)
+    if world.resident:
+        return None
+    members = state.members
+    called = [node.node in members and members[node.node].member.resident for node in world.nodes]
+    if all(called) and not state.failures:
+        enlisted = [members[node.node].member for node in world.nodes]
+        if why := _mesh_misfit(rules, enlisted):
+            return RoundDecision(replace(world, phase="closed", exitcode=EXIT_USAGE, reason=why))
+        return RoundDecision(replace(world, resident=True, replica=enlisted[0].replica))
+    if state.done and any(present.member.resident for present in members.values()):
+        reason = "some nodes exited without calling torchelastic.train while others wait in it"
+        return RoundDecision(replace(world, phase="closed", exitcode=EXIT_FAILED, reason=reason))
+    return None
+
+
+def _mesh_misfit(rules: RoundRules, members: list[Member]) -> str:
+    """Return why the meshes of the workers make no replicas; empty if they do."""
+    for member in members:
+        why = replicas.mesh_misfit(
+            member.replica, member.nproc, flag=rules.replica_size, job=members[0].replica
+        )
+        if why:
+            return f"{member.name}: {why}"
+    return ""
+
+
+def _watch(rules: RoundRules, state: RoundState, now: float) -> RoundDecision:
+    """End a running world after success or a failure, for a leave, or to resize it."""
+    if the_world(state).resident:
+        ended, stop = _in_process_ended(state), _ask_for_steps
+    else:
+        ended, stop = _script_ended(state), _end_generation
+    if ended is not None:
+        return ended
+    if leaving := _leavers(state):
+        why = state.members[leaving[0]].member.leaving
+        return stop(state, "leave", f"{names_of(state, leaving)} leaves ({why})")
+    if left := _departed(state):
+        return _end_generation(state, "leave", f"{names_of(state, left)} has left")
+    if reason := why_to_replace(rules, state):
+        return stop(state, "resize", reason)
+    return _consider_growth(rules, state, now, stop)
+
+
+def _script_ended(state: RoundState) -> RoundDecision | None:
+    """The end of a world of scripts: success, or the first failure."""
+    if all(node.node in state.done for node in the_world(state).nodes):
+        return _close_as_succeeded(state)
+    cause, _ = _first_failure(state)
+    if cause is None:
+        return None
+    if cause.is_node:
+        return _end_generation(state, "node-failure", f"{names_of(state, state.lost)} failed")
+    return _end_generation(state, "failure", cause.sentence())
+
+
+def _in_process_ended(state: RoundState) -> RoundDecision | None:
+    """The end of a generation that cannot continue; None while it can."""
+    if state.finished >= 0:
+        done = _end_generation(state, "finished", "training is done").world
+        assert done is not None
+        return RoundDecision(replace(done, after=state.finished - 1), "finished")
+    if state.failures:
+        kind, cause, _ = _classify(state)
+        return _end_generation(state, kind, _reason_for(state, kind, cause))
+    if state.lost:
+        return _end_generation(state, "node-failure", f"{names_of(state, state.lost)} failed")
+    return None
+
+
+def _departed(state: RoundState) -> list[str]:
+    """The nodes of the world that announced a leave and were gone before the leader saw it."""
+    left = state.left - state.done
+    return [node.node for node in the_world(state).nodes if node.node in left] if left else []
+
+
+def _leavers(state: RoundState) -> list[str]:
+    """The nodes of the world that have announced a leave and are still members."""
+    return [
+        node.node
+        for node in the_world(state).nodes
+        if node.node in state.members and state.members[node.node].member.leaving
+    ]
+
+
+def _end_generation(state: RoundState, kind: Kind, reason: str) -> RoundDecision:
+    """Stop the workers of the world."""
+    cause, consequences = _first_failure(state)
+    world = replace(
+        the_world(state),
+        phase="over",
+        ending=kind,
+        saver=next(iter(_leavers(state)), ""),
+        after=None,
+        reason=reason,
+        cause=cause,
+        consequences=_shortened(consequences),
+    )
+    return RoundDecision(world, kind)
+
+
+def _close_as_succeeded(state: RoundState) -> RoundDecision:
+    reason = "every worker succeeded"
+    world = replace(the_world(state), phase="closed", reason=reason, cause=None, consequences=())
+    return RoundDecision(world)
+
+
+# --- running: resizing ---------------------------------------------------------------------------
+
+
+def _consider_growth(rules: RoundRules, state: RoundState, now: float, stop: Stop) -> RoundDecision:
+    newcomers = newcomers_to(rules, state)
+    if not newcomers or state.done:  # finished work is not repeated for a newcomer
+        return RoundDecision()
+    at = settled_at(rules, state, newcomers, len(candidates(rules, state)))
+    if rules.grow.when == "every":
+        at = max(at, state.running_since + rules.grow.seconds)
+    if rules.grow.when == "after-checkpoint" and not state.checkpoint:
+        return RoundDecision()
+    if now < at:
+        return RoundDecision(wake_at=at)
+    return stop(state, "resize", _who_joins(state, newcomers))
+
+
+def _who_joins(state: RoundState, newcomers: list[str]) -> str:
+    nodes = [node for node in newcomers if the_world(state).place(node) is None]
+    if nodes:
+        return f"{names_of(state, nodes)} joins"
+    return f"a replacement on {names_of(state, newcomers)} is ready"
+
+
+def waits_for_checkpoint(rules: RoundRules, state: RoundState) -> bool:
+    """Return whether the checkpoint path must be watched: only while newcomers wait for one."""
+    return rules.grow.when == "after-checkpoint" and bool(newcomers_to(rules, state))
+
+
+def why_to_replace(rules: RoundRules, state: RoundState) -> str:
+    """Return why spare nodes should replace slow ones; empty if they should not.
+
+    `events.analysis.stragglers` finds slow nodes; `choosing` prefers others. The world
+    never becomes smaller. Among slow nodes, those of the world come first: otherwise two of them
+    would replace each other forever.
+    """
+    world = the_world(state)
+    slow = slow_nodes(state)
+    if not slow or state.done or state.finished >= 0:
+        return ""
+    chosen = choose(rules, in_order(candidates(rules, state), world), state)
+    staying = {offer.node for offer in chosen}
+    giving = [node for node in slow if node not in staying]
+    coming = [offer.node for offer in chosen if world.place(offer.node) is None]
+    if not giving or not coming or workers(chosen) < world.size:
+        return ""
+    verb = "replaces" if len(coming) == 1 else "replace"
+    return f"{names_of(state, coming)} {verb} slow {names_of(state, giving)}"
+
+
+def slow_nodes(state: RoundState) -> list[str]:
+    """The nodes of the world that are slow, in its order."""
+    world = the_world(state)
+    places = {node: place for node in state.slow if (place := world.place(node)) is not None}
+    return sorted(places, key=places.__getitem__)
+
+
+# --- pausing -------------------------------------------------------------------------------------
+
+
+def _ask_for_steps(state: RoundState, kind: Kind, reason: str) -> RoundDecision:
+    """Ask every worker for the step it has entered."""
+    return RoundDecision(
+        replace(the_world(state), phase="pausing", ending=kind, reason=reason), kind
+    )
+
+
+def _await_steps(rules: RoundRules, state: RoundState, now: float) -> RoundDecision:
+    """Once every worker has reported its step, form the world that follows the largest one."""
+    world = the_world(state)
+    if (end := _in_process_ended(state)) is not None:
+        return end
+    if not all(node.node in state.members for node in world.nodes):
+        return _end_generation(state, "leave", world.reason)  # gone before the boundary
+    members = [state.members[node.node].member for node in world.nodes]
+    if not all(member.paused == world.generation for member in members):
+        return RoundDecision()
+    return _go_on_after(rules, state, max(member.entered for member in members), now)
+
+
+def _go_on_after(rules: RoundRules, state: RoundState, step: int, now: float) -> RoundDecision:
+    world = the_world(state)
+    formed = form(rules, state, now, at_once=True)
+    if formed.world is None:
+        return formed  # no node offers a store yet, but one is starting
+    if formed.world.phase not in ("running", "agreeing"):
+        return RoundDecision(replace(world, phase="over", after=step), world.ending)
+    leaving = tuple(n.node for n in world.nodes if formed.world.place(n.node) is None)
+    following = replace(formed.world, after=step, reason=world.reason)
+    return RoundDecision(following.with_nodes(following.nodes, leaving), world.ending)
+
+
+# --- over: the next world, or the end of the job -------------------------------------------------
+
+
+def _continue_or_close(rules: RoundRules, state: RoundState, now: float) -> RoundDecision:
+    """Form the next world, wait, or close the job, once the old workers are gone on all nodes."""
+    world = the_world(state)
+    slow = [node.node for node in world.nodes if _holds_up(state, node.node, world.generation)]
+    if slow:
+        return _wait_for_stop(state, slow, now)
+    kind, cause, consequences = _classify(state)
+    failure = cause if cause is None or not cause.is_node else None
+    found = suspects.find(rules, state, failure, consequences)
+    failed = failed_alike(state, failure) if failure is not None else frozenset()
+    if found.instead:
+        restart = RestartDecision(True, world.ledger, "")  # not charged
+    else:
+        restart = judge(
+            Ending(
+                kind=kind,
+                lifetime=state.since - state.running_since,
+                failure=failure,
+                step=state.step,
+                trained=world.proven or has_trained(state),
+                everywhere=failure is not None and failed >= world.members,
+                without=bool(failed) and failed <= found.out,
+            ),
+            world.ledger,
+            budget=rules.max_restarts,
+            count_resizes=rules.count_resizes,
+        )
+    said = [found.instead or _reason_for(state, kind, cause), restart.sentence]
+    if restart.go_on:
+        said.append(found.sentence)
+    state = replace(
+        state,
+        world=replace(
+            world,
+            ledger=restart.history,
+            cause=cause,
+            consequences=_shortened(consequences),
+            reason="; ".join(filter(None, said)),
+            held=found.held,
+        ),
+        out=state.out & {one.node for one in found.held if one.seconds} | found.out,
+    )
+    if not restart.go_on:
+        exitcode = EXIT_USAGE if restart.incurable else EXIT_FAILED
+        return RoundDecision(replace(the_world(state), phase="closed", exitcode=exitcode), kind)
+    if now < state.since + pause(restart.history):
+        return _wait_before_restart(state, world, restart)
+    return replace(form(rules, state, now, at_once=True), kind=kind)
+
+
+def _wait_before_restart(
+    state: RoundState, world: World, restart: RestartDecision
+) -> RoundDecision:
+    """Wait before the next world, and say why. `world` is charged only once, after the wait."""
+    cause = the_world(state).cause
+    reason = why_pause(restart.history)
+    if cause is not None:
+        reason = f"{cause.sentence()}; {reason}"
+    if world.reason != reason:
+        return RoundDecision(replace(world, reason=reason), world.ending)
+    return RoundDecision(wake_at=state.since + pause(restart.history))
+
+
+def _wait_for_stop(state: RoundState, slow: list[str], now: float) -> RoundDecision:
+    """Wait, and repeat which nodes have workers that have not stopped."""
+    at = state.said_at + REPEAT_INTERVAL
+    if now < at:
+        return RoundDecision(wake_at=at)
+    reason = f"waiting for the workers of {names_of(state, slow)} to stop"
+    return RoundDecision(replace(the_world(state), reason=reason), the_world(state).ending)
+
+
+def _holds_up(state: RoundState, node: str, generation: int) -> bool:
+    """Return whether a node is a member, stays, and still has workers of the old generation.
+
+    The leader waits for a leaving node only if no node stays or its vote is needed: after one node
+    has stopped, the others of the world cannot make a step without it.
+    """
+    present = state.members.get(node)
+    if present is None or present.member.gone >= generation or follows_later_host(state):
+        return False
+    if not present.member.leaving:
+        return True
+    stays = any(
+        other.node in state.members and not state.members[other.node].member.leaving
+        for other in the_world(state).nodes
+    )
+    return not stays or to_claim(state) is None
+
+
+# --- over: in-process workers --------------------------------------------------------------------
+
+
+def _continue_in_process(rules: RoundRules, state: RoundState, now: float) -> RoundDecision:
+    """Form the next world, wait, or close the job."""
+    world = the_world(state)
+    if world.ending == "finished":
+        return _finish(state, now)
+    # With `after`, its workers first run through that step, unless something ends them earlier.
+    if world.after is not None and (end := _in_process_ended(state)) is not None:
+        return end
+    return _continue_or_close(rules, state, now)
+
+
+def _give_up(state: RoundState) -> RoundDecision | None:
+    """End a job that would wait forever for a worker that cannot start."""
+    fatal = [failure for failure in state.failures if failure.fatal]
+    if not fatal:
+        return None
+    reason = f"{fatal[0].sentence()}: a replacement cannot start"
+    world = replace(the_world(state), phase="closed", exitcode=EXIT_USAGE, cause=fatal[0])
+    return RoundDecision(replace(world, reason=reason), "failure")
+
+
+def _finish(state: RoundState, now: float) -> RoundDecision:
+    """Training is done: wait for the scripts to end, and close the job.
+
+    A node that is lost now may only be unreachable for a while: its scripts continue.
+    """
+    world = the_world(state)
+    state = replace(state, lost=tuple(_still_lost(state)))
+    if state.lost and (waiting := _await_return(state, now)) is not None:
+        return waiting
+    cause, consequences = _first_failure(replace(state, failures=_dead(state)))
+    if cause is not None:
+        what = f"{names_of(state, state.lost)} failed" if cause.is_node else cause.sentence()
+        closed = replace(
+            world,
+            phase="closed",
+            exitcode=EXIT_FAILED,
+            cause=cause,
+            consequences=_shortened(consequences),
+            reason=f"after training was done: {what}",
+        )
+        return RoundDecision(closed, "failure")
+    staying = [node.node for node in world.nodes if node.node in state.members]
+    if all(node in state.done for node in staying):
+        return _close_as_succeeded(state)
+    return RoundDecision()
+
+
+def _still_lost(state: RoundState) -> list[str]:
+    return [node for node in state.lost if node not in state.members]
+
+
+def _await_return(state: RoundState, now: float) -> RoundDecision | None:
+    """Wait for lost nodes to return; None after the time limit, or if a worker has died."""
+    world = the_world(state)
+    reason = f"training is done; waiting for {names_of(state, state.lost)} to come back"
+    if _dead(state):
+        return None
+    if world.reason != reason:
+        return RoundDecision(replace(world, reason=reason), "finished")
+    at = state.said_at + REPEAT_INTERVAL
+    return RoundDecision(wake_at=at) if now < at else None
+
+
+def _dead(state: RoundState) -> tuple[Failure, ...]:
+    """Failures of workers that died after training. A living worker only reports that its peers
+    are gone, and they had nothing left to train."""
+    new = (item for item in state.failures if item not in state.forgiven)
+    return tuple(item for item in new if not item.alive)
+
+
+# --- what ended a generation ---------------------------------------------------------------------
+
+
+def _first_failure(state: RoundState) -> tuple[Failure | None, tuple[Failure, ...]]:
+    """The first failure of the generation, of a worker or a node, and its consequences."""
+    return root_cause.pick(state.failures, _lost(state))
+
+
+def _lost(state: RoundState) -> list[Failure]:
+    generation = the_world(state).generation
+    gone = state.lost[:CONSEQUENCES_LIMIT]
+    return [node_failure(names_of(state, [node]), generation, _GONE) for node in gone]
+
+
+def _classify(state: RoundState) -> tuple[Kind, Failure | None, tuple[Failure, ...]]:
+    """Find what really ended the generation, after all nodes have reported.
+
+    The survivors' collectives fail a few milliseconds before the leader notices the dead node:
+    their errors are consequences, and must not use a restart.
+    """
+    cause, consequences = _first_failure(state)
+    ending = the_world(state).ending or "failure"
+    if cause is not None and cause.is_node:
+        return "node-failure", cause, consequences
+    if cause is not None and not root_cause.is_consequence(cause):
+        return "error" if cause.alive else "failure", cause, consequences
+    if ending == "failure" and not _has_leaver(state):
+        return "failure", cause, consequences
+    return ("leave" if _has_leaver(state) else ending), None, state.failures
+
+
+def _has_leaver(state: RoundState) -> bool:
+    """Return whether a node of the world has announced that it leaves; it may be gone by now."""
+    return any(
+        node.node not in state.members or state.members[node.node].member.leaving
+        for node in the_world(state).nodes
+        if node.node not in state.lost
+    )
+
+
+def _reason_for(state: RoundState, kind: Kind, cause: Failure | None) -> str:
+    """The sentence for users about the end of a generation."""
+    if kind == "node-failure" and state.lost:
+        return f"{names_of(state, state.lost)} failed"
+    if kind in ("failure", "error") and cause is not None:
+        if cause.alive and root_cause.waited_for_others(cause):
+            return f"rank {cause.rank} on {cause.node} lost a peer"  # the peer is not known yet
+        return cause.sentence()
+    return the_world(state).reason
+
+
+def _shortened(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
+    """The consequences as every node receives them: a limited number, without tracebacks."""
+    return tuple(
+        replace(failure, traceback="", log_lines=()) for failure in failures[:CONSEQUENCES_LIMIT]
+    )
