@@ -1,0 +1,1 @@
+"""Command line: turn a job into what a scheduler takes; one renderer per platform."""
