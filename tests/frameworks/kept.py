@@ -20,6 +20,7 @@ def parser():
     made.add_argument("--epochs", type=int, default=3)
     made.add_argument("--samples", type=int, default=96)
     made.add_argument("--accumulate", type=int, default=1)
+    made.add_argument("--fsdp", type=int, default=0, help="shard with this version of FSDP")
     made.add_argument("--pace", type=float, default=0.0, help="seconds in a batch")
     made.add_argument(
         "--die",
@@ -35,7 +36,10 @@ def run(train, args):
     torch.set_num_threads(1)
     if LIFE == 0 and args.die:
         _say("without Keep ends", *train(args, keeps=False))
-    _say("ends", *train(args, keeps=True))
+    step, epoch, model, optimizer = train(args, keeps=True)
+    sharded = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+    assert sharded == bool(args.fsdp)
+    _say("ends", step, epoch, model, optimizer)
 
 
 def _say(how, step, epoch, *state):
@@ -60,6 +64,10 @@ def _die(args, here):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def _digest(model, optimizer):
     """Of the model, its buffers, the optimizer and the random state."""
     digest = hashlib.sha256()
@@ -67,5 +75,16 @@ def _digest(model, optimizer):
     for entries in optimizer.state.values():
         tensors.extend(entries.values())
     for tensor in tensors:
-        digest.update(tensor.numpy().tobytes())
+        digest.update(_whole(tensor.detach()).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def fsdp_plugin(version):
+    """Accelerate's plugin, and its types as with GPUs: without any it ignores the plugin."""
+    from accelerate import FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils import DistributedType
+
+    state = PartialState(cpu=True)
+    if state.distributed_type is not DistributedType.FSDP:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return FullyShardedDataParallelPlugin(fsdp_version=version, auto_wrap_policy="no_wrap")

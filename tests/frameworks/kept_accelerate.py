@@ -34,11 +34,11 @@ def make_data(size):
 
 
 def train(args, keeps):
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=args.accumulate)
+    more = {"fsdp_plugin": kept.fsdp_plugin(args.fsdp)} if args.fsdp else {}
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=args.accumulate, **more)
     set_seed(0)
-    model = nn.Sequential(
-        nn.Linear(8, 256), nn.BatchNorm1d(256), nn.Dropout(0.1), nn.Linear(256, 1)
-    )
+    middle = nn.Identity() if args.fsdp else nn.BatchNorm1d(256)
+    model = nn.Sequential(nn.Linear(8, 256), middle, nn.Dropout(0.1), nn.Linear(256, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
     loader = DataLoader(make_data(args.samples), batch_size=8, shuffle=True)

@@ -7,7 +7,9 @@ import kept
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from torchelastic.integrations.lightning import Keep
@@ -44,9 +46,13 @@ class Regression(L.LightningModule):
     def __init__(self, args, keeps):
         super().__init__()
         self.args, self.keeps = args, keeps
-        self.model = nn.Sequential(
-            nn.Linear(8, 256), nn.BatchNorm1d(256), nn.Dropout(0.1), nn.Linear(256, 1)
-        )
+        middle = nn.Identity() if args.fsdp else nn.BatchNorm1d(256)
+        self.model = nn.Sequential(nn.Linear(8, 256), middle, nn.Dropout(0.1), nn.Linear(256, 1))
+
+    def configure_model(self):
+        if self.args.fsdp:
+            for layer in (self.model[0], self.model):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
     def setup(self, stage):
         torch.manual_seed(self.global_rank)
@@ -85,8 +91,11 @@ def train(args, keeps):
     if args.checkpoints:
         out = os.path.join(args.out, f"keeps-{keeps}")
         callbacks.append(ModelCheckpoint(dirpath=out, monitor="val", save_last=True))
+    size = int(os.environ["WORLD_SIZE"])
+    sharded = ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1)
     trainer = L.Trainer(
         accelerator="cpu",
+        strategy=sharded if args.fsdp else "auto",
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)),
         max_epochs=args.epochs,

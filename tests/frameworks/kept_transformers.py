@@ -46,19 +46,25 @@ class Mortal(Trainer):
 def train(args, keeps):
     set_seed(0)
     sizes = {"vocab_size": 32, "n_positions": 8, "n_embd": 64, "n_layer": 1, "n_head": 2}
+    more = {"fsdp": "full_shard", "fsdp_config": {"fsdp_version": args.fsdp}} if args.fsdp else {}
+    options = TrainingArguments(
+        output_dir=args.out,
+        num_train_epochs=args.epochs,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=args.accumulate,
+        learning_rate=1e-2,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        **more,
+    )
+    if args.fsdp:
+        assert options.device.type == "cpu"  # setting it up resets the types
+        kept.fsdp_plugin(args.fsdp)
     trainer = Mortal(
         model=GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)),
-        args=TrainingArguments(
-            output_dir=args.out,
-            num_train_epochs=args.epochs,
-            per_device_train_batch_size=8,
-            gradient_accumulation_steps=args.accumulate,
-            learning_rate=1e-2,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-        ),
+        args=options,
         train_dataset=Counting(args.samples),
     )
     if keeps:

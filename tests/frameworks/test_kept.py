@@ -53,6 +53,9 @@ KILLS = [
     Kills(TRANSFORMERS, "0:15", workers=1),
     Kills(ACCELERATE, "0:3:validation 1:4", ACCUMULATED),
     Kills(ACCELERATE, "0:15", workers=1),
+    Kills(LIGHTNING, "1:6:validation 0:8", "--fsdp=2"),
+    Kills(ACCELERATE, "0:3 1:4", f"--fsdp=2 {ACCUMULATED}"),
+    Kills(TRANSFORMERS, "0:3 1:4", f"--fsdp=2 {ACCUMULATED}"),
 ]
 
 

@@ -1,11 +1,13 @@
-"""A plain script that keeps sharded state: FSDP2 over gloo, and a line for all that is seen.
+"""A plain script that keeps sharded state: FSDP2 over gloo, with or without tensor parallelism, and
+a line for all that is seen.
 
     kept_sharded.py LINES ORDERS [key=value ...]
 
 Keys: steps; hold, steps before which it waits for the order `go-STEP`, once all that is done and
 copies of it are in memory; mesh=2d, hybrid sharding where the number of ranks is even: two groups
-of ranks that are replicas of each other; checkpoints, a directory for one of every second step,
-waited for each time.
+of ranks that are replicas of each other; mesh=tp, two ranks share every linear layer, column-wise
+and row-wise, under FSDP2, but not once the order `no-tp` is given; checkpoints, a directory for one
+of every second step, or every=N, waited for each time.
 """
 
 from __future__ import annotations
@@ -23,10 +25,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import torchelastic
 from torchelastic import checkpoint
-from torchelastic.snapshot.writer import Standing
+from torchelastic.snapshot.writer import ShardStatus
 
 LINES, ORDERS = Path(sys.argv[1]), Path(sys.argv[2])
 KEYS = dict(text.split("=", 1) for text in sys.argv[3:])
@@ -57,7 +64,7 @@ def fingerprint() -> str:
 
 def is_safe() -> bool:
     writer = kept._keeper._writer
-    return writer is None or writer.standing() == Standing.DONE
+    return writer is None or writer.shard_status() == ShardStatus.DONE
 
 
 def wait_until(what) -> None:
@@ -76,23 +83,32 @@ torch.set_num_threads(1)
 lines = open(LINES / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
 dist.init_process_group("gloo")
 torch.manual_seed(1 + GENERATION)  # what is built must not matter after a restart
-# Sizes that no world divides, and one tensor that is copied behind the next step.
-model = nn.Sequential(nn.Linear(7, 151), nn.ReLU(), nn.Linear(151, 149), nn.Linear(149, 3))
-hybrid = KEYS.get("mesh") == "2d" and SIZE % 2 == 0
-mesh = (
-    init_device_mesh("cpu", (2, SIZE // 2), mesh_dim_names=("replicas", "shards"))
-    if hybrid
-    else init_device_mesh("cpu", (SIZE,))
+# Sizes that no world divides (two ranks divide one of them), and one tensor that is copied behind
+# the next step.
+model = nn.Sequential(nn.Linear(7, 150), nn.ReLU(), nn.Linear(150, 149), nn.Linear(149, 3))
+SHAPES = {"2d": (2, SIZE // 2), "tp": (SIZE // 2, 2)}
+kind = KEYS.get("mesh", "")
+if SIZE % 2 or (ORDERS / "no-tp").exists():
+    kind = ""
+mesh = init_device_mesh(
+    "cpu", SHAPES.get(kind, (SIZE,)), mesh_dim_names=("a", "b")[: 1 + bool(kind)]
 )
+if kind == "tp":
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, mesh["b"], plan)
+    mesh = mesh["a"]
 for layer in (model[2], model):
     fully_shard(layer, mesh=mesh)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 if "checkpoints" in KEYS:
-    store = checkpoint.CheckpointStore(KEYS["checkpoints"], every=2, patience=60)
+    store = checkpoint.CheckpointStore(
+        KEYS["checkpoints"], every=int(KEYS.get("every", "2")), patience=60
+    )
     checkpoint.set_checkpoint_manager(store)
 kept = torchelastic.TorchState(model=model, optimizer=optimizer)
 start = kept.restore()
-write("start", step=start, fingerprint=fingerprint(), pid=os.getpid())
+placements = [type(one).__name__ for one in model[0].weight.placements]
+write("start", step=start, fingerprint=fingerprint(), pid=os.getpid(), placements=placements)
 for step in range(start, STEPS):
     if str(step) in HOLD:
         hold()

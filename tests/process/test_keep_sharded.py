@@ -68,6 +68,68 @@ def test_a_lost_node_loses_nothing(tmp_path):
         assert left.wait(PATIENCE) == 0, left.stderr
 
 
+def test_a_state_moves_between_meshes(tmp_path):
+    """FSDP2 over tensor parallelism, 2 x 2; then FSDP2 alone on 2 ranks; 2 x 2 again; and 1 x 2.
+    Three nodes import torch. Nothing is in storage."""
+    with job(tmp_path / "job", "--nnodes=1:2 --settle=60 --nproc-per-node=2") as one:
+        words, orders = script(one, steps=7, hold="3,5", mesh="tp"), one.directory / "orders"
+        left = one.start(script=words)
+        lost = one.start(script=words)
+        state = together(one, "holding", 4, step=3)
+        (orders / "no-tp").touch()
+        lost.kill()
+        assert together(one, "start", 2, step=3) == state, one.said()
+        (orders / "go-3").touch()
+        state = together(one, "holding", 2, step=5)
+        (orders / "no-tp").unlink()
+        lost = one.start(script=words)
+        assert together(one, "start", 4, step=5) == state, one.said()
+        assert together(one, "holding", 4, step=5) == state
+        generation = one.lines(event="holding", world_size=4, step=5)[0]["generation"]
+        lost.kill()
+        (orders / "go-5").touch()
+        assert together(one, "start", 2, generation=generation + 1) == state, one.said()
+        assert left.wait(PATIENCE) == 0, left.stderr
+        seen = {(line["world_size"], *line["placements"]) for line in one.lines(event="start")}
+        strided = ("_StridedShard", "Shard")
+        assert seen >= {(4, *strided), (2, "Shard"), (2, *strided)}
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_a_node_that_leaves_takes_no_shards_with_it(replicas, tmp_path):
+    """The other goes on with the last step that was committed, from memory alone: it has copies of
+    the shards, or fetches them before the other node leaves."""
+    flags = f"--nnodes=1:2 --nproc-per-node=1 --settle=60 --snapshot-replicas={replicas}"
+    with job(tmp_path / "job", flags) as one:
+        words = script(one, steps=100_000)
+        left = one.start(script=words)
+        leaves = one.start(script=words)
+        poll_for(lambda: one.lines(step=5, world_size=2), what="some steps", timeout=PATIENCE)
+        leaves.process.terminate()
+        assert leaves.wait(PATIENCE) == 143, one.said()
+        state = together(one, "start", 1)
+        assert state[0] == max(line["step"] for line in one.lines(event="step", world_size=2))
+        assert {line["fingerprint"] for line in one.lines(event="step", step=state[0])} >= {
+            state[1]
+        }
+        left.process.terminate()
+        assert left.wait(PATIENCE) == 143, one.said()
+
+
+def test_all_nodes_that_leave_store_their_shards(tmp_path):
+    """Two nodes, told at the same time, whether a checkpoint was due or not."""
+    path, flags = tmp_path / "checkpoints", "--nnodes=2 --nproc-per-node=1 --shutdown-timeout=50"
+    with job(tmp_path / "job", flags) as one:
+        words = script(one, steps=100_000, checkpoints=path, every=1000)
+        nodes = [one.start(script=words) for _ in range(2)]
+        poll_for(lambda: one.lines(step=5, world_size=2), what="some steps", timeout=PATIENCE)
+        for node in nodes:
+            node.process.terminate()
+        assert [node.wait(PATIENCE) for node in nodes] == [143, 143], one.said()
+        done = max(line["step"] for line in one.lines(event="step"))
+    assert stored(path) == [done], "no step that was done is lost"
+
+
 def stored(path: Path) -> list[int | None]:
     return [found.step for found in CheckpointStore(path).list_checkpoints()]
 

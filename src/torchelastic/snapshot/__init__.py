@@ -2,11 +2,13 @@
 
 keeper           `restore` and `commit` of run + keep, from here to the other modules
 writer           copies state into the agent's memory beside the training
-search           finds a version's pieces, on this node or another
-fill_tensors     copies pieces into tensors
-restore_plan     chooses the version that all ranks resume from; pure
-shards, reshard  sharded tensors, and pieces written by a world of another size
+restore          chooses the version that all ranks resume from, and finds its pieces
+state_tree       the state as a skeleton and tensors, flattened and loaded
+shards           sharded tensors; shard_boxes: which bytes make up a shard
 leave            stores the committed state before this worker's node leaves
 layout, messages the memory's format, and the messages between a worker and its agent
+agent_client     asks the agent, over the worker's channel
+exchange         collectives between the ranks, before any overwrites its state
+own_checkpoints  `restore` in a script with its own checkpoints
 node/            the agent's side
 """

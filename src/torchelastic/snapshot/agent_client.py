@@ -1,7 +1,7 @@
 """The client of the agent that holds this worker's snapshots; every request has a timeout.
 
-For a worker that runs a script: nothing else uses its channel. In a resident worker the control
-thread does (`training.control`).
+`AgentClient` is for a worker that runs a script: nothing else uses its channel. In an in-process
+worker the control thread receives the answers (`training.control`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from typing import Any, Protocol
 
@@ -22,10 +23,11 @@ from torchelastic.snapshot.messages import (
     Dropped,
     Fetch,
     Granted,
-    Holdings,
     Inventory,
+    NodeInventory,
     Open,
     Opened,
+    Outdated,
     Refused,
     Request,
     Room,
@@ -38,20 +40,20 @@ from torchelastic.worker import channel, optimizer_steps, orders
 from torchelastic.worker.status_page import StatusPage
 
 #: Seconds for an agent to answer, and to fetch a snapshot from another node.
-PATIENCE, FETCH_PATIENCE = 30.0, 600.0
+ANSWER_TIMEOUT, FETCH_TIMEOUT = 30.0, 600.0
 #: The least bytes per second at which the agent allocates memory: it takes the pages of all workers
 #: of a node one after the other.
-ROOM_PACE = 50e6
+LEAST_ALLOCATION_RATE = 50e6
 
 
 class Unanswered(SnapshotError):
     """The agent has not answered yet; it may be busy."""
 
 
-class SnapshotAgent(Protocol):
-    """The agent as a keeper of snapshots uses it."""
+class SnapshotHolder(Protocol):
+    """The agent as the holder of snapshots."""
 
-    def inventory(self) -> Holdings: ...
+    def inventory(self) -> NodeInventory: ...
 
     def request_memory(self, piece: str, size: int, skeleton: int) -> Memory: ...
 
@@ -59,98 +61,69 @@ class SnapshotAgent(Protocol):
 
     def drop(self, piece: str, version: Version) -> None: ...
 
-    def tell(self, message: Sealed | Settled) -> None: ...
+    def tell(self, message: Sealed | Settled | Outdated) -> None: ...
+
+
+class SnapshotAgent(SnapshotHolder, Protocol):
+    """The agent as a keeper of snapshots uses it."""
 
     def progress(self, version: Version, rank: int) -> None: ...
 
     def begins(self, begins: orders.Begins) -> None: ...
 
-    def listen(self, on_leave: Callable[[orders.Leave], None]) -> None: ...
+    def listen(
+        self, on_leave: Callable[[orders.Leave], None], *, together: bool = False
+    ) -> None: ...
+
+    def saved(self) -> None: ...
 
 
-class AgentClient:
-    """The agent at the other end of this worker's channel."""
+class SnapshotRequests(ABC):
+    """Requests to the agent about snapshots."""
 
-    def __init__(self, link: channel.Link) -> None:
-        self._link = link
-        #: Held by a requesting thread until it has its answer, and by the listening thread.
-        self._asking = threading.Lock()
-        self._on_leave: Callable[[orders.Leave], None] | None = None
-        self._numbers = count(1)
-        self._status_page: StatusPage | None = None
+    def __init__(self, numbers: Iterator[int]) -> None:
+        """`numbers` are those of the requests, each used once on this worker's channel."""
+        self._numbers = numbers
 
-    def inventory(self) -> Holdings:
-        """Return what this node holds. The first time, the status page precedes the answer."""
-        if self._status_page is None:
-            optimizer_steps.stop()  # from now on commits are counted
-            channel.send(orders.to_json(orders.Keeps()))
-        answer, descriptor = self._ask(Inventory(next(self._numbers)), PATIENCE)
+    @abstractmethod
+    def _ask(self, request: Request, patience: float) -> tuple[Answer, int | None]:
+        """Return the answer and its descriptor, which the caller closes; `SnapshotError` if there
+        is none within `patience` seconds."""
+
+    def inventory(self) -> NodeInventory:
+        """Return what this node holds."""
+        answer, descriptor = self._ask(Inventory(next(self._numbers)), ANSWER_TIMEOUT)
         if descriptor is not None:
             os.close(descriptor)
-        if not isinstance(answer, Holdings):
+        if not isinstance(answer, NodeInventory):
             raise SnapshotError(f"The agent did not list its snapshots: {_words(answer)}")
         return answer
 
     def request_memory(self, piece: str, size: int, skeleton: int) -> Memory:
         """Return memory to write a piece to. `SnapshotError`: the agent refused; `Unanswered`: ask
         again."""
-        patience = PATIENCE + size / ROOM_PACE
+        patience = ANSWER_TIMEOUT + size / LEAST_ALLOCATION_RATE
         return self._memory(Room(next(self._numbers), piece, size, skeleton), patience)
 
     def open(self, piece: str, version: Version, peer: str) -> Memory:
         """Return memory that holds a piece; `peer` is the node that has it, empty for this one."""
         number = next(self._numbers)
         if peer:
-            return self._memory(Fetch(number, piece, version, peer), FETCH_PATIENCE)
-        return self._memory(Open(number, piece, version), PATIENCE)
+            return self._memory(Fetch(number, piece, version, peer), FETCH_TIMEOUT)
+        return self._memory(Open(number, piece, version), ANSWER_TIMEOUT)
 
     def drop(self, piece: str, version: Version) -> None:
         """Make the agent check a damaged version and stop offering it before this returns.
         `SnapshotError` if it does not answer."""
-        answer, descriptor = self._ask(Drop(next(self._numbers), piece, version), FETCH_PATIENCE)
+        answer, descriptor = self._ask(Drop(next(self._numbers), piece, version), FETCH_TIMEOUT)
         if descriptor is not None:
             os.close(descriptor)
         if not isinstance(answer, Dropped):
             raise SnapshotError(_words(answer))
 
-    def tell(self, message: Sealed | Settled) -> None:
+    def tell(self, message: Sealed | Settled | Outdated) -> None:
         """Send without waiting; the message may get lost."""
         channel.send(to_json(message))
-
-    def begins(self, begins: orders.Begins) -> None:
-        """Report that training begins from scratch."""
-        channel.send(orders.to_json(begins))
-
-    def progress(self, version: Version, rank: int) -> None:
-        """Report the number of committed steps, for failure reports and the restart budget."""
-        if self._status_page is not None:
-            self._status_page.rank = rank
-            self._status_page.entered(*version)
-
-    def listen(self, on_leave: Callable[[orders.Leave], None]) -> None:
-        """Report that the state can be saved, and call this, in any thread, when this worker must
-        leave. From then on a thread listens between requests."""
-        self._on_leave = on_leave
-        threading.Thread(target=self._listen, name="torchelastic-agent", daemon=True).start()
-        self._link.tell(orders.to_json(orders.CanSave()))
-
-    def _listen(self) -> None:
-        # An agent that is gone takes this process with it.
-        with contextlib.suppress(ChannelLost):
-            while self._link.is_ready():
-                with self._asking:
-                    if (received := self._link.receive(patience=0.0)) is not None:
-                        self._overhear(*received)
-
-    def _overhear(self, message: Mapping[str, Any], descriptor: int | None) -> None:
-        """Handle a message that answers no request, or a late one."""
-        order = orders.from_json(message)
-        if descriptor is not None:
-            if isinstance(order, orders.StatusPage) and self._status_page is None:
-                self._status_page = StatusPage(descriptor)
-            os.close(descriptor)
-        if isinstance(order, orders.Leave) and self._on_leave is not None:
-            self._on_leave(order)
 
     def _memory(self, request: Room | Open | Fetch, patience: float) -> Memory:
         answer, descriptor = self._ask(request, patience)
@@ -163,10 +136,69 @@ class AgentClient:
         finally:
             os.close(descriptor)
 
+
+class AgentClient(SnapshotRequests):
+    """The agent at the other end of this worker's channel."""
+
+    def __init__(self, link: channel.WorkerLink) -> None:
+        super().__init__(count(1))
+        self._link = link
+        #: Held by a requesting thread until it has its answer, and by the listening thread.
+        self._asking = threading.Lock()
+        self._on_leave: Callable[[orders.Leave], None] | None = None
+        self._status_page: StatusPage | None = None
+
+    def inventory(self) -> NodeInventory:
+        """Return what this node holds. The first time, the status page precedes the answer."""
+        if self._status_page is None:
+            optimizer_steps.stop()  # from now on commits are counted
+            channel.send(orders.to_json(orders.Keeps()))
+        return super().inventory()
+
+    def begins(self, begins: orders.Begins) -> None:
+        """Report that training begins from scratch."""
+        channel.send(orders.to_json(begins))
+
+    def progress(self, version: Version, rank: int) -> None:
+        """Report the number of committed steps, for failure reports and the restart budget."""
+        if self._status_page is not None:
+            self._status_page.rank = rank
+            self._status_page.entered(*version)
+
+    def listen(self, on_leave: Callable[[orders.Leave], None], *, together: bool = False) -> None:
+        """Report that the state can be saved, alone or `together` with all ranks, and call this, in
+        any thread, when this worker must leave. From then on a thread listens between requests."""
+        self._on_leave = on_leave
+        threading.Thread(target=self._listen, name="torchelastic-agent", daemon=True).start()
+        self._link.tell(orders.to_json(orders.CanSave(together)))
+
+    def saved(self) -> None:
+        """Report that this worker has saved its state `together` with others, or gives up."""
+        with contextlib.suppress(ChannelLost):  # this process ends with its agent
+            self._link.tell(orders.to_json(orders.Saved()))
+
+    def _listen(self) -> None:
+        # An agent that is gone takes this process with it.
+        with contextlib.suppress(ChannelLost):
+            while self._link.is_ready():
+                with self._asking:
+                    if (received := self._link.receive(timeout=0.0)) is not None:
+                        self._overhear(*received)
+
+    def _overhear(self, message: Mapping[str, Any], descriptor: int | None) -> None:
+        """Handle a message that answers no request, or a late one."""
+        order = orders.from_json(message)
+        if descriptor is not None:
+            if isinstance(order, orders.StatusPage) and self._status_page is None:
+                self._status_page = StatusPage(descriptor)
+            os.close(descriptor)
+        if isinstance(order, orders.Leave) and self._on_leave is not None:
+            self._on_leave(order)
+
     def _ask(self, request: Request, patience: float) -> tuple[Answer, int | None]:
         try:
             with self._asking:
-                self._link.tell(to_json(request), patience=patience)
+                self._link.tell(to_json(request), timeout=patience)
                 return self._answer(request.request, time.monotonic() + patience)
         except ChannelLost as error:
             raise SnapshotError(str(error)) from None
@@ -174,7 +206,7 @@ class AgentClient:
     def _answer(self, number: int, deadline: float) -> tuple[Answer, int | None]:
         """Return the answer to this request; drop late answers to earlier ones."""
         while (left := deadline - time.monotonic()) > 0:
-            received = self._link.receive(patience=left)
+            received = self._link.receive(timeout=left)
             if received is None:
                 break
             message, descriptor = received

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,20 +24,28 @@ def place() -> tuple[int, int]:
     return 0, 1
 
 
-def gather(said: Any) -> list[Any]:
-    """Collective: return every rank's value, by rank. Sent as JSON, so that no code is run."""
-    _, size = place()
+def gather(
+    said: Any,
+    size: int | None = None,
+    all_gather: Callable[[list[torch.Tensor], torch.Tensor], object] | None = None,
+) -> list[Any]:
+    """Collective: return every rank's value, by rank. Sent as JSON, so that no code is run.
+
+    `size` and `all_gather` are those of another group than the default one.
+    """
+    size = place()[1] if size is None else size
+    all_gather = all_gather or dist.all_gather
     text = json.dumps(said).encode()
     if size == 1:
         return [json.loads(text)]
     device = torch_backends.here()
     length = torch.tensor([len(text)], device=device)
     lengths = [torch.zeros_like(length) for _ in range(size)]
-    dist.all_gather(lengths, length)
+    all_gather(lengths, length)
     longest = int(max(lengths))
     padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device)
     texts = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(texts, padded)
+    all_gather(texts, padded)
     return [json.loads(one.cpu().numpy().tobytes()) for one in texts]
 
 
@@ -53,6 +62,16 @@ def least(number: int, group: dist.ProcessGroup | None = None) -> int:
     votes = torch.tensor([number], device=torch_backends.here(group))
     dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
     return int(votes.item())
+
+
+def extremes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Collective: return the least and the greatest of each value over all ranks."""
+    both = torch.stack([values, -values])
+    if place()[1] > 1:
+        on_device = both.to(torch_backends.here())
+        dist.all_reduce(on_device, op=dist.ReduceOp.MIN)
+        both = on_device.cpu()
+    return both[0], -both[1]
 
 
 def quick_group() -> dist.ProcessGroup | None:

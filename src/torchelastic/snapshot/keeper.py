@@ -1,9 +1,9 @@
 """Run + keep: holds a script's state in its agent's memory, and restores it after a restart.
 
     restore   all ranks exchange what their nodes hold, rank 0 the newest checkpoint's step;
-              `restore_plan` orders the candidates by step
-              each rank looks for its pieces of a candidate (`search`) and reports the outcome; it
-              takes its parts of sharded tensors from all ranks' pieces (`reshard`)
+              `restore.choices` orders the candidates by step
+              each rank looks for its pieces of a candidate (`restore.Searcher`) and reports the
+              outcome; it takes its parts of sharded tensors from all ranks' pieces
               all found theirs: all load. Of unsharded state one copy is enough: it is sent
               it exists, but could not be fetched: an error, and the next generation tries again
               no rank can use it: all try the next candidate
@@ -18,7 +18,6 @@ A worker without an agent has no snapshots: it counts steps, and loads checkpoin
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,15 +35,18 @@ from torchelastic.errors import CheckpointError, SnapshotError
 from torchelastic.snapshot import exchange
 from torchelastic.snapshot.agent_client import SnapshotAgent
 from torchelastic.snapshot.layout import SHARED, Version
-from torchelastic.snapshot.messages import Holding, Holdings, Settled
+from torchelastic.snapshot.messages import InventoryItem, NodeInventory, Settled
 from torchelastic.snapshot.own_checkpoints import Loaded, checked, different_starts, unsaid_start
-from torchelastic.snapshot.restore_plan import (
+from torchelastic.snapshot.plain_parameters import PlainParameters, different_forms, is_compared
+from torchelastic.snapshot.restore import (
     Agreement,
+    FoundPieces,
     Node,
     Nodes,
     Own,
-    Said,
-    Storage,
+    Searcher,
+    SearchReport,
+    StoredCheckpoint,
     absence,
     agreed,
     bases,
@@ -53,26 +55,27 @@ from torchelastic.snapshot.restore_plan import (
     finders,
     holding,
     lacking,
+    own_version,
+    uselessness,
     without_shards,
 )
-from torchelastic.snapshot.search import Found, Searcher
+from torchelastic.snapshot.sharded_leave import ShardedLeave
 from torchelastic.snapshot.shards import Shards
 from torchelastic.snapshot.state_tree import Tree
-from torchelastic.snapshot.writer import Place, Standing, Writer
-from torchelastic.tensors import rank_private, transfer
+from torchelastic.snapshot.writer import ShardStatus, Writer, WriterPlace
+from torchelastic.tensors import rank_private, rng, transfer
 from torchelastic.tensors.buffers import Buffers
 from torchelastic.worker import orders
 from torchelastic.worker.backward_waits import BackwardWaits
-from torchelastic.worker.orders import Leave
 from torchelastic.worker_counters import stalls
 
 log = logging.getLogger(__name__)
 
 #: Seconds to look for the newest checkpoint when there are snapshots in memory.
-STORAGE_PATIENCE = 10.0
-#: What a leaving rank of sharded state subtracts from its vote, and the seconds that the others
-#: wait for their own order to leave.
-LEAVES, WORD = 10, 5.0
+STORAGE_TIMEOUT = 10.0
+#: A leaving rank of sharded state subtracts this from its vote. All ranks wait this many seconds
+#: for its shards to be kept, and copied to other nodes.
+LEAVING_VOTE, LEAVE_COPY_TIMEOUT = 10, 20.0
 #: The version at which a new training begins.
 NOTHING: Version = (-1, 0)
 
@@ -100,22 +103,27 @@ class Keeper:
         self._steps_taken = steps_taken
         self._before_seal, self._waits = before_seal, waits
         self._state, self._tree, self._buffers, self._agent = state, tree, buffers, agent
-        self._private = rank_private.Reader(buffers).read
+        self._private = rank_private.PrivateStateReader(buffers).read
         self._shards = shards
+        self._plain = PlainParameters(tree.modules)
+        #: The commits of this generation.
+        self._commits = 0
         #: The group that votes on whether to snapshot shards; None: the default group.
         self._voters: ProcessGroup | None = None
         self.rank, self.size = exchange.place()
         self.generation = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._first = False
-        #: For sharded state: the order to leave, if it has come; whether any rank has it.
-        self._leave: Leave | None = None
-        self._word = threading.Event()
-        self._someone_leaves = self._is_one_node = self._listens = False
+        #: For sharded state: how this rank leaves, and whether any rank does.
+        self._leave = ShardedLeave(agent, self.rank)
+        self._someone_leaves = self._is_one_node = False
+        self._node = ""
         self._writer: Writer | None = None
         self._committed: Version = NOTHING
+        #: Why the newest snapshot could not be restored.
+        self._useless = ""
         #: Whether the restored snapshot must still be checked; and its place, if this rank checks.
         self._doubted = False
-        self._unchecked: Found | None = None
+        self._unchecked: FoundPieces | None = None
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_write)
         if agent is None:
@@ -140,12 +148,17 @@ class Keeper:
     # --- commit ----------------------------------------------------------------------------------
 
     def check(self, step: int) -> None:
-        """Raise `ValueError` unless this step may be committed."""
+        """Raise `ValueError` unless this step may be committed. Collective in the first commits."""
         if (self.generation, step) <= self._committed:
             raise ValueError(
                 f"Cannot commit step {step} after step {self._committed[1]}: commit each step "
                 "once, in order."
             )
+        self._commits += 1
+        if self.size > 1 and is_compared(self._commits):
+            with stalls.Counted("snapshot"):
+                self._shards.reshard()
+                self._plain.check()
 
     def commit(self, step: int) -> None:
         """Publish the state after `step` steps, which `check` has allowed."""
@@ -158,9 +171,7 @@ class Keeper:
             with stalls.Counted("snapshot"):
                 self._keep(self._writer, version)
             self._agent.progress(version, self.rank)
-        if self._someone_leaves:
-            self._save_before_leaving(step)
-        else:
+        if not self._someone_leaves:
             self._save_if_due(step)
 
     def _save_if_due(self, step: int) -> None:
@@ -177,51 +188,65 @@ class Keeper:
         checkpoint.save_together(self._state, step, self.generation, own)
 
     def _save_before_leaving(self, step: int) -> None:
-        """Collective: save sharded state before all ranks leave after this commit."""
-        self._word.wait(WORD)  # which has come to another rank already
-        order, grace = self._leave, None
-        if order is not None and order.deadline is not None:
-            grace = order.deadline - time.monotonic()
-        if exchange.all_of_them(checkpoint.can_be_saved(step, grace)):
+        """Collective: save sharded state now, if there is enough time on all ranks."""
+        if exchange.all_of_them(checkpoint.can_be_saved(step, self._leave.grace)):
             checkpoint.wait()
             self._save_together(step)
             checkpoint.wait()
             exchange.all_of_them(True)  # rank 0 has made one checkpoint of all parts, or given up
-        if order is not None:
-            os.kill(os.getpid(), order.signum)
-
-    def _listen(self, agent: SnapshotAgent) -> None:
-        """Listen for the order to leave. Other nodes do not wait for those that leave."""
-        if not self._listens:
-            self._listens = True
-            agent.listen(self._told_to_leave)
-
-    def _told_to_leave(self, order: Leave) -> None:
-        """Handle the agent's order to leave, in any thread."""
-        self._leave = order
-        self._word.set()
 
     def _keep(self, writer: Writer, version: Version) -> None:
         self._resolve_doubt(writer)
         if not self._shards.any or self._all_may_begin(writer):
             self._publish(writer, version)
+        if self._someone_leaves:
+            self._leave.bring_to_safety(
+                self._node,
+                version,
+                lambda: not self._is_one_node and self._keep_for_others(writer, version),
+                lambda: self._save_before_leaving(version[1]),
+            )
+
+    def _keep_for_others(self, writer: Writer, version: Version) -> bool:
+        """Collective: keep this very step, and wait until it has its copies."""
+        grace = self._leave.grace
+        seconds = LEAVE_COPY_TIMEOUT if grace is None else min(LEAVE_COPY_TIMEOUT, grace / 3)
+        deadline = time.monotonic() + seconds
+        if not self._all_settled(writer, deadline):
+            return False
+        self._publish(writer, version)
+        settled = self._all_settled(writer, deadline)
+        return exchange.all_of_them(settled and writer.holds_shards(version))
+
+    def _all_settled(self, writer: Writer, deadline: float) -> bool:
+        """Collective: wait until no rank's shards are pending; return whether they may be written
+        again."""
+        while True:
+            status: int = writer.shard_status()
+            if status == ShardStatus.PENDING and time.monotonic() > deadline:
+                status = min(ShardStatus) - 1
+            least = exchange.least(status, self._voters)
+            if least != ShardStatus.PENDING:
+                return least > ShardStatus.NEVER and writer.may_begin(ShardStatus(least))
+            time.sleep(0.01)
 
     def _publish(self, writer: Writer, version: Version) -> None:
         self._shards.reshard()
-        flat = self._tree.flatten() if writer.keeps_shared else None
-        shards = None
-        if self._shards.any:
-            shards = self._shards.flatten(self._tree.form, self._tree.sharded())
+        flat = shards = None
+        if writer.keeps_shared or self._shards.any:
+            lasting = self._tree.flatten_lasting()
+            if writer.keeps_shared:
+                flat = self._tree.flatten(lasting)
+            if self._shards.any:
+                shards = self._shards.flatten(self._tree.form, lasting.sharded)
         writer.publish(version, flat, rank_private.pack(self._private()), shards)
 
     def _all_may_begin(self, writer: Writer) -> bool:
         """Collective: decide whether to begin a version of the shards, the same on all ranks."""
-        standing = writer.standing()
-        least = exchange.least(standing - LEAVES * (self._leave is not None), self._voters)
-        self._someone_leaves = least < min(Standing)
-        if self._someone_leaves:  # which hides what the others stand at
-            least = exchange.least(standing, self._voters)
-        return writer.may_begin(Standing(least))
+        status = writer.shard_status()
+        least = exchange.least(status - LEAVING_VOTE * self._leave.is_ordered, self._voters)
+        self._someone_leaves = least < min(ShardStatus)
+        return not self._someone_leaves and writer.may_begin(ShardStatus(least))
 
     def _resolve_doubt(self, writer: Writer) -> None:
         """Collective, once: raise if the restored snapshot is damaged on any node, so that no rank
@@ -259,11 +284,12 @@ class Keeper:
     def _restore(self, start: int | None) -> Version | None:
         """Collective: return the version that all have now, or None if there is none."""
         self._end_writing()
+        self._useless = ""
         if self._shards.any:
             self._prepare_shards()
         here, nodes, stored, loaded = self._tell_each_other(start)
         self._first = nodes[here].first == self.rank
-        self._is_one_node = len(nodes) == 1
+        self._node, self._is_one_node = here, len(nodes) == 1
         searcher = Searcher(self._agent, self._tree, self._shards, self.rank, here, nodes)
         versions = bases(nodes, self.size, sharded=self._shards.any)
         for choice in choices(versions, stored, loaded.step):
@@ -271,14 +297,15 @@ class Keeper:
                 case Own(step):
                     self._from_script(loaded)
                     return (NOTHING[0], step)
-                case Storage(beyond):
+                case StoredCheckpoint(beyond):
                     if (found := self._from_checkpoint(beyond)) is not None:
                         self._warn_if_replaced(loaded, found)
                         return (NOTHING[0], found)
                 case _:
                     if self._from_memory(choice, nodes, searcher):
                         return choice
-        _refuse_to_begin_anew(versions, without_shards(nodes))
+        lost = without_shards(nodes)
+        _refuse_to_begin_anew(versions or lost, self._useless or "some of their shards are lost")
         if loaded.unsaid:
             raise unsaid_start(loaded.unsaid)
         return None
@@ -300,12 +327,12 @@ class Keeper:
             return
         self._agent.tell(Settled(base, self.generation))
         self._agent.progress((self.generation, base[1]), self.rank)
-        place = Place(self.rank, self.size, self.generation, self._first, base)
+        place = WriterPlace(self.rank, self.size, self.generation, self._first, base)
         self._writer = Writer(self._agent, place, self._before_seal)
         if self._unchecked is not None:
             self._writer.check(self._unchecked.held)
-        if self._shards.any and self._is_one_node and store_for_shards() is not None:
-            self._listen(self._agent)
+        if self._shards.any and (not self._is_one_node or store_for_shards() is not None):
+            self._leave.listen()
 
     def _prepare_shards(self) -> None:
         store_for_shards()
@@ -318,29 +345,29 @@ class Keeper:
         holdings = self._inventory()
         # With --virtual-local-rank all are 0, and report the same.
         speaks = env.get("LOCAL_RANK", "0") == "0"
-        told = [
-            [held.piece, *held.version, held.bytes, held.rank, held.size]
-            for held in holdings.holdings
-        ]
         stored = newest_stored() if self.rank == 0 else None
         taken = self._steps_taken() if self._committed == NOTHING else 0
-        known = [stored, start, taken]
-        said = exchange.gather([holdings.node, holdings.peer, told if speaks else [], known])
-        _, starts, takens = zip(*(one[3] for one in said), strict=True)
+        plain = self._plain.find()
+        known = [stored, start, taken, [self._tree.form, *plain]]
+        said = exchange.gather([*told(holdings, all_of_it=speaks), known])
+        _, starts, takens, forms = zip(*(one[3] for one in said), strict=True)
+        if any(form != forms[0] for form in forms):
+            said = exchange.gather([*self._tree.form_lines, plain])
+            raise different_forms(said)
         return holdings.node, nodes_of(said), said[0][3][0], Loaded(starts, takens)
 
-    def _inventory(self) -> Holdings:
+    def _inventory(self) -> NodeInventory:
         # No answer is an error: without this agent's snapshots all ranks would go back.
         if self._agent is not None:
             return self._agent.inventory()
-        return Holdings(0, (), node=f"rank {self.rank}")
+        return NodeInventory(0, (), node=f"rank {self.rank}")
 
     # --- from memory -----------------------------------------------------------------------------
 
     def _from_memory(self, version: Version, nodes: Nodes, searcher: Searcher) -> bool:
         """Collective: load a version; return False if no rank can use it."""
         found, mine = searcher.search(version)
-        said = [Said.from_json(one) for one in exchange.gather(mine.to_json())]
+        said = [SearchReport.from_json(one) for one in exchange.gather(mine.to_json())]
         agreement = agreed(said, holding(nodes, SHARED, version), sharded=self._shards.any)
         if agreement is Agreement.LOAD:
             self._load(found, said)
@@ -351,9 +378,10 @@ class Keeper:
             found.close()
         if agreement is Agreement.TRY_AGAIN:
             raise SnapshotError(absence(version, said))
+        self._useless = self._useless or uselessness(said)
         return False
 
-    def _load(self, found: Found | None, said: Sequence[Said]) -> None:
+    def _load(self, found: FoundPieces | None, said: Sequence[SearchReport]) -> None:
         """Collective: load from memory on ranks that found it, and send it to all others."""
         if found is not None:
             if found.shards is not None:
@@ -371,17 +399,17 @@ class Keeper:
             found.close()
 
     def _load_own(self, version: Version, nodes: Nodes, searcher: Searcher) -> None:
-        own = searcher.own(version)
-        if own is not None:
+        at = own_version(nodes, self.rank, version, self._node)
+        own = searcher.own(at) if at is not None else None
+        if own is not None and at == version:
             rank_private.restore(own, self._buffers)
-        lost = lacking(nodes, version, self.size)
-        if lost and self.rank == 0:
-            log.warning(
-                "The per-rank state of ranks %s at step %d is lost. Their random number generators "
-                "keep the state that the script gave them.",
-                ", ".join(map(str, lost)),
-                version[1],
-            )
+        elif own is not None:
+            # The buffers of that step are older than those of another rank, which are loaded.
+            rng.restore(own.random)
+        if self.rank == 0:
+            lost = lacking(nodes, version, self.size)
+            late = [rank for rank in lost if own_version(nodes, rank, version, self._node)]
+            _tell_lacking(version[1], late, [rank for rank in lost if rank not in late])
 
     # --- from the script -------------------------------------------------------------------------
 
@@ -478,7 +506,7 @@ def newest_stored() -> int | None:
 
     threading.Thread(target=look, name="torchelastic-storage", daemon=True).start()
     try:
-        return asked.result(STORAGE_PATIENCE)
+        return asked.result(STORAGE_TIMEOUT)
     except Exception as error:
         log.warning(
             "Checkpoint storage did not respond (%r); using the snapshot in memory, assumed to be "
@@ -488,31 +516,51 @@ def newest_stored() -> int | None:
         return None
 
 
-def _refuse_to_begin_anew(unusable: Sequence[Version], lost: Sequence[Version]) -> None:
+def _refuse_to_begin_anew(unusable: Sequence[Version], why: str) -> None:
     """Raise if snapshots exist: training must not silently begin again at step 0."""
     if unusable:
         raise SnapshotError(
-            f"Snapshots up to step {unusable[0][1]} exist, but some ranks cannot use them (see "
-            "their logs), and there is no checkpoint. To start from scratch, end the job and "
-            "start it again. To resume from your own checkpoint, load it and call "
-            "restore(start=...)."
+            f"Snapshots up to step {unusable[0][1]} exist, but {why}, and there is no checkpoint. "
+            "To start from scratch, end the job and start it again. To resume from your own "
+            "checkpoint, load it and call restore(start=...)."
+        )
+
+
+def _tell_lacking(step: int, late: Sequence[int], lost: Sequence[int]) -> None:
+    """Log which ranks have no random states of this step, but earlier ones, or none at all."""
+    if late:
+        log.warning(
+            "Ranks %s have no random states of step %d: they were stopped before they had kept "
+            "them, or their copy is older. They continue with their latest ones.",
+            ", ".join(map(str, late)),
+            step,
         )
     if lost:
-        raise SnapshotError(
-            f"Snapshots up to step {lost[0][1]} exist, but some of their shards were lost with "
-            "their nodes, and there is no checkpoint. To start from scratch, end the job and "
-            "start it again. To resume from your own checkpoint, load it and call "
-            "restore(start=...)."
+        log.warning(
+            "The per-rank state of ranks %s at step %d is lost. Their random number generators "
+            "keep the state that the script gave them.",
+            ", ".join(map(str, lost)),
+            step,
         )
+
+
+def told(inventory: NodeInventory, *, all_of_it: bool = True) -> list[Any]:
+    """Return a rank's report of what its node holds: node, agent address, holdings."""
+    holdings = [
+        [held.piece, *held.version, held.bytes, held.rank, held.size]
+        for held in inventory.holdings
+        if all_of_it
+    ]
+    return [inventory.node, inventory.peer, holdings]
 
 
 def nodes_of(said: Sequence[Any]) -> dict[str, Node]:
-    """Return the nodes of a world from each rank's report: node, agent address, holdings."""
+    """Return the nodes of a world from each rank's report."""
     found: dict[str, Node] = {}
-    for rank, (name, peer, told, _) in enumerate(said):
+    for rank, (name, peer, held, *_) in enumerate(said):
         holdings = tuple(
-            Holding(piece, (generation, step), size, writer, world)
-            for piece, generation, step, size, writer, world in told
+            InventoryItem(piece, (generation, step), size, writer, world)
+            for piece, generation, step, size, writer, world in held
         )
         known = found.get(name)
         if known is None or (holdings and not known.holdings):

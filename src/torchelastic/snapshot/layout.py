@@ -13,23 +13,22 @@ one-byte store cannot be half done. The rest of a record and the skeleton have a
 reader rejects them while they are being written; the writer passes the checksum of the buffer's
 bytes to `seal`.
 
-There is one writer at a time. A sealed version can be read until as many others have been begun as
-there are buffers. A reader may `pin` one, which is then overwritten last, and the agent notes in
-the header which version has its replicas.
+There is one writer at a time. In a memory with b buffers, a sealed version can be read until the
+b-th version after it is begun, which overwrites it. A reader may `pin` a version, which is then
+overwritten last. The agent notes in the header which version has its replicas.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import mmap
 import os
-import struct
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torchelastic import faults
+from torchelastic.system import shared_memory
+from torchelastic.system.shared_memory import PAGE, Field, map_memory, paged
 
 #: (generation, step); the freshest is the largest.
 Version = tuple[int, int]
@@ -41,25 +40,24 @@ _SHARD = "shard:"
 
 _MAGIC = b"TESNAP01"
 #: magic, buffers, bytes of a buffer, bytes of a skeleton.
-_SIZES = struct.Struct("=8sqqq")
-#: number, generation, step, rank, size, bytes, bytes of the skeleton, checksum of the buffer.
-_RECORD = struct.Struct("=qqqqqqqQ")
-#: The checksum of the record and the skeleton.
-_SUM = struct.Struct("=I")
+_SIZES = Field("=8sqqq")
 #: generation, step of the freshest version that has its replicas, and their checksum.
-_REPLICATED = struct.Struct("=qqI")
-_REPLICATED_AT = _SIZES.size
-#: The bytes before a record: one marks the buffer as whole, one as in use.
-_WHOLE, _PINNED = 8, 1
+_REPLICATED = Field("=qqI", _SIZES.end)
+#: The bytes before a record: the first marks the buffer as whole, this one as in use.
+_PINNED = 1
+#: number, generation, step, rank, size, bytes, bytes of the skeleton, checksum of the buffer.
+_RECORD = Field("=qqqqqqqQ", 8)
+#: The checksum of the record and the skeleton.
+_SUM = Field("=I", _RECORD.end)
 _FIRST_RECORD = 64
 _RECORD_ROOM = 128
-_HEADER = mmap.PAGESIZE
+_HEADER = PAGE
 
 #: `MADV_POPULATE_WRITE`, which Python's mmap does not name, and the bytes per call.
 _POPULATE_WRITE = 23
-_WARMED = 4 << 20
+_WARM_AT_ONCE = 4 << 20
 #: Bytes of pages to allocate at a time.
-_TAKEN = 64 << 20
+_ALLOCATE_AT_ONCE = 64 << 20
 
 _TORN, _SEALED = b"\0", b"\1"
 _FREE, _IN_USE = b"\0", b"\1"
@@ -108,11 +106,17 @@ def buffers_for(piece: str, *, replicated: bool = False) -> int:
     """Return how many versions of a piece to hold; `replicated`: copies are sent from it.
 
     Shared state is the same everywhere: any node with the freshest version can send it to all, and
-    while that is written the one before is still there. Own pieces must all be of one version, and
-    workers write at different speeds. One may write version n + 1 while another still writes n,
-    but never n - 1: a step joins them all. With three buffers both then have n - 1. One more is
-    for a copy being sent, which no worker overwrites meanwhile. A new version of shards is begun
-    only when the last one is complete, including its copies (`writer`), so two are enough.
+    while that is written the one before is still there. So two buffers are enough.
+
+    Own pieces must all be of one version, and workers write at different speeds, but at most one
+    version apart, because all workers take part in each step. While one writes version n + 1,
+    another may still write n. With three buffers the first also holds n and n - 1, and the second
+    n - 1 and n - 2: both hold n - 1. If copies are sent, a fourth buffer holds the version being
+    sent, so that no worker overwrites it. The copies have three, too: a worker that writes no
+    shared state may have given n + 1 while those that do have sealed only n - 1.
+
+    A new version of shards is begun only when the last one is complete, including its copies
+    (`writer`), so two buffers are enough.
     """
     if piece == SHARED or is_shard(piece):
         return 2
@@ -136,22 +140,18 @@ class Sizes:
     @property
     def total(self) -> int:
         """Bytes of the whole memory."""
-        return _HEADER + self.buffers * (_paged(self.skeleton) + _paged(self.bytes))
+        return _HEADER + self.buffers * (paged(self.skeleton) + paged(self.bytes))
 
     def skeleton_at(self, index: int) -> int:
-        return _HEADER + index * _paged(self.skeleton)
+        return _HEADER + index * paged(self.skeleton)
 
     def buffer_at(self, index: int) -> int:
-        begin = _HEADER + self.buffers * _paged(self.skeleton)
-        return begin + index * _paged(self.bytes)
-
-
-def _paged(size: int) -> int:
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        begin = _HEADER + self.buffers * paged(self.skeleton)
+        return begin + index * paged(self.bytes)
 
 
 @dataclass(frozen=True)
-class Held:
+class SealedVersion:
     """A sealed version, as one process sees it."""
 
     version: Version
@@ -180,19 +180,13 @@ def create(
     sizes: Sizes, *, take: bool = True, taken: Callable[[int], None] = lambda size: None
 ) -> int:
     """Create a memory; return its descriptor, which the caller owns. Its pages are allocated now,
-    or later by `take_pages`.
-
-    It is not in /dev/shm, which has 64 MB in an ordinary pod. Its size is sealed: shrinking it
-    would kill its readers.
+    or later by `take_pages`. Its size is sealed.
     """
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    descriptor = os.memfd_create("torchelastic-snapshot", flags)
+    descriptor = shared_memory.create("snapshot", sizes.total, sealable=True)
     try:
-        os.ftruncate(descriptor, sizes.total)
         if take:
             take_pages(descriptor, sizes, taken)
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        shared_memory.seal_size(descriptor)
         head = _SIZES.pack(_MAGIC, sizes.buffers, sizes.bytes, sizes.skeleton)
         os.pwrite(descriptor, head, 0)
     except BaseException:
@@ -206,18 +200,18 @@ def take_pages(
 ) -> None:
     """Allocate all pages of a memory now, when that can still fail cleanly; later the kernel would
     kill the writer. Calls `taken` with the progress."""
-    for begin in range(0, sizes.total, _TAKEN):
-        length = min(_TAKEN, sizes.total - begin)
+    for begin in range(0, sizes.total, _ALLOCATE_AT_ONCE):
+        length = min(_ALLOCATE_AT_ONCE, sizes.total - begin)
         os.posix_fallocate(descriptor, begin, length)
         taken(length)
 
 
 def sizes_of(descriptor: int) -> Sizes:
     """Return the capacity of a memory; `ValueError` if it does not hold snapshots."""
-    head = os.pread(descriptor, _SIZES.size, 0)
-    if len(head) != _SIZES.size or not head.startswith(_MAGIC):
+    head = _SIZES.read(descriptor)
+    if head is None or head[0] != _MAGIC:
         raise ValueError("This memory does not hold snapshots.")
-    _, buffers, room, skeleton = _SIZES.unpack(head)
+    _, buffers, room, skeleton = head
     sizes = Sizes(room, skeleton, buffers)
     if os.fstat(descriptor).st_size != sizes.total:
         raise ValueError("The size of a snapshot memory differs from the size in its header.")
@@ -229,15 +223,14 @@ class Memory:
 
     def __init__(self, descriptor: int, *, writable: bool = True) -> None:
         self.sizes = sizes_of(descriptor)
-        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        self._map = mmap.mmap(descriptor, self.sizes.total, access=access)
+        self._map = map_memory(descriptor, writable=writable)
         self._view = memoryview(self._map)
         #: The buffer that is being written, and its number.
         self._begun: tuple[int, int] | None = None
 
     def close(self) -> None:
-        """Release the mapping. Views still in use (`begin`, `Held.data`) stay valid: the mapping
-        ends with the last one."""
+        """Release the mapping. Views still in use (`begin`, `SealedVersion.data`) stay valid: the
+        mapping ends with the last one."""
         self._view.release()
         with contextlib.suppress(BufferError):  # views are out
             self._map.close()
@@ -247,8 +240,8 @@ class Memory:
 
         Works in small portions, since other Python threads wait meanwhile.
         """
-        for start in range(0, self.sizes.total, _WARMED):
-            length = min(_WARMED, self.sizes.total - start)
+        for start in range(0, self.sizes.total, _WARM_AT_ONCE):
+            length = min(_WARM_AT_ONCE, self.sizes.total - start)
             try:
                 self._map.madvise(_POPULATE_WRITE, start, length)
             except OSError:  # Linux before 5.14 does not know it, and writes wait
@@ -271,7 +264,7 @@ class Memory:
         number = 1 + max((item.number for item in held), default=0)
         self._store(self._record_at(index), _TORN)
         self._begun = (index, number)
-        faults.at("snapshot.begun")
+        faults.at("snapshot.begun", step=version[1])
         return self._buffer(index)
 
     @property
@@ -281,7 +274,7 @@ class Memory:
             raise ValueError("No snapshot was begun.")
         return self.sizes.buffer_at(self._begun[0])
 
-    def _next(self, held: list[Held]) -> int:
+    def _next(self, held: list[SealedVersion]) -> int:
         """Return the buffer to write next, given what is held, the freshest first."""
         taken = {item.index for item in held}
         free = [index for index in range(self.sizes.buffers) if index not in taken]
@@ -316,9 +309,9 @@ class Memory:
         record = _RECORD.pack(number, *version, rank, size, used, len(skeleton), checksum)
         at = self._record_at(index)
         self._store(self.sizes.skeleton_at(index), skeleton)
-        faults.at("snapshot.skeleton")
-        self._store(at + _WHOLE, record + _SUM.pack(zlib.crc32(skeleton, zlib.crc32(record))))
-        faults.at("snapshot.sealing")
+        faults.at("snapshot.skeleton", step=version[1])
+        self._store(at + _RECORD.at, record + _SUM.pack(zlib.crc32(skeleton, zlib.crc32(record))))
+        faults.at("snapshot.sealing", step=version[1])
         self._store(at, _SEALED)
         self._begun = None
 
@@ -331,7 +324,7 @@ class Memory:
             if held.version == version:
                 self._store(self._record_at(held.index), _TORN)
 
-    def settle(self, base: Version, generation: int) -> None:
+    def drop_void(self, base: Version, generation: int) -> None:
         """Drop void versions: those of earlier generations beyond this generation's base.
 
         Call before the first `begin` of a generation, which would otherwise overwrite the base,
@@ -343,11 +336,11 @@ class Memory:
 
     # --- what readers note -----------------------------------------------------------------------
 
-    def pin(self, held: Held) -> None:
+    def pin(self, held: SealedVersion) -> None:
         """Mark this version as being read: it is overwritten last. Pins are not counted."""
         self._store(self._record_at(held.index) + _PINNED, _IN_USE)
 
-    def unpin(self, held: Held) -> None:
+    def unpin(self, held: SealedVersion) -> None:
         self._store(self._record_at(held.index) + _PINNED, _FREE)
 
     def _is_pinned(self, index: int) -> bool:
@@ -357,56 +350,56 @@ class Memory:
     def note_replicated(self, version: Version) -> None:
         """Agent only: note that all replicas of this version are in place."""
         summed = zlib.crc32(repr(version).encode())
-        self._store(_REPLICATED_AT, _REPLICATED.pack(*version, summed))
+        self._store(_REPLICATED.at, _REPLICATED.pack(*version, summed))
 
     def replicated(self) -> Version | None:
         """Return the freshest version known to have its replicas, or None."""
-        generation, step, summed = _REPLICATED.unpack_from(self._view, _REPLICATED_AT)
+        generation, step, summed = _REPLICATED.of(self._view)
         version = (int(generation), int(step))
         return version if zlib.crc32(repr(version).encode()) == summed else None
 
     # --- reading ---------------------------------------------------------------------------------
 
-    def holdings(self) -> list[Held]:
+    def holdings(self) -> list[SealedVersion]:
         """Return all sealed versions, the freshest first."""
         found = sorted(self._sealed(), key=lambda held: (held.version, held.number), reverse=True)
         return found
 
-    def freshest(self) -> Held | None:
+    def freshest(self) -> SealedVersion | None:
         """Return the freshest sealed version, without checking its bytes."""
         return next(iter(self.holdings()), None)
 
-    def find(self, version: Version) -> Held | None:
+    def find(self, version: Version) -> SealedVersion | None:
         return next((held for held in self.holdings() if held.version == version), None)
 
-    def still_holds(self, held: Held) -> bool:
+    def still_holds(self, held: SealedVersion) -> bool:
         """Return whether no write to it has begun since it was found."""
         now = self._read(held.index)
         # A number is used again once a version was dropped.
         return now is not None and (now.number, now.version) == (held.number, held.version)
 
-    def _sealed(self) -> Iterator[Held]:
+    def _sealed(self) -> Iterator[SealedVersion]:
         for index in range(self.sizes.buffers):
             held = self._read(index)
             if held is not None:
                 yield held
 
-    def _read(self, index: int) -> Held | None:
+    def _read(self, index: int) -> SealedVersion | None:
         """Return a buffer's version; None if it is torn or its record is invalid."""
         at = self._record_at(index)
         if self._view[at : at + 1] != _SEALED:
             return None
-        record = bytes(self._view[at + _WHOLE : at + _WHOLE + _RECORD.size])
+        record = bytes(self._view[at + _RECORD.at : at + _RECORD.end])
         number, generation, step, rank, size, used, length, summed = _RECORD.unpack(record)
         if not (0 <= used <= self.sizes.bytes and 0 <= length <= self.sizes.skeleton):
             return None
         begin = self.sizes.skeleton_at(index)
         skeleton = bytes(self._view[begin : begin + length])
-        (expected,) = _SUM.unpack_from(self._view, at + _WHOLE + _RECORD.size)
+        (expected,) = _SUM.of(self._view, at)
         if zlib.crc32(skeleton, zlib.crc32(record)) != expected:
             return None
         data = self._buffer(index)[:used].toreadonly()
-        return Held((generation, step), rank, size, skeleton, data, summed, index, number)
+        return SealedVersion((generation, step), rank, size, skeleton, data, summed, index, number)
 
     def _record_at(self, index: int) -> int:
         return _FIRST_RECORD + index * _RECORD_ROOM

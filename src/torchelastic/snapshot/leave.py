@@ -25,21 +25,22 @@ from typing import IO, Any
 import torch
 
 from torchelastic import checkpoint
-from torchelastic.errors import SnapshotError
+from torchelastic.errors import EXIT_SIGNAL_BASE, SnapshotError
 from torchelastic.snapshot.agent_client import SnapshotAgent
 from torchelastic.snapshot.keeper import NOTHING, Keeper
-from torchelastic.snapshot.layout import SHARED, Held, Memory, Version
+from torchelastic.snapshot.layout import SHARED, Memory, SealedVersion, Version
 from torchelastic.snapshot.state_tree import Tree
 from torchelastic.tensors import tensor_tree
+from torchelastic.worker import shared_signals
 from torchelastic.worker.orders import Leave
 
 log = logging.getLogger(__name__)
 
 #: Seconds to wait for the leader's choice of who saves, for a commit in progress, and for the last
 #: snapshot to be sealed.
-CHOICE, COMMIT, SEAL = 2.0, 1.0, 5.0
-#: How often to copy: a snapshot may be overwritten meanwhile; then copy the next one.
-TRIES = 3
+CHOICE_TIMEOUT, COMMIT_TIMEOUT, SEAL_TIMEOUT = 2.0, 1.0, 5.0
+#: Attempts to copy a snapshot: if it is overwritten meanwhile, the next one is copied.
+COPY_TRIES = 3
 
 #: Makes a checkpoint's content from the lasting and the passing half of a state, and its step.
 Stored = Callable[[Mapping[str, Any], Mapping[str, Any], int], dict[str, Any]]
@@ -70,6 +71,8 @@ class Departure:
         #: Held during a commit; never released once this worker leaves.
         self.commit = threading.Lock()
         self._prepared = False
+        #: The signal does not end this process any more.
+        self._shielded = False
         self._lock = threading.Lock()
         self._order: Leave | None = None
         self._decided = threading.Event()
@@ -80,6 +83,7 @@ class Departure:
         if there_is_storage and self._keeper.writes_whole_state and not self._prepared:
             self._prepared = True
             self._agent.listen(self.told)
+            self._shielded = bool(shared_signals.ignore_while(lambda: True))
 
     def told(self, order: Leave) -> None:
         """Handle the agent's order. The first begins the departure, the second decides who saves.
@@ -89,12 +93,13 @@ class Departure:
         if order.saves is not None:
             self._decided.set()
         if first:
-            # Not a daemon: if the script fails meanwhile, the interpreter waits for it.
-            threading.Thread(target=self._leave, name="torchelastic-leave").start()
+            # Not a daemon, as the thread that is told is: if the script fails meanwhile, the
+            # interpreter waits for it.
+            threading.Thread(target=self._leave, name="torchelastic-leave", daemon=False).start()
 
     def _leave(self) -> None:
-        self.commit.acquire(timeout=COMMIT)
-        self._decided.wait(CHOICE)
+        self.commit.acquire(timeout=COMMIT_TIMEOUT)
+        self._decided.wait(CHOICE_TIMEOUT)
         assert self._order is not None
         order = self._order
         try:
@@ -102,6 +107,8 @@ class Departure:
                 self._save(order.deadline)
         except Exception:  # in any case, the worker must leave
             log.exception("Leaving: could not save the state to checkpoint storage.")
+        if self._shielded:
+            os._exit(EXIT_SIGNAL_BASE + order.signum)
         os.kill(os.getpid(), order.signum)
 
     def _save(self, deadline: float | None) -> None:
@@ -118,7 +125,7 @@ class Departure:
     def _copy(self) -> Copy:
         """Copy the freshest snapshot, if possible that of the last commit."""
         self._wait_for_seal()
-        for _ in range(TRIES):
+        for _ in range(COPY_TRIES):
             version = self._freshest()
             if version == NOTHING:
                 raise SnapshotError("this node has no snapshot.")
@@ -133,7 +140,7 @@ class Departure:
 
     def _wait_for_seal(self) -> None:
         """Wait until the writer thread has sealed the last snapshot."""
-        (_, step), deadline = self._keeper.committed, time.monotonic() + SEAL
+        (_, step), deadline = self._keeper.committed, time.monotonic() + SEAL_TIMEOUT
         while time.monotonic() < deadline and self._freshest()[1] < step:
             time.sleep(0.01)
 
@@ -142,7 +149,7 @@ class Departure:
         held = self._agent.inventory().holdings
         return max((one.version for one in held if one.piece == SHARED), default=NOTHING)
 
-    def _copy_of(self, memory: Memory, held: Held) -> Copy | None:
+    def _copy_of(self, memory: Memory, held: SealedVersion) -> Copy | None:
         """Return a copy, or None if it is damaged or was overwritten meanwhile."""
         stored = self._tree.read(held.skeleton, held.data)
         tensors = stored.tensors(lambda spec: replace(spec, device="cpu").empty())

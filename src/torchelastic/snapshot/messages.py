@@ -1,14 +1,14 @@
 """The messages between a worker and its agent about snapshots, as data.
 
 Each message is one JSON object on the worker's channel; its `type` is `snapshot.` and the class's
-name in lower case. A request has a number, which its answer repeats:
+`kind`, or its name in lower case. A request has a number, which its answer repeats:
 
     worker  Room(1, piece, ...)      agent  Granted(1) with a memory, or Refused(1, sentence)
-    worker  Inventory(2)             agent  Holdings(2, ...)
+    worker  Inventory(2)             agent  NodeInventory(2, ...)
     worker  Open(3, piece, version)  agent  Opened(3) with a memory, or Refused
     worker  Fetch(4, ..., peer)      agent  the same, once it has a copy from another agent
     worker  Drop(5, piece, version)  agent  Dropped(5)
-    worker  Sealed(...), Settled(...): no answer; a lost one does no harm
+    worker  Sealed(...), Settled(...), Outdated(...): no answer; a lost one does no harm
 
 The memory comes as a descriptor (`layout.Memory`). `Granted` brings one to write to, `Opened` one
 to read from; the version is in the memory itself.
@@ -17,7 +17,7 @@ to read from; the version is in the memory itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import ClassVar, get_args
 
 from torchelastic.snapshot.layout import Version
 from torchelastic.transport.codec import Codec, Count
@@ -26,7 +26,7 @@ PREFIX = "snapshot."
 
 
 @dataclass(frozen=True)
-class Holding:
+class InventoryItem:
     """A version of a piece that a node holds."""
 
     piece: str
@@ -103,6 +103,13 @@ class Settled:
     generation: Count
 
 
+@dataclass(frozen=True)
+class Outdated:
+    """Report that no version before this one is needed: workers of several replicas have it."""
+
+    before: Version
+
+
 # --- down: from the agent to the worker ----------------------------------------------------------
 
 
@@ -136,18 +143,20 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Holdings:
-    """What this node holds, and its agent's address for other agents (empty: none)."""
+class NodeInventory:
+    """The pieces that this node holds, and its agent's address for other agents (empty: none)."""
+
+    kind: ClassVar[str] = "holdings"
 
     request: Count
-    holdings: tuple[Holding, ...]
+    holdings: tuple[InventoryItem, ...]
     peer: str = ""
     node: str = ""
 
 
 Request = Room | Inventory | Open | Fetch | Drop
-Question = Request | Sealed | Settled
-Answer = Granted | Opened | Dropped | Refused | Holdings
+Question = Request | Sealed | Settled | Outdated
+Answer = Granted | Opened | Dropped | Refused | NodeInventory
 
 _codec: Codec[Question | Answer] = Codec(*get_args(Question | Answer), prefix=PREFIX)
 to_json, from_json = _codec.to_json, _codec.from_json

@@ -29,7 +29,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchelastic.errors import CheckpointError
-from torchelastic.snapshot.dtensors import is_sharded, local_of
+from torchelastic.tensors.dtensors import is_sharded, local_of
 
 
 @dataclass(frozen=True)

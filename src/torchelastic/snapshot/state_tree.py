@@ -5,14 +5,17 @@ The skeleton has three lines of JSON: a number that identifies the form of state
 and optimizer state: nearly all of the bytes, in the same tensors step after step. The *passing*
 half is everything else: buffers, hyperparameters, and the other parts of the state.
 
-In the bytes, the large tensors of the lasting half come first (`Layout`).
+In the bytes, the large tensors of the lasting half come first (`tensor_bytes.Layout`).
 
-Sharded tensors are only listed here, not stored (`dtensors`).
+Sharded tensors are only listed here, not stored (`shards`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import ctypes
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,28 +23,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchelastic import torch_private
+from torchelastic import env
 from torchelastic.errors import SnapshotError, TransferError
-from torchelastic.snapshot import dtensors, fill_tensors
-from torchelastic.snapshot.dtensors import Sharded
-from torchelastic.snapshot.shard_boxes import Shape
-from torchelastic.tensors import module_state, tensor_tree
-from torchelastic.tensors.tensor_bytes import SMALL, address_of
+from torchelastic.snapshot.shard_boxes import TensorShape
+from torchelastic.snapshot.shards import Sharded, put_in, read_shapes, shapes_of, take_out
+from torchelastic.tensors import dtensors, module_state, tensor_tree
+from torchelastic.tensors.small_state import Hyperparameters
+from torchelastic.tensors.tensor_bytes import PIECE, Flat, Layout, address_of, copy_in
 from torchelastic.tensors.tensor_tree import Spec
+from torchelastic.torch_private import local_of, own_parameters_of
 
-#: The alignment of tensors in a buffer.
-ALIGNMENT = 64
-
-
-@dataclass(frozen=True)
-class Flat:
-    """A flattened state. Its tensors are the state's own memory wherever possible."""
-
-    skeleton: bytes
-    lasting: Sequence[torch.Tensor]
-    passing: Sequence[torch.Tensor]
-    #: The tensors whose version counts writes to large lasting tensors, where not their own.
-    watched: Sequence[torch.Tensor] | None = None
+#: More threads than this are limited by memory bandwidth.
+MOST_THREADS = 8
 
 
 class Tree:
@@ -56,56 +49,60 @@ class Tree:
         form: module_state.Form,
     ) -> None:
         """`rest` returns the rest of the state, `put_rest` puts it back."""
-        self._modules, self._optimizers = modules, optimizers
+        self.modules, self._optimizers = modules, optimizers
         self._rest, self._put_rest = rest, put_rest
-        self.form = str(module_state.form_number(form))
+        self.form, self.form_lines = str(module_state.form_number(form)), form
         #: The lasting half as last flattened, and the tensors it was made of.
         self._marks: list[tuple[int, int]] = []
-        self._flat: _Lasting | None = None
+        self._flat: Lasting | None = None
 
-    def flatten(self) -> Flat:
-        """Flatten the current state."""
-        lasting = self._flatten_lasting()
+    def flatten(self, lasting: Lasting) -> Flat:
+        """Flatten the current state, given its lasting half."""
         passing, others = tensor_tree.flatten(self._passing())
         skeleton = "\n".join((self.form, lasting.skeleton, passing)).encode()
         return Flat(skeleton, lasting.tensors, others)
 
-    def sharded(self) -> Sharded:
-        """Return the sharded tensors, which are not in it."""
-        return self._flatten_lasting().sharded
-
-    def _flatten_lasting(self) -> _Lasting:
-        """Flatten the lasting half again only if its tensors changed: there may be thousands."""
+    def flatten_lasting(self) -> Lasting:
+        """Flatten the lasting half; again only if its tensors changed: there may be thousands."""
         marks = self._current_marks()
         if marks is None:
-            return _Lasting.of(self._lasting())
+            return Lasting.of(self._lasting())
         if self._flat is None or marks != self._marks:
-            self._marks, self._flat = marks, _Lasting.of(self._lasting())
+            self._marks, self._flat = marks, Lasting.of(self._lasting())
         return self._flat
 
     def _current_marks(self) -> list[tuple[int, int]] | None:
         """Return marks that identify the tensors; None if there is more, such as numbers."""
-        tensors: list[torch.Tensor] = []
-        for module in self._modules:
-            tensors.extend(module.parameters())
+        values = self._values()
+        if not all(isinstance(one, torch.Tensor) for one in values):
+            return None
+        sharded = dtensors.kind()
+        return [
+            (id(one), (local_of(one) if isinstance(one, sharded) else one).data_ptr())
+            for one in values
+        ]
+
+    def _values(self) -> list[Any]:
+        """Return the parameters and the values in the optimizers' state."""
+        values: list[Any] = []
+        for module in self.modules:
+            for one in module_state.submodules(module):
+                values += [part for part in own_parameters_of(one).values() if part is not None]
         for optimizer in self._optimizers:
             for entries in optimizer.state.values():
-                for value in entries.values():
-                    if not isinstance(value, torch.Tensor):
-                        return None
-                    tensors.append(value)
-        return [(id(one), one.data_ptr()) for one in tensors]
+                values += entries.values()
+        return values
 
     def _lasting(self) -> dict[str, Any]:
         return {
-            "parameters": [dict(module.named_parameters()) for module in self._modules],
-            "state": [module_state.optimizer_tree(one)["state"] for one in self._optimizers],
+            "parameters": [dict(module.named_parameters()) for module in self.modules],
+            "state": [module_state.optimizer_state(one) for one in self._optimizers],
         }
 
     def _passing(self) -> dict[str, Any]:
         return {
-            "buffers": [dict(module.named_buffers()) for module in self._modules],
-            "groups": [module_state.optimizer_tree(one)["groups"] for one in self._optimizers],
+            "buffers": [module_state.named_buffers(module) for module in self.modules],
+            "groups": [Hyperparameters(one).tree() for one in self._optimizers],
             "rest": self._rest(),
         }
 
@@ -132,12 +129,12 @@ class Tree:
     def load(self, stored: Stored, sharded: Sharded) -> None:
         """Load it into the modules, the optimizers and the rest; shards are already loaded."""
         live = self._lasting()
-        dtensors.take_out(live)
+        take_out(live)
         own = dict(tensor_tree.tensors_by_path(live))
         tensors = stored.tensors(lambda spec: _destination(spec, own.get(spec.path)))
         count = len(stored.lasting_specs)
         lasting = tensor_tree.restore(stored.lasting, tensors[:count])
-        dtensors.put_in(lasting, sharded)
+        put_in(lasting, sharded)
         passing = tensor_tree.restore(stored.passing, tensors[count:])
         self.put([lasting, passing])
 
@@ -149,7 +146,7 @@ class Tree:
         """Load both halves; a tensor already in its place is not copied."""
         lasting, passing = whole
         for module, parameters, buffers in zip(
-            self._modules, lasting["parameters"], passing["buffers"], strict=True
+            self.modules, lasting["parameters"], passing["buffers"], strict=True
         ):
             module_state.load_module(module, {"parameters": parameters, "buffers": buffers})
         for optimizer, state, groups in zip(
@@ -160,17 +157,18 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class _Lasting:
+class Lasting:
     """The lasting half, flattened."""
 
     skeleton: str
     tensors: Sequence[torch.Tensor]
+    #: The sharded tensors, which are not in it.
     sharded: Sharded
 
     @classmethod
-    def of(cls, tree: dict[str, Any]) -> _Lasting:
-        sharded = dtensors.take_out(tree)
-        said = {"sharded": dtensors.shapes_of(sharded)} if sharded else {}
+    def of(cls, tree: dict[str, Any]) -> Lasting:
+        sharded = take_out(tree)
+        said = {"sharded": shapes_of(sharded)} if sharded else {}
         return cls(*tensor_tree.flatten(tree | said), sharded)
 
 
@@ -189,20 +187,20 @@ class Stored:
         lasting, passing = self.lasting_specs, self.passing_specs
         return Layout.of([one.nbytes for one in lasting], [one.nbytes for one in passing])
 
-    def sharded(self) -> dict[str, Shape]:
+    def sharded(self) -> dict[str, TensorShape]:
         """Return the tensors that are sharded over ranks, which are stored elsewhere."""
         nowhere = [
             torch.empty(one.shape, dtype=one.dtype, device="meta") for one in self.lasting_specs
         ]
         tree = tensor_tree.restore(self.lasting, nowhere)
-        return dtensors.read_shapes(tree.get("sharded", {}))
+        return read_shapes(tree.get("sharded", {}))
 
     def tensors(self, room_for: Callable[[Spec], torch.Tensor]) -> list[torch.Tensor]:
         """Return its tensors, copied into existing ones where they fit: lasting, then passing."""
         layout, begin = self.layout, address_of(self.data)
         found = [room_for(spec) for spec in (*self.lasting_specs, *self.passing_specs)]
         places = (*layout.lasting, *layout.passing)
-        fill_tensors.load([(one, begin + at) for one, at in zip(found, places, strict=True)])
+        fill([(one, begin + at) for one, at in zip(found, places, strict=True)])
         return found
 
 
@@ -211,63 +209,64 @@ def _destination(spec: Spec, own: torch.Tensor | None) -> torch.Tensor:
     return own.detach() if own is not None and spec.describes(own) else spec.empty()
 
 
-# --- bytes ----------------------------------------------------------------------------------------
+# --- copying into tensors -------------------------------------------------------------------------
+
+#: A tensor without gaps, and the address of its bytes.
+Source = tuple[torch.Tensor, int]
+#: Destination, source, and number of bytes.
+Move = tuple[int, int, int]
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The offset of each tensor of the two halves in a buffer."""
+def fill(sources: Sequence[Source]) -> None:
+    """Fill every tensor with its bytes, in parallel on the worker's cores.
 
-    lasting: Sequence[int]
-    passing: Sequence[int]
-    #: Where the tensors begin that are not both lasting and large.
-    small_at: int
-    size: int
-
-    @classmethod
-    def of(cls, lasting: Sequence[int], passing: Sequence[int]) -> Layout:
-        """Lay out tensors of these sizes in bytes."""
-        large = [size if size >= SMALL else 0 for size in lasting]
-        small = [size if size < SMALL else 0 for size in lasting]
-        large_places, small_at = _end_to_end(large, 0)
-        small_places, passing_at = _end_to_end(small, small_at)
-        passing_places, end = _end_to_end(passing, passing_at)
-        places = [
-            first if size else second
-            for size, first, second in zip(large, large_places, small_places, strict=True)
-        ]
-        return cls(places, passing_places, small_at, end)
+    Copying is the smaller part of the time. A new worker has touched neither the pages of the
+    memory it maps nor those of its new optimizer tensors, and getting a page takes longer than
+    filling it. So several threads wait for pages at the same time.
+    """
+    for tensor, address in sources:
+        if tensor.device.type != "cpu":
+            copy_in(tensor, address)
+    shares = list(shared_out([one for one in sources if one[0].device.type == "cpu"]))
+    threads = min(threads_of(os.sched_getaffinity(0)), len(shares))
+    if threads <= 1:
+        for share in shares:
+            _move(share)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="torchelastic-load") as pool:
+        for _ in pool.map(_move, shares):
+            pass  # an error of a thread is raised here
 
 
-def _end_to_end(sizes: Sequence[int], at: int) -> tuple[list[int], int]:
-    places = []
-    for size in sizes:
-        places.append(at)
-        at += -(-size // ALIGNMENT) * ALIGNMENT
-    return places, at
+def threads_of(cores: set[int]) -> int:
+    """Return this worker's share of the cores, which it shares with others on its node.
+
+    >>> threads_of({0, 1})
+    2
+    """
+    workers = max(int(env.get("LOCAL_WORLD_SIZE", "1")), 1)
+    return max(min(len(cores) // workers, MOST_THREADS), 1)
 
 
-class Staging:
-    """Copies of small tensors, arranged as in a buffer, in reused memory."""
+def shared_out(sources: Sequence[Source]) -> Iterator[list[Move]]:
+    """Split the moves into shares of about equal size."""
+    share: list[Move] = []
+    left = PIECE
+    for tensor, address in sources:
+        begin, size = tensor.data_ptr(), tensor.nbytes
+        at = 0
+        while at < size:
+            count = min(left, size - at)
+            share.append((begin + at, address + at, count))
+            at, left = at + count, left - count
+            if not left:
+                yield share
+                share, left = [], PIECE
+    if share:
+        yield share
 
-    def __init__(self) -> None:
-        self._forms: list[object] = []
-        self._copies: list[torch.Tensor] = []
-        self.block = torch.empty(0, dtype=torch.uint8)
 
-    @torch.no_grad()
-    def copy(self, tensors: Sequence[torch.Tensor], places: Sequence[int], size: int) -> None:
-        """Copy them to these offsets of the block, which has this size."""
-        forms: list[object] = [(one.dtype, one.shape, one.stride()) for one in tensors]
-        if forms != self._forms or size != len(self.block):
-            self.block = torch.zeros(size, dtype=torch.uint8)
-            self._copies = [
-                self._view(Spec.of("", one), at) for one, at in zip(tensors, places, strict=True)
-            ]
-            self._forms = forms
-        if self._copies:
-            torch_private.copy_all(self._copies, list(tensors))
-
-    def _view(self, spec: Spec, at: int) -> torch.Tensor:
-        memory = self.block[at : at + spec.nbytes].view(spec.dtype)
-        return memory.as_strided(spec.shape, spec.stride)
+def _move(share: Sequence[Move]) -> None:
+    """Copy without holding the GIL."""
+    for move in share:
+        ctypes.memmove(*move)

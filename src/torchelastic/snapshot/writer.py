@@ -8,50 +8,63 @@ A rank's private state is small and is sealed within the commit. So when one ran
 rank that has finished the same step has left its own piece of it.
 
 Shards are large, so this does not hold for them, and they are useless unless all ranks have the
-same version. So ranks vote in every commit (`Standing`): a version of shards is begun only when the
-one before is sealed by all ranks and copied to other nodes. Steps until then have no snapshot.
+same version. So ranks vote in every commit (`ShardStatus`): a version of shards is begun only when
+the one before is sealed by all ranks and copied to other nodes. Steps until then have no snapshot.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 
 from torchelastic import faults
 from torchelastic.errors import SnapshotError
-from torchelastic.snapshot.agent_client import SnapshotAgent, Unanswered
-from torchelastic.snapshot.layout import SHARED, Held, Memory, Version, checksum, own, shard
+from torchelastic.snapshot.agent_client import SnapshotHolder, Unanswered
+from torchelastic.snapshot.layout import (
+    SHARED,
+    Memory,
+    SealedVersion,
+    Version,
+    checksum,
+    own,
+    shard,
+)
 from torchelastic.snapshot.messages import Sealed
-from torchelastic.snapshot.state_tree import Flat, Layout, Staging
-from torchelastic.tensors.tensor_bytes import SMALL, address_of, copy_out
-from torchelastic.torch_private import version_of
+from torchelastic.tensors.tensor_bytes import (
+    SMALL,
+    BackgroundCopy,
+    Flat,
+    Layout,
+    SmallCopies,
+    address_of,
+    copy_out,
+)
 from torchelastic.worker_counters import stalls
 
 log = logging.getLogger(__name__)
 
 #: Seconds that the first commit waits for memory. Later ones do not wait.
-FIRST_WAIT = 2.0
+FIRST_MEMORY_TIMEOUT = 2.0
 #: Seconds that a snapshot waits for the ledger, so that it holds no step whose samples are not
 #: recorded, unless the disk is hung.
-LEDGER_PATIENCE = 5.0
+LEDGER_TIMEOUT = 5.0
 #: Seconds that shards wait for their copies on other nodes before we warn and continue.
-REPLICA_PATIENCE = 120.0
+REPLICA_TIMEOUT = 120.0
 #: Memory is requested in multiples of this many bytes.
-_GRAIN = 64 << 10
+_ROUND_UP_TO = 64 << 10
 
 #: The skeleton of an own piece.
 OWN_SKELETON = b'{"own":1}'
 
 
 @dataclass(frozen=True)
-class Place:
+class WriterPlace:
     """The writing rank, and the version that its generation began with."""
 
     rank: int
@@ -62,7 +75,7 @@ class Place:
     base: Version
 
 
-class Standing(IntEnum):
+class ShardStatus(IntEnum):
     """The status of a rank's shards of the last version; the lowest of all ranks counts."""
 
     #: There is no memory for them: no rank writes shards any more.
@@ -74,50 +87,46 @@ class Standing(IntEnum):
     DONE = 2
 
 
-@dataclass
+class _Plan:
+    """The places of a state's tensors in a buffer, made once for many snapshots."""
+
+    def __init__(self, lasting: Sequence[torch.Tensor], passing: Sequence[int]) -> None:
+        """`passing` are the sizes of the passing tensors."""
+        self._lasting, self._passing = lasting, passing
+        self.layout = layout = Layout.of([one.nbytes for one in lasting], passing)
+        places = [*zip(lasting, layout.lasting, strict=True)]
+        #: The lasting tensors that are copied in the background, and at once; with their offsets.
+        self.large = [place for place in places if place[0].nbytes >= SMALL]
+        self.small = [place for place in places if place[0].nbytes < SMALL]
+
+    def is_of(self, lasting: Sequence[torch.Tensor], passing: Sequence[int]) -> bool:
+        """Return whether it was made of these tensors: the very same sequence (`Tree` and `Shards`
+        make another if any of them changes), and passing ones of these sizes."""
+        return lasting is self._lasting and passing == self._passing
+
+
 class _Job:
     """A snapshot of a piece in progress."""
 
-    target: _PieceMemory
-    version: Version
-    skeleton: bytes
-    layout: Layout
-    #: To copy: the tensors, their destinations, and the count of writes to each.
-    tensors: Sequence[torch.Tensor]
-    places: Sequence[int]
-    watched: Sequence[torch.Tensor]
-    counts: Sequence[int]
-    #: Already copied.
-    staged: torch.Tensor
-    #: Set when the tensors may be written to again.
-    copied: threading.Event = field(default_factory=threading.Event)
-
-    @classmethod
-    def of(cls, target: _PieceMemory, version: Version, flat: Flat, layout: Layout) -> _Job:
+    def __init__(
+        self, target: _PieceMemory, memory: Memory, version: Version, flat: Flat, plan: _Plan
+    ) -> None:
         """Begin a snapshot: copy at once small tensors and those not written by optimizers."""
-        lasting, passing = flat.lasting, flat.passing
-        small = [*zip(lasting, layout.lasting, strict=True)]
-        large = [(one, at) for one, at in small if one.nbytes >= SMALL]
-        small = [(one, at) for one, at in small if one.nbytes < SMALL]
-        small.extend(zip(passing, layout.passing, strict=True))
-        places = [at - layout.small_at for _, at in small]
-        target.staging.copy([one for one, _ in small], places, layout.size - layout.small_at)
-        tensors = [one for one, _ in large]
+        self.target, self.memory, self.version = target, memory, version
+        self.skeleton, self.layout = flat.skeleton, plan.layout
+        #: The buffer to write to, once the copy has begun.
+        self.data = memoryview(b"")
+        passing = zip(flat.passing, plan.layout.passing, strict=True)
+        self.small = target.copy_small([*plan.small, *passing], plan.layout)
+        tensors, offsets = [one for one, _ in plan.large], [at for _, at in plan.large]
         watched = tensors if flat.watched is None else flat.watched
-        counts = [version_of(one) for one in watched]
-        places = [at for _, at in large]
-        block = target.staging.block
-        made = cls(target, version, flat.skeleton, layout, tensors, places, watched, counts, block)
-        if not tensors:
-            made.copied.set()
-        return made
+        self.copy = BackgroundCopy(tensors, offsets, self._begin, watched=watched)
+        #: Whether the training has to wait for it.
+        self.is_large = bool(tensors)
 
-    def was_disturbed(self) -> bool:
-        """Return whether a tensor was written to since the commit, which voids the copy."""
-        return any(
-            version_of(tensor) != count
-            for tensor, count in zip(self.watched, self.counts, strict=True)
-        )
+    def _begin(self) -> int:
+        self.data = self.memory.begin(self.version)
+        return address_of(self.data)
 
 
 class Writer:
@@ -125,18 +134,23 @@ class Writer:
 
     def __init__(
         self,
-        agent: SnapshotAgent,
-        place: Place,
+        agent: SnapshotHolder,
+        place: WriterPlace,
         before_seal: Callable[[float], bool] | None = None,
+        *,
+        memory_timeout: float = FIRST_MEMORY_TIMEOUT,
     ) -> None:
+        """`memory_timeout`: how long the first commit waits for memory, in seconds."""
         self._agent, self._place, self._before_seal = agent, place, before_seal
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="torchelastic-keep")
-        self._own = _PieceMemory(own(place.rank), agent, place, self._pool)
-        self._shared = _PieceMemory(SHARED, agent, place, self._pool)
-        self._shards = _PieceMemory(shard(place.rank), agent, place, self._pool)
+        self._own = _PieceMemory(own(place.rank), agent, place, self._pool, memory_timeout)
+        self._shared = _PieceMemory(SHARED, agent, place, self._pool, memory_timeout)
+        self._shards = _PieceMemory(shard(place.rank), agent, place, self._pool, memory_timeout)
         #: Snapshots in progress: those not copied yet, and those not sealed yet.
         self._copying: list[_Job] = []
         self._sealing: list[tuple[_Job, Future[None]]] = []
+        #: The version of the own piece that was sealed and that the agent was not told of.
+        self._untold: Version | None = None
         #: The version of the shards that was begun last, and when.
         self._latest: tuple[Version, float] | None = None
         self._late = False
@@ -151,70 +165,78 @@ class Writer:
         return self._place.first and not self._shared.is_refused
 
     def publish(
-        self, version: Version, flat: Flat | None, private: bytes, shards: Flat | None = None
+        self, version: Version, flat: Flat | None, private: bytes | None, shards: Flat | None = None
     ) -> None:
-        """Begin a snapshot; `flat` is None on a rank that does not write shared state."""
+        """Begin a snapshot; `flat` is None on a rank that does not write shared state, `private`
+        if it is in the shards."""
         self.finish()
-        self._publish_own(version, private)
-        # Before the shared piece: where that is found, its writer's shards are too.
+        if private is not None:
+            self._publish_own(version, private)
+        # Before the shared piece: the pool has one thread, which seals in this order. So whoever
+        # finds a sealed shared piece also finds the shards of the worker that wrote it.
         if shards is not None:
             self._latest = version, time.monotonic()
             self._publish(self._shards, version, shards)
         if flat is not None:
             self._publish(self._shared, version, flat)
+        if not self._sealing:
+            self._tell_own()
         if self._at_once:
             self._wait_for_copies()
 
     # --- shards ----------------------------------------------------------------------------------
 
-    def standing(self) -> Standing:
+    def shard_status(self) -> ShardStatus:
         """Return the status of this rank's shards of the last version begun."""
         if self._shards.is_refused or self._shared.is_refused:
-            return Standing.NEVER
+            return ShardStatus.NEVER
         if self._latest is None:
-            return Standing.DONE
+            return ShardStatus.DONE
         if not all(sealing.done() for _, sealing in self._sealing):
-            return Standing.PENDING
+            return ShardStatus.PENDING
         self.finish()
         (version, began), targets = self._latest, [self._shards]
         if self._place.first:
             targets.append(self._shared)
         if not all(target.holds(version) for target in targets):
-            return Standing.FAILED
-        if self._shards.is_replicated(version) or time.monotonic() > began + REPLICA_PATIENCE:
+            return ShardStatus.FAILED
+        if self._shards.is_replicated(version) or time.monotonic() > began + REPLICA_TIMEOUT:
             self._tell_late(not self._shards.is_replicated(version))
-            return Standing.DONE
+            return ShardStatus.DONE
         self._agent.tell(Sealed(self._shards.piece, version))  # in case it was not heard
-        return Standing.PENDING
+        return ShardStatus.PENDING
 
-    def may_begin(self, least: Standing) -> bool:
-        """Return whether all ranks begin a version of shards, given the lowest standing."""
-        if least == Standing.NEVER and not self._shards.is_refused:
+    def may_begin(self, least: ShardStatus) -> bool:
+        """Return whether all ranks begin a version of shards, given the lowest status."""
+        if least == ShardStatus.NEVER and not self._shards.is_refused:
             self._shards.refuse()
             log.warning(
                 "Some ranks have no memory for their shards: training continues without snapshots."
             )
-        if least == Standing.FAILED and self._latest is not None:
+        if least == ShardStatus.FAILED and self._latest is not None:
             self._shards.drop(self._latest[0])
             self._shared.drop(self._latest[0])
-        return least in (Standing.FAILED, Standing.DONE)
+        return least in (ShardStatus.FAILED, ShardStatus.DONE)
+
+    def holds_shards(self, version: Version) -> bool:
+        return self._shards.holds(version)
 
     def _tell_late(self, late: bool) -> None:
         if late and not self._late:
             log.warning(
                 "No other node has copied this rank's shards for %d seconds. If this node is lost, "
                 "training since the last copy is lost too.",
-                REPLICA_PATIENCE,
+                REPLICA_TIMEOUT,
             )
         self._late = late
 
     # --- around a snapshot -----------------------------------------------------------------------
 
-    def check(self, held: Held) -> None:
+    def check(self, held: SealedVersion) -> None:
         """Verify a snapshot's checksum in the thread."""
         self._checked = self._pool.submit(held.is_whole)
 
-    def is_whole(self, held: Held) -> bool:
+    def is_whole(self, held: SealedVersion) -> bool:
         """Return the result of `check`. The agent drops a damaged snapshot before any rank can
         restore it again."""
         if self._checked is None or self._checked.result():
@@ -237,7 +259,7 @@ class Writer:
 
     def _wait_for_copies(self) -> None:
         for job in self._copying:
-            job.copied.wait()
+            job.copy.run()
         self._copying.clear()
 
     def finish(self) -> None:
@@ -250,9 +272,17 @@ class Writer:
                 log.exception("Could not write a snapshot; training continues without it.")
                 job.target.refuse()
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
+        """Stop reading the state, seal the last snapshot and release the memory. Without `wait`
+        only the first is done on return, and the thread does the rest: both take long if the state
+        is large. `finish` waits for the seal."""
+        self._wait_for_copies()
+        self._pool.submit(self._release)
+        self._pool.shutdown(wait=wait)
+
+    def _release(self) -> None:
+        """Run after everything else in the thread."""
         self.finish()
-        self._pool.shutdown()
         for target in (self._own, self._shared, self._shards):
             target.close()
 
@@ -261,37 +291,47 @@ class Writer:
         if memory is not None:
             memory.begin(version)[: len(private)] = private
             summed = checksum(private)
-            self._seal(self._own, memory, version, OWN_SKELETON, len(private), summed)
+            self._seal(memory, version, OWN_SKELETON, len(private), summed)
+            self._untold = version
 
     def _publish(self, target: _PieceMemory, version: Version, flat: Flat) -> None:
-        sizes = [one.nbytes for one in flat.lasting], [one.nbytes for one in flat.passing]
-        layout = Layout.of(*sizes)
-        memory = target.memory(layout.size, len(flat.skeleton))
+        plan = target.plan(flat)
+        memory = target.memory(plan.layout.size, len(flat.skeleton))
         if memory is not None:
-            job = _Job.of(target, version, flat, layout)
-            self._copying.append(job)
-            self._sealing.append((job, self._pool.submit(self._write, memory, job)))
+            job = _Job(target, memory, version, flat, plan)
+            if job.is_large:
+                self._copying.append(job)
+            self._sealing.append((job, self._pool.submit(self._write, job)))
 
     # --- the thread ------------------------------------------------------------------------------
 
-    def _write(self, memory: Memory, job: _Job) -> None:
-        try:
-            data = memory.begin(job.version)
-            _copy(job, address_of(data))
-            disturbed = job.was_disturbed()
-        finally:
-            job.copied.set()
-        if disturbed:
+    def _write(self, job: _Job) -> None:
+        job.copy.run()
+        self._tell_own()
+        if job.copy.error is not None:
+            raise job.copy.error
+        if job.copy.is_disturbed:
             self._copy_at_once_from_now_on(job.version)
             return
+        if faults.planned:
+            faults.at("snapshot.copy", step=job.version[1])
+        copy_out(job.small, address_of(job.data) + job.layout.small_at)
         used = job.layout.size
-        summed = checksum(data[:used])
+        summed = checksum(job.data[:used])
         self._wait_for_ledger()
-        self._seal(job.target, memory, job.version, job.skeleton, used, summed)
-        job.target.warm(memory)
+        self._seal(job.memory, job.version, job.skeleton, used, summed)
+        self._agent.tell(Sealed(job.target.piece, job.version))
+        job.target.warm(job.memory)
+
+    def _tell_own(self) -> None:
+        """Tell the agent of the own piece: after the copy, since the agent then needs a core, and
+        training may be waiting for the copy."""
+        version, self._untold = self._untold, None
+        if version is not None:
+            self._agent.tell(Sealed(self._own.piece, version))
 
     def _wait_for_ledger(self) -> None:
-        if self._before_seal is not None and not self._before_seal(LEDGER_PATIENCE):
+        if self._before_seal is not None and not self._before_seal(LEDGER_TIMEOUT):
             self._before_seal = None
             log.warning(
                 "The ledger's disk is hung: snapshots no longer wait for it, and the ledger may "
@@ -299,17 +339,10 @@ class Writer:
             )
 
     def _seal(
-        self,
-        target: _PieceMemory,
-        memory: Memory,
-        version: Version,
-        skeleton: bytes,
-        used: int,
-        summed: int,
+        self, memory: Memory, version: Version, skeleton: bytes, used: int, summed: int
     ) -> None:
         rank, size = self._place.rank, self._place.size
         memory.seal(version, skeleton, used, summed, rank=rank, size=size)
-        self._agent.tell(Sealed(target.piece, version))
 
     def _copy_at_once_from_now_on(self, version: Version) -> None:
         self._at_once = True
@@ -321,27 +354,27 @@ class Writer:
         )
 
 
-def _copy(job: _Job, begin: int) -> None:
-    for tensor, place in zip(job.tensors, job.places, strict=True):
-        copy_out(tensor, begin + place)
-    if faults.planned:
-        faults.at("snapshot.copy")
-    copy_out(job.staged, begin + job.layout.small_at)
-
-
 def _rounded_up(size: int) -> int:
     """Round up: numbers in a skeleton grow, and the memory must still fit after a restart."""
-    return (size // _GRAIN + 2) * _GRAIN
+    return (size // _ROUND_UP_TO + 2) * _ROUND_UP_TO
 
 
 class _PieceMemory:
     """The memory for one piece: requested when needed; only the first commit waits for it."""
 
     def __init__(
-        self, piece: str, agent: SnapshotAgent, place: Place, pool: ThreadPoolExecutor
+        self,
+        piece: str,
+        agent: SnapshotHolder,
+        place: WriterPlace,
+        pool: ThreadPoolExecutor,
+        timeout: float,
     ) -> None:
         self.piece, self._agent, self._place, self._pool = piece, agent, place, pool
-        self.staging = Staging()
+        self._timeout = timeout
+        #: Copies of small tensors, arranged as in a buffer.
+        self._small, self._copies = torch.empty(0, dtype=torch.uint8), SmallCopies()
+        self._plan: _Plan | None = None
         self._memory: Memory | None = None
         self._asked: Future[Memory] | None = None
         #: Whether the last request timed out.
@@ -349,6 +382,13 @@ class _PieceMemory:
         self.is_refused = False
         #: The memory whose other buffer needs no warming any more.
         self._warmed: Memory | None = None
+
+    def plan(self, flat: Flat) -> _Plan:
+        """Return the plan of the last snapshot if it is of the same tensors, else a new one."""
+        passing = [one.nbytes for one in flat.passing]
+        if self._plan is None or not self._plan.is_of(flat.lasting, passing):
+            self._plan = _Plan(flat.lasting, passing)
+        return self._plan
 
     def memory(self, size: int, skeleton: int) -> Memory | None:
         """Return memory of this size, or None if there is none (yet)."""
@@ -358,12 +398,23 @@ class _PieceMemory:
             wanted = _rounded_up(size), _rounded_up(skeleton)
             self._asked = self._pool.submit(self._agent.request_memory, self.piece, *wanted)
             if not self._is_late:
-                wait([self._asked], FIRST_WAIT)
+                wait([self._asked], self._timeout)
         if not self._asked.done():
             return None
         asked, self._asked = self._asked, None
         self._take(asked)
         return self._memory if self._fits(size, skeleton) else None
+
+    def copy_small(
+        self, tensors: Sequence[tuple[torch.Tensor, int]], layout: Layout
+    ) -> torch.Tensor:
+        """Copy tensors to memory that is reused: the end of a buffer with this layout."""
+        size = layout.size - layout.small_at
+        if len(self._small) != size:
+            self._small = torch.zeros(size, dtype=torch.uint8)
+        offsets = [at - layout.small_at for _, at in tensors]
+        self._copies.copy([one for one, _ in tensors], offsets, self._small)
+        return self._small
 
     def holds(self, version: Version) -> bool:
         return self._memory is not None and self._memory.find(version) is not None
@@ -388,9 +439,9 @@ class _PieceMemory:
         self.close()
 
     def close(self) -> None:
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
 
     def _fits(self, size: int, skeleton: int) -> bool:
         if self._memory is None:
@@ -410,4 +461,4 @@ class _PieceMemory:
             self.refuse()
             log.warning("Training continues without snapshots of '%s': %s", self.piece, error)
             return
-        self._memory.settle(self._place.base, self._place.generation)
+        self._memory.drop_void(self._place.base, self._place.generation)

@@ -7,7 +7,7 @@ running statistics of normalisation layers, which native code writes without cou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,16 @@ class Buffers:
         for one in self.heavy:
             one.restore()
 
+    def heavy_changes(self) -> list[torch.Tensor | None]:
+        """Return copies of the heavy buffers that have changed since they were saved."""
+        return [one.change() for one in self.heavy]
+
+    def put_heavy(self, changes: Sequence[torch.Tensor | None]) -> None:
+        """Put in place what `heavy_changes` returned, unless there are other buffers now."""
+        for one, change in zip(self.heavy, changes, strict=False):
+            if change is not None and len(changes) == len(self.heavy):
+                one.put(change)
+
     @torch.no_grad()
     def restore(self, light: bytes) -> bool:
         """Put back what `capture` returned; do nothing and return False if buffers differ."""
@@ -94,6 +104,16 @@ class _Heavy:
             return
         self._saved = None if live is None else _copy_into(self._saved, live)
         self._mark = mark
+
+    def change(self) -> torch.Tensor | None:
+        live = self._buffers[self._name]
+        if live is None or not (self._traceless or (id(live), version_of(live)) != self._mark):
+            return None
+        return live.detach().clone()
+
+    @torch.no_grad()
+    def put(self, value: torch.Tensor) -> None:
+        self._buffers[self._name] = _put_back(self._buffers[self._name], value)
 
     @torch.no_grad()
     def restore(self) -> None:

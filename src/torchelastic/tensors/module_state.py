@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,10 +19,30 @@ from torch.optim import Optimizer
 
 from torchelastic import torch_private
 from torchelastic.errors import TransferError
+from torchelastic.tensors.dtensors import local_or_whole
 from torchelastic.tensors.small_state import Hyperparameters, fits
 
 #: The form of a state: a line for each thing that must be the same on all ranks, with its value.
 Form = Sequence[tuple[str, str]]
+
+
+def submodules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the module and all below it, in any order; `modules()` takes six times as long."""
+    seen: set[nn.Module] = set()
+    left: list[nn.Module | None] = [module]
+    while left:
+        one = left.pop()
+        if one is not None and one not in seen:
+            seen.add(one)
+            yield one
+            left.extend(torch_private.children_of(one).values())
+
+
+def named_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return all buffers by name; soon done if there are none, as in most models."""
+    if any(map(torch_private.buffers_of, submodules(module))):
+        return dict(module.named_buffers())
+    return {}
 
 
 def form_number(form: Form) -> int:
@@ -55,10 +76,18 @@ def state_dict_of(module: nn.Module, kept: Mapping[str, torch.Tensor]) -> dict[s
 def form_of_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, str]]:
     """Yield what must be the same on all workers, in words; buffers may differ."""
     for number, module in enumerate(modules):
-        where = f" of model {number}" if number else ""
         for name, parameter in module.named_parameters():
             dtype = str(parameter.dtype).removeprefix("torch.")
-            yield f"parameter '{name}'{where}", f"{dtype} of shape {tuple(parameter.shape)}"
+            yield parameter_name(name, number), f"{dtype} of shape {tuple(parameter.shape)}"
+
+
+def parameter_name(name: str, model: int) -> str:
+    """Return a parameter of the first or of another model in words.
+
+    >>> parameter_name("0.weight", 0), parameter_name("0.weight", 1)
+    ("parameter '0.weight'", "parameter '0.weight' of model 1")
+    """
+    return f"parameter '{name}'" + (f" of model {model}" if model else "")
 
 
 def form_of_optimizers(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, str]]:
@@ -66,6 +95,20 @@ def form_of_optimizers(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, s
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         groups = f"parameters by group: {', '.join(map(str, sizes))}"
         yield f"optimizer {number}", f"{type(optimizer).__name__} ({groups})"
+
+
+def differences(own: Form, others: Form, here: str, there: str) -> Iterator[str]:
+    """Yield the differences of two forms in words; `here` and `there` say whose they are."""
+    mine, theirs = dict(own), dict(others)
+    for what, how in own:
+        if what not in theirs:
+            yield f"{what} exists on {here}, not on {there}"
+        elif theirs[what] != how:
+            yield f"{what} is {how} on {here} and {theirs[what]} on {there}"
+    yield from (f"{what} exists on {there}, not on {here}" for what in theirs if what not in mine)
+    for (mine_next, _), (theirs_next, _) in zip_longest(own, others, fillvalue=("nothing", "")):
+        if mine_next != theirs_next:
+            yield f"{here} has {mine_next}, {there} {theirs_next} in its place"
 
 
 @torch.no_grad()
@@ -92,13 +135,14 @@ def _load_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:
 
 def optimizer_tree(optimizer: Optimizer) -> dict[str, Any]:
     """Return state by the parameter's index, as in `state_dict`, and hyperparameters."""
+    return {"state": optimizer_state(optimizer), "groups": Hyperparameters(optimizer).tree()}
+
+
+def optimizer_state(optimizer: Optimizer) -> dict[Any, dict[str, Any]]:
     numbers = {p: i for i, p in enumerate(parameters_of(optimizer))}
     return {
-        "state": {
-            numbers[key] if isinstance(key, torch.Tensor) else key: dict(entries)
-            for key, entries in optimizer.state.items()
-        },
-        "groups": Hyperparameters(optimizer).tree(),
+        numbers[key] if isinstance(key, torch.Tensor) else key: dict(entries)
+        for key, entries in optimizer.state.items()
     }
 
 
@@ -120,11 +164,10 @@ def load_optimizer(optimizer: Optimizer, tree: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def fill(live: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Copy these values into a tensor, unless they were received into its own memory.
-
-    (A sharded tensor has no address: all of them return 0.)
-    """
-    is_there = live is value or live.data_ptr() == value.data_ptr() != 0
+    """Copy these values into a tensor, unless they were received into its own memory."""
+    # A sharded tensor has no address, only its part has: all of them return 0.
+    own, received = local_or_whole(live), local_or_whole(value)
+    is_there = live is value or own.data_ptr() == received.data_ptr() != 0
     return live if is_there else live.copy_(value)
 
 

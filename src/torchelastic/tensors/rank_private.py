@@ -31,7 +31,7 @@ _IN_FLIGHT = (0, 1, 2)
 _BEGIN = (3, 4)
 
 
-class StatusPage(Protocol):
+class StatusPageBuffers(Protocol):
     """The part of `worker.status_page.StatusPage` used here."""
 
     def publish(
@@ -48,7 +48,7 @@ class Private(NamedTuple):
     buffers: bytes
 
 
-class Reader:
+class PrivateStateReader:
     """Reads the private state of this rank."""
 
     def __init__(self, buffers: Buffers) -> None:
@@ -74,7 +74,7 @@ def restore(private: Private, buffers: Buffers) -> bool:
 class Publisher:
     """Saves this rank's private state in its status page."""
 
-    def __init__(self, status_page: StatusPage) -> None:
+    def __init__(self, status_page: StatusPageBuffers) -> None:
         self._status_page = status_page
         self._left: tuple[Version, Private] | None = None
         #: The packed part that seldom changes, and what it was made of.
@@ -126,7 +126,7 @@ def unpack(data: bytes) -> Private:
     return Private(rng.Random(data[begin:end], data[_HEAD.size : begin]), data[end:])
 
 
-def left_behind(status_page: StatusPage, base: Version) -> Private | None:
+def left_behind(status_page: StatusPageBuffers, base: Version) -> Private | None:
     """Return the private state that the previous worker of this status page saved for `base`.
 
     If it died before the first step of a generation, that generation's number is on the same step,

@@ -1,22 +1,36 @@
-"""The elements of tensors as bytes: their addresses, and copies made while training runs.
+"""The elements of tensors as bytes: their addresses, their places in a copy of a state, and copies
+made while training continues.
 
 A tensor without gaps is one run of bytes, channels-last or not: its elements are taken in memory
 order. Those of one with gaps are taken in the order of its dimensions.
+
+Snapshots and checkpoints copy a state in the same way. `end_to_end` gives every tensor its place.
+Small tensors are copied at once (`SmallCopies`). The large ones that only optimizers change are a
+`BackgroundCopy`: a thread runs it during the next forward and backward. `optimizer.step` runs it,
+too: it helps, and continues when all is copied.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from torchelastic import torch_private
+from torchelastic.torch_private import version_of
+
 #: Tensors below this many bytes are small: copying one is cheaper than watching it for writes.
 SMALL = 64 << 10
-#: How much is copied in one go where several threads share the work.
+#: Bytes copied at a time where several threads share the work.
 PIECE = 4 << 20
+#: The alignment of tensors in a copy.
+ALIGNMENT = 64
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -55,7 +69,7 @@ def address_of(data: memoryview) -> int:
     if not len(data):
         return 0
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it must not be written, which nobody does
+        warnings.simplefilter("ignore")  # that it is read-only: nothing here writes to it
         return torch.frombuffer(data, dtype=torch.uint8).data_ptr()
 
 
@@ -97,3 +111,153 @@ def _is_at_hand(tensor: torch.Tensor) -> bool:
 def _bytes_at(address: int, count: int) -> torch.Tensor:
     memory = (ctypes.c_char * count).from_address(address)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+# --- the places of tensors in a copy --------------------------------------------------------------
+
+
+def end_to_end(sizes: Sequence[int], at: int = 0) -> tuple[list[int], int]:
+    """Return the offsets of tensors of these sizes from `at` on, and the end.
+
+    >>> end_to_end([100, 0, 1])
+    ([0, 128, 128], 192)
+    """
+    offsets = []
+    for size in sizes:
+        offsets.append(at)
+        at += -(-size // ALIGNMENT) * ALIGNMENT
+    return offsets, at
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A state to copy. Its tensors are the state's own memory wherever possible.
+
+    The *lasting* ones are what only `optimizer.step` writes, the *passing* ones all others.
+    """
+
+    skeleton: bytes
+    lasting: Sequence[torch.Tensor]
+    passing: Sequence[torch.Tensor]
+    #: The tensors whose version counts writes to large lasting tensors, where not their own.
+    watched: Sequence[torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The offset of each tensor of a `Flat` in a buffer: the large lasting ones come first."""
+
+    lasting: Sequence[int]
+    passing: Sequence[int]
+    #: The offset of the first tensor that is not both lasting and large.
+    small_at: int
+    size: int
+
+    @classmethod
+    def of(cls, lasting: Sequence[int], passing: Sequence[int]) -> Layout:
+        """Lay out tensors of these sizes in bytes."""
+        large = [size if size >= SMALL else 0 for size in lasting]
+        small = [size if size < SMALL else 0 for size in lasting]
+        large_places, small_at = end_to_end(large)
+        small_places, passing_at = end_to_end(small, small_at)
+        passing_places, end = end_to_end(passing, passing_at)
+        places = [
+            first if size else second
+            for size, first, second in zip(large, large_places, small_places, strict=True)
+        ]
+        return cls(places, passing_places, small_at, end)
+
+
+# --- copies behind the training -------------------------------------------------------------------
+
+
+class SmallCopies:
+    """Copies many small tensors at once, and remembers where from one time to the next."""
+
+    def __init__(self) -> None:
+        self._forms: list[object] = []
+        self._memory = torch.empty(0)
+        self._views: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def copy(
+        self, tensors: Sequence[torch.Tensor], offsets: Sequence[int], memory: torch.Tensor
+    ) -> None:
+        """Copy the tensors to these offsets of the memory, a tensor of bytes."""
+        forms: list[object] = [(one.dtype, one.shape, one.stride()) for one in tensors]
+        forms += offsets
+        if memory is not self._memory or forms != self._forms:
+            self._views = [_view(memory, one, at) for one, at in zip(tensors, offsets, strict=True)]
+            self._forms, self._memory = forms, memory
+        if self._views:
+            torch_private.copy_all(self._views, list(tensors), non_blocking=True)
+        if any(one.is_cuda for one in tensors):
+            torch.cuda.synchronize()  # what was begun must have arrived
+
+
+def _view(memory: torch.Tensor, tensor: torch.Tensor, at: int) -> torch.Tensor:
+    elements = memory[at : at + tensor.nbytes].view(tensor.dtype)
+    return elements.as_strided(tensor.shape, stride_of(tensor))
+
+
+class BackgroundCopy:
+    """A copy in progress: each thread that runs it takes pieces of the work until none is left."""
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        offsets: Sequence[int],
+        begin: Callable[[], int],
+        *,
+        watched: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """`begin` is called once, by the first thread that runs it, and returns the address that
+        the offsets count from. `watched` must not change until the copy is done."""
+        self._tensors, self._offsets, self._begin = tensors, offsets, begin
+        self._watched = [(tensor, version_of(tensor)) for tensor in watched]
+        self._pieces: deque[Callable[[], object]] | None = None
+        self._left = 0
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        #: The first thing that went wrong; no thread that only helps has to know it.
+        self.error: Exception | None = None
+        #: A watched tensor changed meanwhile: the copy is worthless.
+        self.is_disturbed = False
+
+    def run(self) -> None:
+        """Copy, together with other threads that run it; return when all is copied."""
+        while (piece := self._next()) is not None:
+            try:
+                piece()
+            except Exception as error:  # of a device
+                self.error = self.error or error
+            with self._lock:
+                self._left -= 1
+                if not self._left:
+                    self._end()
+        self._done.wait()
+
+    def _next(self) -> Callable[[], object] | None:
+        with self._lock:
+            if self._pieces is None:
+                self._pieces = deque(self._plan())
+                self._left = len(self._pieces)
+                if not self._left:
+                    self._end()
+            return self._pieces.popleft() if self._pieces else None
+
+    def _plan(self) -> list[Callable[[], object]]:
+        try:
+            address = self._begin()
+        except Exception as error:
+            self.error = error
+            return []
+        places = zip(self._tensors, self._offsets, strict=True)
+        return [piece for one, at in places for piece in in_pieces(one, address + at)]
+
+    def _end(self) -> None:
+        """Check the watched tensors before waiting threads continue and change them."""
+        self.is_disturbed = any(version_of(tensor) != count for tensor, count in self._watched)
+        # What it refers to may be large.
+        self._watched, self._tensors, self._begin = [], (), lambda: 0
+        self._done.set()

@@ -38,7 +38,7 @@ _DTYPES = {
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype)
 }
-#: Dict types that others than dict itself use in their state; the letter stands in the skeleton.
+#: Dict types that states use, by their letter in the skeleton.
 _DICTS: dict[str, type] = {"d": dict, "o": OrderedDict, "c": Counter}
 #: Numbers of fixed size, in either byte order. Anything else in an array may be an object.
 _NUMPY_DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")

@@ -41,6 +41,14 @@ WINDOW = 4
 MAGIC = 0x7465_5374_6174_6531
 
 
+class Messages(Protocol):
+    """Messages between ranks; torch.distributed itself is one."""
+
+    def isend(self, tensor: torch.Tensor, dst: int) -> Any: ...
+
+    def irecv(self, tensor: torch.Tensor, src: int) -> Any: ...
+
+
 class Receiver(Protocol):
     """The world a transfer happens in, as one of its ranks sees it."""
 
@@ -50,19 +58,34 @@ class Receiver(Protocol):
     received: int
 
 
-def share(world: Receiver, tree: Any, *, holders: Sequence[int], into: Any = None) -> Any:
-    """Collective: send the tree to the ranks that lack it. Returns it there, None on the holders.
+def share(
+    world: Receiver,
+    tree: Any,
+    *,
+    holders: Sequence[int],
+    lacking: Sequence[int] | None = None,
+    into: Any = None,
+    link: Messages | None = None,
+) -> Any:
+    """Collective: send the tree to the ranks that lack it, by default all but the holders. Returns
+    it there, None on the others.
 
     All holders' trees are equal; the tree of a rank that lacks it is ignored. `into` is a tree of
     that rank whose tensors are reused for received ones of the same path and spec: its content
-    must be expendable, since an error leaves it half-written.
+    must be expendable, since an error leaves it half-written. `link` is torch.distributed's default
+    group unless given.
     """
-    lacking = [rank for rank in range(world.size) if rank not in holders]
+    link = dist if link is None else link
+    if lacking is None:
+        lacking = [rank for rank in range(world.size) if rank not in holders]
     if world.rank in holders:
-        _send(tree, _Share(holders.index(world.rank), len(holders)), lacking)
+        share = _Share(holders.index(world.rank), len(holders))
+        _send(_Moving(link), tree, share, lacking)
+    if world.rank not in lacking:
         return None
     began = time.monotonic()
-    received, count = _receive(holders, lacking.index(world.rank), _destination(into))
+    number = lacking.index(world.rank)
+    received, count = _receive(_Moving(link), holders, number, _destination(into))
     world.received += count
     took = time.monotonic() - began
     log.info("Received %d bytes of state from %d peers in %.3f s.", count, len(holders), took)
@@ -122,11 +145,10 @@ def _spans(sizes: Sequence[int], begin: int, end: int) -> Iterator[Span]:
 # --- holders --------------------------------------------------------------------------------------
 
 
-def _send(tree: Any, share: _Share, lacking: Sequence[int]) -> None:
+def _send(moving: _Moving, tree: Any, share: _Share, lacking: Sequence[int]) -> None:
     skeleton, tensors = tensor_tree.flatten(tree)
     flat = [bytes_of(tensor) for tensor in tensors]
     sizes = [len(one) for one in flat]
-    moving = _Moving()
     # Holders begin with different peers, so that none has to wait for all of them.
     first = share.index % max(len(lacking), 1)
     peers = [*lacking[first:], *lacking[:first]]
@@ -150,16 +172,18 @@ def _send_skeleton(moving: _Moving, peer: int, text: bytes, total: int) -> None:
 
 
 def _receive(
-    holders: Sequence[int], number: int, room_for: Callable[[Spec], torch.Tensor]
+    moving: _Moving,
+    holders: Sequence[int],
+    number: int,
+    room_for: Callable[[Spec], torch.Tensor],
 ) -> tuple[Any, int]:
-    skeleton, total = _receive_skeleton(holders[number % len(holders)])
+    skeleton, total = _receive_skeleton(moving, holders[number % len(holders)])
     specs = tensor_tree.specs(skeleton)
     sizes = [spec.nbytes for spec in specs]
     if sum(sizes) != total:
         raise TransferError("The size of a peer's state differs from the size in its skeleton.")
     tensors = [room_for(spec) for spec in specs]
     flat = [bytes_of(tensor) for tensor in tensors]
-    moving = _Moving()
     queues = [messages(sizes, index, len(holders)) for index in range(len(holders))]
     for turn in zip_longest(*queues):  # a message of each: all holders send at the same time
         for peer, message in zip(holders, turn, strict=True):
@@ -169,8 +193,8 @@ def _receive(
     return tensor_tree.restore(skeleton, tensors), total
 
 
-def _receive_skeleton(peer: int) -> tuple[str, int]:
-    header, moving = torch.zeros(4, dtype=torch.int64), _Moving()
+def _receive_skeleton(moving: _Moving, peer: int) -> tuple[str, int]:
+    header = torch.zeros(4, dtype=torch.int64)
     moving.receive(header, peer)
     moving.finish()
     magic, length, checksum, total = header.tolist()
@@ -219,23 +243,24 @@ def _destination(into: Any) -> Callable[[Spec], torch.Tensor]:
 class _Moving:
     """The messages in flight, few with each peer; holds their tensors until they arrive."""
 
-    def __init__(self) -> None:
+    def __init__(self, link: Messages) -> None:
+        self._link = link
         self._device = torch.device(torch_backends.here())
         self._under_way: dict[int, deque[tuple[Any, Callable[[], object]]]] = {}
 
     def send(self, tensor: torch.Tensor, peer: int) -> None:
         staged = tensor.to(self._device)
-        self._add(peer, dist.isend(staged, peer), lambda: staged)
+        self._add(peer, self._link.isend(staged, peer), lambda: staged)
 
     def receive(
         self, tensor: torch.Tensor, peer: int, then: Callable[[], object] = lambda: None
     ) -> None:
         """Receive a tensor; call `then` when it has arrived."""
         if tensor.device.type == self._device.type:
-            self._add(peer, dist.irecv(tensor, peer), then)
+            self._add(peer, self._link.irecv(tensor, peer), then)
             return
         staged = torch.empty_like(tensor, device=self._device)
-        self._add(peer, dist.irecv(staged, peer), lambda: (tensor.copy_(staged), then()))
+        self._add(peer, self._link.irecv(staged, peer), lambda: (tensor.copy_(staged), then()))
 
     def finish(self) -> None:
         for queue in self._under_way.values():

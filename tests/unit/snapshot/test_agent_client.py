@@ -18,22 +18,22 @@ from torchelastic.snapshot.layout import SHARED, Sizes, create
 from torchelastic.snapshot.messages import (
     Dropped,
     Granted,
-    Holding,
-    Holdings,
+    InventoryItem,
+    NodeInventory,
     Opened,
     Refused,
     to_json,
 )
 from torchelastic.worker import orders, status_page
-from torchelastic.worker.channel import Link
+from torchelastic.worker.channel import WorkerLink
 
-HELD = Holding(SHARED, (2, 7), 100, 0, 4)
+HELD = InventoryItem(SHARED, (2, 7), 100, 0, 4)
 
 
 @pytest.fixture
 def ends():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    link = Link(ours)
+    link = WorkerLink(ours)
     yield AgentClient(link), theirs
     theirs.close()
     link.close()
@@ -97,8 +97,8 @@ def test_what_is_damaged_is_dropped_when_the_agent_says_so(ends):
 
 def test_patience_ends_later_the_more_is_asked_for(ends, monkeypatch):
     agent, _ = ends
-    monkeypatch.setattr(agent_client, "PATIENCE", 0.0)
-    monkeypatch.setattr(agent_client, "ROOM_PACE", 1e4)
+    monkeypatch.setattr(agent_client, "ANSWER_TIMEOUT", 0.0)
+    monkeypatch.setattr(agent_client, "LEAST_ALLOCATION_RATE", 1e4)
     with pytest.raises(SnapshotError, match="Timed out waiting for the agent"):
         agent.inventory()
     began = time.monotonic()
@@ -133,8 +133,8 @@ def test_the_word_to_leave_is_heard_whenever_it_comes(listening):
     descriptor = create(Sizes(64, 64))
     before = len(os.listdir("/proc/self/fd"))
     tell(theirs, to_json(Granted(99)), descriptor)  # late: closed, and nothing else
-    thread = answer(theirs, (lambda number: Holdings(number, (HELD,)), []))
-    assert agent.inventory() == Holdings(1, (HELD,))
+    thread = answer(theirs, (lambda number: NodeInventory(number, (HELD,)), []))
+    assert agent.inventory() == NodeInventory(1, (HELD,))
     thread.join()
     assert len(os.listdir("/proc/self/fd")) == before
     os.close(descriptor)
@@ -180,15 +180,15 @@ def test_one_state_of_a_process_is_kept(ends, monkeypatch):
         agent_client.connect()
 
 
-def test_the_slate_that_comes_before_an_answer_shows_the_steps(ends):
+def test_a_status_page_that_comes_before_an_answer_shows_the_steps(ends):
     agent, theirs = ends
     agent.progress((1, 4), rank=2)  # nowhere to show it yet
     descriptor = status_page.create()
     socket.send_fds(
         theirs, [json.dumps(orders.to_json(orders.StatusPage())).encode()], [descriptor]
     )
-    thread = answer(theirs, (lambda number: Holdings(number, (HELD,), "host:1", "n0"), []))
-    assert agent.inventory() == Holdings(1, (HELD,), "host:1", "n0")
+    thread = answer(theirs, (lambda number: NodeInventory(number, (HELD,), "host:1", "n0"), []))
+    assert agent.inventory() == NodeInventory(1, (HELD,), "host:1", "n0")
     thread.join()
     agent.progress((1, 5), rank=2)
     shown = status_page.read(descriptor)

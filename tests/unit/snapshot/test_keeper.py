@@ -25,11 +25,11 @@ from torchelastic.checkpoint import finish as finish_checkpoints
 from torchelastic.checkpoint import save
 from torchelastic.data import DataLoader, ElasticSampler, Ledger
 from torchelastic.errors import CheckpointError, SnapshotError
-from torchelastic.snapshot import agent_client, keeper, search
+from torchelastic.snapshot import agent_client, keeper, restore
 from torchelastic.snapshot import writer as snapshot_writer
 from torchelastic.snapshot.layout import SHARED, own
-from torchelastic.snapshot.messages import Settled
-from torchelastic.snapshot.state_tree import Staging
+from torchelastic.snapshot.messages import Sealed, Settled
+from torchelastic.tensors.tensor_bytes import SmallCopies
 from torchelastic.training import session
 from torchelastic.training.state.torch_state import TorchState
 
@@ -82,13 +82,13 @@ def test_what_is_small_is_of_the_moment_of_the_commit(snapshot_agent, monkeypatc
 
 def hold_copies(monkeypatch):
     """Copies wait for the event that is returned."""
-    goes_on, copy = threading.Event(), snapshot_writer._copy
+    goes_on, begin = threading.Event(), snapshot_writer._Job._begin
 
-    def held(job, begin):
+    def held(job):
         assert goes_on.wait(30)
-        copy(job, begin)
+        return begin(job)
 
-    monkeypatch.setattr(snapshot_writer, "_copy", held)
+    monkeypatch.setattr(snapshot_writer._Job, "_begin", held)
     return goes_on
 
 
@@ -109,7 +109,7 @@ def test_the_optimizer_waits_for_the_copy_and_nothing_else_does(snapshot_agent, 
     assert torch.equal(again.module[3].weight, before)
 
 
-def test_a_write_outside_the_optimizer_voids_the_snapshot_and_is_told(
+def test_a_write_outside_the_optimizer_voids_the_snapshot_and_is_reported(
     snapshot_agent, monkeypatch, caplog
 ):
     goes_on = hold_copies(monkeypatch)
@@ -141,10 +141,41 @@ def test_a_damaged_snapshot_is_passed_over(snapshot_agent, caplog):
         build().restore()
 
 
+def test_a_rank_stopped_before_its_commit_goes_on_with_its_latest_random_states(
+    snapshot_agent, caplog
+):
+    """The others had committed the step: a world of another size does not go back for it."""
+    state = trained(3)
+    random_states = torch.get_rng_state()
+    train(state, 5)
+    finish(state)
+    for number in (4, 5):
+        snapshot_agent.drop(own(0), (0, number))
+    again = build(seed=9)
+    assert again.restore() == 5
+    assert torch.equal(torch.get_rng_state(), random_states)
+    assert "Ranks 0 have no random states of step 5" in caplog.text
+    assert "is lost" not in caplog.text
+
+
+def test_the_agent_hears_of_a_commit_when_the_training_does_not_wait_for_the_copy_any_more(
+    snapshot_agent, monkeypatch
+):
+    """It takes a core to handle that."""
+    goes_on = hold_copies(monkeypatch)
+    state = trained(1)
+    assert snapshot_agent.versions(own(0)) == [(0, 1)]
+    assert not any(isinstance(said, Sealed) for said in snapshot_agent.told)
+    goes_on.set()
+    finish(state)
+    told = [said for said in snapshot_agent.told if isinstance(said, Sealed)]
+    assert told == [Sealed(own(0), (0, 1)), Sealed(SHARED, (0, 1))]
+
+
 def test_a_large_one_is_checked_behind_and_nothing_is_committed_from_it(
     snapshot_agent, monkeypatch
 ):
-    monkeypatch.setattr(search, "CHECKED_FIRST", 0)
+    monkeypatch.setattr(restore, "CHECKED_FIRST", 0)
     finish(trained(5))
     snapshot_agent.damage(SHARED, (0, 5))
     generation(monkeypatch, 1)
@@ -170,7 +201,7 @@ def test_another_model_is_not_loaded_over_this_one(snapshot_agent, caplog):
     assert "a different model" in caplog.text
 
 
-def test_a_refusal_is_told_once_and_training_goes_on(snapshot_agent, caplog):
+def test_a_refusal_is_reported_once_and_training_goes_on(snapshot_agent, caplog):
     snapshot_agent.refusal = "The node has no room for it."
     finish(trained(4))
     assert snapshot_agent.steps == [0, 1, 2, 3, 4], "the agent is told how far it is"
@@ -181,9 +212,9 @@ def test_a_refusal_is_told_once_and_training_goes_on(snapshot_agent, caplog):
 
 
 def test_what_is_not_kept_is_not_copied_either(snapshot_agent, monkeypatch):
-    copied, copy = [], Staging.copy
-    monkeypatch.setattr(Staging, "copy", lambda *of: (copied.append(of), copy(*of)))
-    monkeypatch.setattr(snapshot_writer, "FIRST_WAIT", 0.01)
+    copied, copy = [], SmallCopies.copy
+    monkeypatch.setattr(SmallCopies, "copy", lambda *of: (copied.append(of), copy(*of)))
+    monkeypatch.setattr(snapshot_writer, "FIRST_MEMORY_TIMEOUT", 0.01)
     snapshot_agent.answering.clear()
     state = trained(2)
     assert copied == []  # there is no memory yet
@@ -191,7 +222,7 @@ def test_what_is_not_kept_is_not_copied_either(snapshot_agent, monkeypatch):
     snapshot_agent.answering.set()
     writer = state._keeper._writer
     poll_for(lambda: train(state, state.step + 1) or not writer.keeps_shared, what="the refusal")
-    monkeypatch.setattr(state._keeper._tree, "flatten", lambda: pytest.fail("it is refused"))
+    monkeypatch.setattr(state._keeper._tree, "flatten", lambda _: pytest.fail("it is refused"))
     train(state, state.step + 2)
     finish(state)
     assert copied == []
@@ -215,8 +246,8 @@ def test_an_answer_that_comes_too_late_is_no_refusal(snapshot_agent, monkeypatch
     assert caplog.text.count("yet; asking again") == 2
 
 
-def test_an_agent_that_does_not_answer_holds_up_nobody(snapshot_agent, monkeypatch):
-    monkeypatch.setattr(snapshot_writer, "FIRST_WAIT", 0.01)
+def test_an_agent_that_does_not_answer_blocks_nothing(snapshot_agent, monkeypatch):
+    monkeypatch.setattr(snapshot_writer, "FIRST_MEMORY_TIMEOUT", 0.01)
     snapshot_agent.answering.clear()
     state = trained(3)
     assert snapshot_agent.versions(SHARED) == []
@@ -239,10 +270,10 @@ def test_a_state_that_grows_gets_more_room(snapshot_agent):
 
 
 def test_a_snapshot_that_cannot_be_written_stops_nothing(snapshot_agent, monkeypatch, caplog):
-    def fails(job, begin):
+    def fails(job):
         raise OSError("no")
 
-    monkeypatch.setattr(snapshot_writer, "_copy", fails)
+    monkeypatch.setattr(snapshot_writer._Job, "_begin", fails)
     finish(trained(3))
     assert caplog.text.count("Could not write a snapshot") == 1
     assert snapshot_agent.versions(SHARED) == []
@@ -250,13 +281,25 @@ def test_a_snapshot_that_cannot_be_written_stops_nothing(snapshot_agent, monkeyp
 
 def test_flattened_once_as_long_as_the_tensors_are_the_same(snapshot_agent):
     state = trained(1)
-    tree = state._keeper._tree
-    first = tree._flat
+    tree, shared = state._keeper._tree, state._keeper._writer._shared
+    first, plan = tree._flat, shared._plan
     train(state, 2)
-    assert tree._flat is first
+    assert (tree._flat, shared._plan) == (first, plan)
     state.module[3].weight.data = state.module[3].weight.data.clone()
     train(state, 3)
     assert tree._flat is not first
+    assert shared._plan is not plan
+    finish(state)
+
+
+def test_parameters_and_buffers_that_come_later_are_flattened(snapshot_agent):
+    state = trained(1)
+    tree = state._keeper._tree
+    last = tree._flat
+    state.module[4].register_parameter("gain", nn.Parameter(torch.ones(3)))
+    assert tree.flatten_lasting() is not last
+    state.module[0].register_buffer("late", torch.ones(5))
+    assert "late" in tree.flatten(tree.flatten_lasting()).skeleton.decode()
     finish(state)
 
 
@@ -293,7 +336,7 @@ def test_a_ledger_whose_disk_hangs_holds_up_one_snapshot(
     for _ in range(3):
         state.commit()
     finish(state)
-    assert asked == [snapshot_writer.LEDGER_PATIENCE]
+    assert asked == [snapshot_writer.LEDGER_TIMEOUT]
     assert snapshot_agent.versions(SHARED) == [(0, 3), (0, 2)]
     assert caplog.text.count("ledger's disk is hung") == 1
     ledger.close()
@@ -397,11 +440,11 @@ def test_a_corrupt_checkpoint_does_not_beat_memory(snapshot_agent, make_store, t
     assert build().restore() == 3
 
 
-def test_storage_that_hangs_keeps_nobody_from_memory(
+def test_storage_that_hangs_does_not_keep_others_from_memory(
     snapshot_agent, make_store, monkeypatch, caplog
 ):
     stored = make_store()
-    monkeypatch.setattr(keeper, "STORAGE_PATIENCE", 0.01)
+    monkeypatch.setattr(keeper, "STORAGE_TIMEOUT", 0.01)
     finish(trained(3))
     goes_on = threading.Event()
     monkeypatch.setattr(stored.catalog, "records", lambda: goes_on.wait(30) and iter(()))

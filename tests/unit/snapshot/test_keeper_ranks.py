@@ -8,8 +8,8 @@ import torch
 from tests.unit.training.keep_support import FakeSnapshotAgent, build, finish, train
 from tests.unit.training.rank_support import Ranks
 from torchelastic.checkpoint import finish as finish_checkpoints
-from torchelastic.errors import SnapshotError
-from torchelastic.snapshot import search
+from torchelastic.errors import ConfigError, SnapshotError
+from torchelastic.snapshot import plain_parameters, restore
 from torchelastic.snapshot.layout import SHARED, own
 from torchelastic.snapshot.messages import Settled
 
@@ -18,7 +18,7 @@ LOST = "Lost the agent at 10.0.0.7:4242 (timed out: no data is moving)."
 
 @pytest.fixture
 def nodes(monkeypatch):
-    monkeypatch.setattr(search, "PAUSE", 0.0)
+    monkeypatch.setattr(restore, "FETCH_PAUSE", 0.0)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     peers = {}
     made = [FakeSnapshotAgent(name, peers) for name in ("a", "b")]
@@ -29,8 +29,16 @@ def nodes(monkeypatch):
 
 
 @pytest.fixture
-def world(nodes, monkeypatch):
+def apart(nodes, monkeypatch):
+    """Ranks that do not train together, so that their parameters differ."""
     return Ranks(nodes, monkeypatch)
+
+
+@pytest.fixture
+def world(apart, monkeypatch):
+    """The same, but nobody compares their parameters."""
+    monkeypatch.setattr(plain_parameters, "LAST_COMMIT", 0)
+    return apart
 
 
 def trained(world, until):
@@ -63,14 +71,14 @@ def restored(world, monkeypatch, generation):
 
 
 def same(states):
-    """Only if one was given the other's: these ranks do not train together."""
+    """Only if one was given the other's."""
     first, *others = ([p.detach() for p in state.module.parameters()] for state in states)
     return all(all(map(torch.equal, first, other)) for other in others)
 
 
 def test_what_one_rank_cannot_fetch_is_sent_by_one_that_has_it(world, nodes, monkeypatch):
     assert trained(world, 5) == [0, 0]
-    nodes[1].refusals = [LOST] * search.TRIES
+    nodes[1].refusals = [LOST] * restore.FETCH_TRIES
     begun, states = restored(world, monkeypatch, 1)
     assert begun == [5, 5]
     assert same(states)
@@ -79,7 +87,7 @@ def test_what_one_rank_cannot_fetch_is_sent_by_one_that_has_it(world, nodes, mon
 
 def test_what_cannot_be_had_once_is_asked_for_again(world, nodes, monkeypatch, caplog):
     trained(world, 2)
-    nodes[1].refusals = [LOST] * (search.TRIES - 1)
+    nodes[1].refusals = [LOST] * (restore.FETCH_TRIES - 1)
     assert restored(world, monkeypatch, 1)[0] == [2, 2]
     assert "cannot fetch" not in caplog.text
 
@@ -90,7 +98,7 @@ def test_what_nobody_can_have_now_is_not_given_up(world, nodes, monkeypatch, mak
     trained(world, 9)
     finish_checkpoints()
     for node in nodes:
-        node.refusals = [LOST] * search.TRIES
+        node.refusals = [LOST] * restore.FETCH_TRIES
         node.told.clear()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     errors = trained(world, 12)
@@ -121,7 +129,7 @@ def test_nodes_that_cannot_reach_each_other_send_it_over_the_group(world, nodes,
 
 def test_nobody_commits_what_came_of_a_damaged_snapshot(world, nodes, monkeypatch):
     """A large one is checked behind the first step: by then gradients are mixed."""
-    monkeypatch.setattr(search, "CHECKED_FIRST", 0)
+    monkeypatch.setattr(restore, "CHECKED_FIRST", 0)
     trained(world, 5)
     nodes[0].damage(SHARED, (0, 5))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -134,3 +142,23 @@ def test_nobody_commits_what_came_of_a_damaged_snapshot(world, nodes, monkeypatc
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     assert trained(world, 6) == [5, 5]
     assert [node.versions(SHARED)[0] for node in nodes] == [(2, 6), (2, 6)]
+
+
+def test_ranks_with_parameters_of_their_own_are_refused_before_anything_is_kept(apart, nodes):
+    for ended in trained(apart, 1):
+        assert isinstance(ended, ConfigError)
+        assert "Cannot keep parameter '0.weight'" in str(ended)
+        assert "other values on rank 1 than on rank 0" in str(ended)
+    assert [node.inventory().holdings for node in nodes] == [(), ()]
+
+
+def test_ranks_with_other_parameters_are_refused_before_they_train(apart):
+    def work(rank):
+        build(width=256 + rank).restore()
+
+    for ended in apart.run(work):
+        assert isinstance(ended, ConfigError)
+        assert (
+            "parameter '0.weight' is float32 of shape (256, 16) on rank 0 and float32 of shape "
+            "(257, 16) on rank 1"
+        ) in str(ended)

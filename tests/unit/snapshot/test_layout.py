@@ -115,7 +115,7 @@ def test_a_version_that_is_no_fresher_is_not_begun(made):
 def test_what_is_void_is_forgotten_and_overwritten_first(made):
     publish(made, (0, 10))
     publish(made, (0, 11))
-    made.settle((0, 10), 1)
+    made.drop_void((0, 10), 1)
     assert versions(made) == [(0, 10)]
     made.begin((1, 11))
     assert versions(made) == [(0, 10)]
@@ -134,7 +134,7 @@ def test_a_number_that_is_used_again_is_not_taken_for_the_version_that_had_it(ma
     publish(made, (0, 10))
     publish(made, (0, 11))
     held = made.freshest()
-    made.settle((0, 10), 1)
+    made.drop_void((0, 10), 1)
     publish(made, (1, 11))
     assert made.freshest().number == held.number
     assert not made.still_holds(held)

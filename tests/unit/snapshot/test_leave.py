@@ -96,7 +96,7 @@ def test_no_step_is_committed_any_more(snapshot_agent, store, signals):
 def test_who_stores_it(
     orders, choice, seconds, expected, snapshot_agent, store, signals, monkeypatch
 ):
-    monkeypatch.setattr(snapshot_leave, "CHOICE", choice)
+    monkeypatch.setattr(snapshot_leave, "CHOICE_TIMEOUT", choice)
     state = trained(2)
     if seconds is not None:
         store.seconds = seconds
@@ -151,7 +151,7 @@ def test_a_worker_goes_whatever_fails(snapshot_agent, store, signals, monkeypatc
 
 
 def test_a_snapshot_that_is_being_sealed_is_waited_for(snapshot_agent, store, signals, monkeypatch):
-    monkeypatch.setattr(snapshot_leave, "SEAL", 60.0)
+    monkeypatch.setattr(snapshot_leave, "SEAL_TIMEOUT", 60.0)
     held = threading.Event()
     state = build()
     state.restore()
@@ -224,3 +224,20 @@ def test_a_state_of_several_models_is_stored_as_it_is(snapshot_agent, store, sig
     assert again.best == 2.5
     for name in "ab":
         assert torch.equal(again.model[name].weight, state.model[name].weight)
+
+
+def test_the_interpreter_waits_for_it_if_the_script_fails(
+    snapshot_agent, store, signals, monkeypatch
+):
+    """It is begun by the thread that listens to the agent, which is a daemon."""
+    monkeypatch.setattr(snapshot_leave, "CHOICE_TIMEOUT", 60.0)
+    state = trained(2)
+    (on_leave,) = snapshot_agent.on_leave
+    order = Leave(signal.SIGTERM, None)
+    listener = threading.Thread(target=on_leave, args=[order], daemon=True)
+    listener.start()
+    listener.join()
+    [leaving] = [one for one in threading.enumerate() if one.name == "torchelastic-leave"]
+    assert not leaving.daemon
+    leave(snapshot_agent, GO)
+    finish(state)

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from torchelastic.snapshot import messages
-from torchelastic.snapshot.messages import Holding
+from torchelastic.snapshot.messages import InventoryItem
 
-HOLDING = Holding("own:1", (2, 30), 4096, 1, 4, replica=True)
+HOLDING = InventoryItem("own:1", (2, 30), 4096, 1, 4, replica=True)
 ALL = [
     messages.Room(1, "shared", 10, 20),
     messages.Inventory(2),
@@ -16,11 +16,12 @@ ALL = [
     messages.Drop(5, "shared", (0, 5)),
     messages.Sealed("shared", (1, 7)),
     messages.Settled((1, 7), 2),
+    messages.Outdated((1, 7)),
     messages.Granted(1),
     messages.Opened(3),
     messages.Dropped(5),
     messages.Refused(4, "No."),
-    messages.Holdings(2, (HOLDING,), "10.0.0.1:29400", "node-a"),
+    messages.NodeInventory(2, (HOLDING,), "10.0.0.1:29400", "node-a"),
 ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import signal
 import time
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -19,11 +20,13 @@ from torchelastic import checkpoint
 from torchelastic.checkpoint import checkpoint_store
 from torchelastic.checkpoint.background import saving
 from torchelastic.errors import CheckpointError, SnapshotError
-from torchelastic.snapshot import agent_client, exchange, keeper, writer
+from torchelastic.snapshot import agent_client, exchange, sharded_leave, writer
 from torchelastic.snapshot.layout import SHARED, Memory, shard
-from torchelastic.snapshot.messages import Sealed
+from torchelastic.snapshot.messages import InventoryItem, Sealed
+from torchelastic.snapshot.restore import Node, find_shards
 from torchelastic.snapshot.shards import Piece
-from torchelastic.snapshot.writer import Standing
+from torchelastic.snapshot.writer import ShardStatus
+from torchelastic.tensors.shard_layout import Split, region
 from torchelastic.training.state.torch_state import TorchState
 from torchelastic.worker.orders import Leave
 
@@ -116,11 +119,15 @@ def restarted(mesh, monkeypatch, **more):
     return build(mesh, seed=9, **more)
 
 
-@pytest.mark.parametrize("kind", ["Shard", "Replicate"])
+@pytest.mark.parametrize("kind", ["Shard", "Replicate", "_StridedShard"])
 def test_a_restarted_script_has_the_same_bits(kind, mesh, snapshot_agent, monkeypatch):
     from torch.distributed import tensor
 
-    placement = {"Shard": tensor.Shard(0), "Replicate": tensor.Replicate()}[kind]
+    placement = {
+        "Shard": tensor.Shard(0),
+        "Replicate": tensor.Replicate(),
+        "_StridedShard": tensor.placement_types._StridedShard(0, split_factor=2),
+    }[kind]
     state = build(mesh, placement=placement)
     assert state.restore() == 0
     train(state, 3)
@@ -137,6 +144,21 @@ def test_a_restarted_script_has_the_same_bits(kind, mesh, snapshot_agent, monkey
     finish(again)
 
 
+def test_flattened_once_as_long_as_the_shards_are_in_the_same_memory(mesh, snapshot_agent):
+    state = trained(mesh, 1)
+    shards, writer = state._keeper._shards, state._keeper._writer
+    first, plan = shards._flat, writer._shards._plan
+    train(state, 2)
+    assert (shards._flat, writer._shards._plan) == (first, plan)
+    weight = state.module[0].weight
+    weight._local_tensor = weight._local_tensor.clone()  # the same DTensor, as FSDP2 has it
+    train(state, 3)
+    assert shards._flat is not first
+    assert writer._shards._plan is not plan
+    assert any(one.data_ptr() == weight._local_tensor.data_ptr() for one in shards._flat.lasting)
+    writer.close()
+
+
 def test_steps_are_not_kept_while_the_last_one_has_no_copies(mesh, snapshot_agent):
     state = trained(mesh, 2)
     wait_until_sealed(state)
@@ -150,10 +172,10 @@ def test_steps_are_not_kept_while_the_last_one_has_no_copies(mesh, snapshot_agen
     assert snapshot_agent.versions(shard(0)) == [(0, 7), (0, 3)]
 
 
-def test_copies_that_never_come_are_told_and_waited_for_no_longer(
+def test_copies_that_never_come_are_reported_and_waited_for_no_longer(
     mesh, snapshot_agent, monkeypatch, caplog
 ):
-    monkeypatch.setattr(writer, "REPLICA_PATIENCE", 0.0)
+    monkeypatch.setattr(writer, "REPLICA_TIMEOUT", 0.0)
     snapshot_agent.arrives = False
     finish(trained(mesh, 3))
     assert snapshot_agent.versions(shard(0)) == [(0, 3), (0, 2)]
@@ -164,18 +186,18 @@ def test_a_write_after_commit_voids_the_version_for_all(mesh, snapshot_agent, mo
     state = trained(mesh, 2)
     step(state)
     state._keeper._writer._pool.submit(lambda: None).result()
-    gate = writer._copy
+    begin = writer._Job._begin
 
-    def late(job, begin):
+    def late(job):
         with torch.no_grad():
             next(state.model.parameters()).add_(1)
-        gate(job, begin)
+        return begin(job)
 
-    monkeypatch.setattr(writer, "_copy", late)
+    monkeypatch.setattr(writer._Job, "_begin", late)
     state.commit()
     wait_until_sealed(state)
-    monkeypatch.setattr(writer, "_copy", gate)
-    assert state._keeper._writer.standing() == Standing.FAILED
+    monkeypatch.setattr(writer._Job, "_begin", begin)
+    assert state._keeper._writer.shard_status() == ShardStatus.FAILED
     train(state, 4)
     finish(state)
     # The one before it was not overwritten: it was the last that all had.
@@ -185,17 +207,18 @@ def test_a_write_after_commit_voids_the_version_for_all(mesh, snapshot_agent, mo
 def test_without_memory_nothing_is_kept_and_training_goes_on(mesh, snapshot_agent, caplog):
     snapshot_agent.refusal = "There is no room."
     state = trained(mesh, 3)
-    assert state._keeper._writer.standing() == Standing.NEVER
+    assert state._keeper._writer.shard_status() == ShardStatus.NEVER
     assert snapshot_agent.versions(shard(0)) == []
     finish(state)
 
 
-def test_damaged_shards_are_no_base_and_no_reason_to_begin_anew(mesh, snapshot_agent, monkeypatch):
+def test_damaged_shards_are_no_base_and_no_reason_to_begin_again(mesh, snapshot_agent, monkeypatch):
     finish(trained(mesh, 3))
     snapshot_agent.damage(shard(0), (0, 3))
     assert restarted(mesh, monkeypatch).restore() == 2
     snapshot_agent.damage(shard(0), (0, 2))
-    with pytest.raises(SnapshotError, match="Snapshots up to step 3"):
+    said = r"Snapshots up to step 3 exist, but rank 0 cannot use .*'shard:0' is damaged"
+    with pytest.raises(SnapshotError, match=said):
         restarted(mesh, monkeypatch).restore()
 
 
@@ -204,7 +227,7 @@ def test_what_was_whole_is_not_taken_for_sharded(mesh, snapshot_agent, monkeypat
     whole.restore()
     whole.commit()
     finish(whole)
-    with pytest.raises(SnapshotError, match="some ranks cannot use them"):
+    with pytest.raises(SnapshotError, match="is sharded in only one"):
         restarted(mesh, monkeypatch).restore()
     assert "is sharded in only one of the snapshot and this script" in caplog.text
 
@@ -212,7 +235,7 @@ def test_what_was_whole_is_not_taken_for_sharded(mesh, snapshot_agent, monkeypat
 def test_what_is_refused(mesh, snapshot_agent):
     from torch.distributed.tensor import DTensor, Shard
 
-    with pytest.raises(TypeError, match=r"torchelastic\.train supports only replicated state"):
+    with pytest.raises(TypeError, match=r"make the mesh with torchelastic\.mesh"):
         build(mesh)._begins_at()
     with pytest.raises(TypeError, match="so one rank cannot save it"):
         build(mesh).save(io.BytesIO())
@@ -226,25 +249,42 @@ def test_what_is_refused(mesh, snapshot_agent):
     finish(state)
 
 
-@pytest.mark.parametrize(
-    ("kind", "advice"),
-    [
-        ("Partial", "redistribute it to Shard or Replicate first"),
-        ("_StridedShard", "FSDP2 and tensor parallelism split the same dimension;"),
-    ],
-)
-def test_placements_without_blocks_are_refused_when_the_state_is_made(kind, advice, mesh):
-    from torch.distributed.tensor import DTensor, placement_types
+def test_partial_sums_are_refused_when_the_state_is_made(mesh):
+    from torch.distributed.tensor import DTensor, Partial
 
-    strided = {"dim": 0, "split_factor": 2} if kind == "_StridedShard" else {}
-    placement = getattr(placement_types, kind)(**strided)
     model = nn.Linear(2, 2)
-    model.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [placement]))
+    model.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Partial()]))
     with pytest.raises(TypeError) as refused:
         TorchState(model=model)
-    assert str(refused.value).startswith("Cannot snapshot the DTensor parameters/0/weight")
-    assert f"placement {kind}," in str(refused.value)
-    assert advice in str(refused.value)
+    assert str(refused.value) == (
+        "Cannot snapshot the DTensor parameters/0/weight: with placement Partial, no rank holds "
+        "its values. Fix: redistribute it to Shard or Replicate first."
+    )
+
+
+def test_optimizer_state_of_another_shape_is_kept_if_it_is_replicated(
+    mesh, snapshot_agent, monkeypatch
+):
+    """A number, or the factors of a matrix."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    state = build(mesh)
+    state.restore()
+    for value in (1.0, 2.0):
+        step(state)
+        for entries in state.optimizer.state.values():
+            for name, shape in (("count", ()), ("row", (5,))):
+                local = torch.full(shape, value)
+                entries[name] = DTensor.from_local(local, mesh, [Replicate()])
+        wait_until_sealed(state)
+        state.commit()
+    finish(state)
+    again = restarted(mesh, monkeypatch)
+    assert again.restore() == 2
+    assert everything(again) == everything(state)
+    entries = again.optimizer.state[next(again.model.parameters())]
+    assert entries["row"].placements == (Replicate(),)
+    finish(again)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -311,7 +351,7 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_on_all_ranks(mesh, store, mo
 def signals(monkeypatch):
     """What a worker that leaves sends to itself."""
     sent = []
-    monkeypatch.setattr(keeper.os, "kill", lambda pid, signum: sent.append(signum))
+    monkeypatch.setattr(sharded_leave.os, "kill", lambda pid, signum: sent.append(signum))
     return sent
 
 
@@ -341,11 +381,11 @@ def test_who_is_to_leave_does_after_a_commit_that_is_stored(
 def test_who_has_not_heard_of_it_takes_part_and_goes_on(
     mesh, snapshot_agent, store, signals, monkeypatch
 ):
-    """Another rank has voted that it leaves; then all vote once more."""
-    monkeypatch.setattr(keeper, "WORD", 0.0)
+    """Another rank has voted that it leaves."""
+    monkeypatch.setattr(sharded_leave, "STOP_OF_ALL_NODES", 0.0)
     state = build(mesh)
     state.restore()
-    votes = iter([min(Standing) - 1])
+    votes = iter([min(ShardStatus) - 1])
     vote = exchange.least
     monkeypatch.setattr(exchange, "least", lambda mine, *group: next(votes, vote(mine, *group)))
     for _ in range(3):
@@ -394,6 +434,59 @@ def test_a_manager_of_streams_is_refused(mesh, snapshot_agent):
         checkpoint.set_checkpoint_manager(None)
 
 
+# --- pieces of another world ----------------------------------------------------------------------
+
+
+def written(sizes, whole):
+    """The pieces that a mesh has written whose first dimension replicates, by name."""
+    copies, count = sizes
+    found = {}
+    for rank in range(copies * count):
+        part = region(whole.shape, [Split(0, count, rank % count)])
+        local = torch.cat([whole[o[0] : o[0] + n[0]] for o, n in map(astuple, boxes(part))])
+        found[shard(rank)] = Piece({"w": part}, {"w": local})
+    return found
+
+
+def boxes(part):
+    return [box for box, _ in part.boxes()]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lost", "said"),
+    [
+        ((1, 4), [], ""),
+        ((2, 2), [2], ""),  # rank 0 has written the same
+        ((2, 2), [0, 3], ""),
+        ((1, 4), [2], "no memory has [4:6, 0:3] of w; 'shard:2' is lost"),
+        ((2, 2), [0, 2], "no memory has [0:4, 0:3] of w; 'shard:0' is lost; 'shard:2' is lost"),
+    ],
+)
+def test_one_rank_reads_what_four_have_written(sizes, lost, said, mesh):
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    whole, version = torch.arange(24.0).view(8, 3), (0, 5)
+    pieces = written(sizes, whole)
+    held = tuple(
+        InventoryItem(piece, version, 1, rank, len(pieces))
+        for rank, piece in enumerate(pieces)
+        if rank not in lost
+    )
+    targets = {"w": distribute_tensor(torch.zeros(8, 3), mesh, [Replicate()])}
+    opened = []
+
+    def opener(piece):
+        opened.append(piece)
+        return pieces[piece]
+
+    found, wrong = find_shards(targets, 0, {"n": Node("", held, 0)}, version, opener)
+    assert wrong == said
+    if not said:
+        found.copy()
+        assert torch.equal(targets["w"].to_local(), whole)
+    assert sorted(opened) == sorted(piece.piece for piece in held), "each once"
+
+
 # --- pieces ---------------------------------------------------------------------------------------
 
 
@@ -404,6 +497,7 @@ def test_nonsense_is_no_piece():
         b"7\n{}\n{}",
         b"7\n[]\n[]",
         b'7\n{"tree":{"d":[]},"tensors":[]}\n{"w":[[0],[1]]}',
+        b'7\n{"tree":{"d":[]},"tensors":[]}\n{"w":{"range":[]}}',
     ):
         with pytest.raises(SnapshotError):
             Piece.read("7", skeleton, memoryview(b""))

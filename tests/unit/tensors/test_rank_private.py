@@ -15,11 +15,6 @@ from torchelastic.tensors.rank_private import Private, Publisher
 from torchelastic.worker import status_page as status_pages
 
 
-def told():
-    """What torch's generator holds, as torch says it."""
-    return rng.capture().told().torch
-
-
 def draw():
     return (
         torch.randn(3).tolist(),
@@ -63,13 +58,13 @@ def test_a_deviate_that_is_kept_for_the_next_is_noticed_when_it_is_used_up(norma
     assert normal() == second
 
 
-def test_a_deviate_that_torch_keeps_is_noticed_after_seeding_anew():
+def test_a_deviate_that_torch_keeps_is_noticed_after_seeding_again():
     torch.manual_seed(0)
     torch.randn(2)
     none_kept = rng.capture()
     torch.manual_seed(0)
     torch.randn(1)  # the generator is where it was, and keeps the second
-    assert told() == rng.bytes_of(torch.get_rng_state()) != none_kept.told().torch
+    assert rng.capture().torch == rng.bytes_of(torch.get_rng_state()) != none_kept.torch
 
 
 def test_a_state_of_torchs_that_is_set_is_noticed():
@@ -80,36 +75,44 @@ def test_a_state_of_torchs_that_is_set_is_noticed():
     torch.rand(5)  # the same position, other words
     seen = rng.capture()
     torch.set_rng_state(other)
-    assert told() == rng.bytes_of(other) != seen.told().torch
+    assert rng.capture().torch == rng.bytes_of(other) != seen.torch
 
 
-def test_generators_are_where_they_are_looked_at():
-    """If this fails one has changed its layout, and reading takes ten times as long."""
-    rng.look()
-    assert rng.reader._torch is not None
-    assert rng.reader._python is not None
-    assert rng.reader._numpy is not None
+@pytest.mark.parametrize("single", [None, 0.5])
+@pytest.mark.parametrize("double", [None, 0.25])
+def test_a_copy_of_torchs_memory_in_an_older_checkpoint_is_restored(single, double):
+    words = [7 * n for n in range(624)]
+    deviates = (single or 0.125, single is not None, double or 0.125, double is not None)
+    memory = rng._TORCH_MEMORY.pack(11, 600, True, 24, *words, *deviates)
+    rng.restore(rng.Random(memory, rng.capture().others))
+    kept = (0.0, double or 0.0, 0.0, double is not None, single or 0.0, single is not None)
+    expected = rng._TORCH.pack(11, 600, 1, 24, *words, *kept)
+    assert rng.capture().torch == expected
 
 
-def test_generators_that_cannot_be_looked_at_are_asked():
-    asked = rng.Reader(None, None)
-    for generate in (lambda: None, lambda: torch.rand(1), lambda: random.gauss(0, 1)):
+@pytest.mark.parametrize("unknown", ["numpy before 1.24", "another Python"])
+def test_the_memory_of_a_generator_need_not_be_known(monkeypatch, unknown):
+    if unknown == "another Python":
+        monkeypatch.setattr(rng, "_python_at", None)
+    else:
+        monkeypatch.delattr(numpy.random, "get_bit_generator")
+    asks = rng.RngReader().capture
+    for generate in (lambda: None, numpy.random.random, lambda: random.gauss(0, 1)):
         generate()
-        assert asked.capture() == rng.capture().told()
-        assert asked.capture() is asked.capture()
+        assert asks() == rng.capture()
+        assert asks() is asks()
 
 
 def test_numpy_may_be_missing_or_come_late(monkeypatch):
-    reader = rng.Reader(None, rng.reader._python)
+    capture = rng.RngReader().capture
     monkeypatch.delitem(sys.modules, "numpy")
-    reader.look()
-    without = reader.capture()
+    without = capture()
     assert rng._split(without.others)[1] == b""
-    assert reader.capture() is without
+    assert capture() is without
     monkeypatch.undo()
-    assert rng._split(reader.capture().others) == rng._split(rng.capture().others)
+    assert capture() == rng.capture()
     numpy.random.random()
-    assert rng._split(reader.capture().others) == rng._split(rng.capture().others)
+    assert capture() == rng.capture()
 
 
 @pytest.mark.parametrize(
@@ -119,24 +122,21 @@ def test_numpy_may_be_missing_or_come_late(monkeypatch):
 )
 def test_every_single_draw_is_noticed(generate):
     """Also when the generators refill their words, every 312 or 624 draws."""
-    rng.look()
     seen = rng.capture()
     for _ in range(700):
         generate()
         before, seen = seen, rng.capture()
         assert seen != before
-        assert rng._told(seen.torch) == rng.bytes_of(torch.get_rng_state())
+        assert seen.torch == rng.bytes_of(torch.get_rng_state())
 
 
 def test_another_generator_of_numpys_is_not_kept():
     own = numpy.random.get_bit_generator()
     numpy.random.set_bit_generator(numpy.random.PCG64(1))
     try:
-        rng.look()
         assert rng._split(rng.capture().others)[1] == b""
     finally:
         numpy.random.set_bit_generator(own)
-        rng.look()
     assert rng._split(rng.capture().others)[1] != b""
 
 
@@ -252,7 +252,7 @@ def test_the_same_step_of_an_earlier_generation_will_do_but_not_before_an_exact_
     assert rank_private.left_behind(status_page, (5, 2)) == state("exact")
 
 
-def test_buffers_that_are_too_large_are_left_out_and_that_is_said_once(
+def test_buffers_that_are_too_large_are_left_out_and_that_is_reported_once(
     status_page, caplog, monkeypatch
 ):
     monkeypatch.setattr(status_pages, "SLOT_LIMIT", 1000)
@@ -271,7 +271,7 @@ def test_buffers_that_are_too_large_are_left_out_and_that_is_said_once(
 def test_a_replacement_without_buffers_keeps_those_it_was_given():
     module = nn.BatchNorm1d(3)
     buffers = Buffers([module])
-    left = rank_private.Reader(buffers).read()._replace(buffers=b"")
+    left = rank_private.PrivateStateReader(buffers).read()._replace(buffers=b"")
     module.running_mean.fill_(5)
     assert not rank_private.restore(left, buffers)
     assert module.running_mean.tolist() == [5, 5, 5]

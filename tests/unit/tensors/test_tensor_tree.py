@@ -42,7 +42,7 @@ TREES = st.recursive(
 
 
 @given(TREES)
-@settings(max_examples=40 * SOAK)
+@settings(max_examples=20 * SOAK)
 def test_plain_values_come_back_as_they_were(tree):
     assert repr(roundtrip(tree)) == repr(tree)
 
@@ -322,3 +322,24 @@ def test_where_tensors_are():
     places = ["['model']['bias']", "['more'][1]"]
     assert list(dict(tensor_tree.tensors_by_path(tree))) == places
     assert [spec.path for spec in tensor_tree.specs(tensor_tree.flatten(tree)[0])] == places
+
+
+def test_a_skeleton_is_written_as_it_always_was():
+    weight = torch.arange(6.0).reshape(2, 3)
+    tree = {
+        "tied": [weight, weight],
+        3: (1, 2**70, math.inf, None, True, "text"),
+        "ordered": OrderedDict(a=1),
+        "counted": Counter("aab"),
+        "array": numpy.arange(3, dtype="<i8"),
+    }
+    skeleton, tensors = tensor_tree.flatten(tree)
+    assert len(tensors) == 2
+    assert skeleton == (
+        '{"tree":{"d":[["tied",[{"x":0},{"x":0}]],'
+        '[3,{"t":[1,{"i":"0x400000000000000000"},{"f":"7ff0000000000000"},null,true,"text"]}],'
+        '["ordered",{"o":[["a",1]]}],["counted",{"c":[["a",2],["b",1]]}],'
+        '["array",{"n":[1,"<i8",[3]]}]]},'
+        '"tensors":[["[\'tied\'][0]","float32",[2,3],[3,1],"cpu"],'
+        '["[\'array\']","uint8",[24],[1],"cpu"]]}'
+    )

@@ -8,8 +8,8 @@ tear what has just been sealed in its place. A memory that receives a version st
 done: otherwise its descriptor's number could become another file's.
 
 A piece keeps its memory as long as new versions fit. If they do not, or if a later generation has
-other pieces, the old memory stays until the new generation has committed often enough (`ENOUGH`)
-that no other node can need it.
+other pieces, the old memory stays until the new generation has committed often enough
+(`COMMITS_UNTIL_SAFE`) that no other node can need it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 
 from torchelastic.snapshot import layout
 from torchelastic.snapshot.layout import (
-    Held,
     Memory,
+    SealedVersion,
     Sizes,
     Version,
     buffers_for,
@@ -32,14 +32,14 @@ from torchelastic.snapshot.layout import (
     is_void,
     rank_of,
 )
-from torchelastic.snapshot.messages import Holding
+from torchelastic.snapshot.messages import InventoryItem
 from torchelastic.system import memory_limit
 
 #: Versions that a node commits in a generation before all others have surely committed one: one
 #: worker may write the second while another writes the first, but never the third (`buffers_for`).
-ENOUGH = 3
+COMMITS_UNTIL_SAFE = 3
 #: If a memory is more than this many times too large, the rest is freed.
-WASTEFUL = 2
+MOST_OVERSIZE = 2
 #: The limit of replicas: far more than the workers on a few nodes. A faulty node must not make this
 #: one hold a file for every name that it invents.
 MOST_REPLICAS = 512
@@ -64,17 +64,17 @@ class MemoryEntry:
     #: The number of readers, by buffer.
     readers: Counter[int] = field(default_factory=Counter, repr=False)
 
-    def holdings(self) -> list[Held]:
+    def holdings(self) -> list[SealedVersion]:
         """Return the versions that are not void, the freshest first."""
         return [held for held in self.memory.holdings() if held.version not in self.void]
 
-    def freshest(self) -> Held | None:
+    def freshest(self) -> SealedVersion | None:
         return next(iter(self.holdings()), None)
 
-    def find(self, version: Version) -> Held | None:
+    def find(self, version: Version) -> SealedVersion | None:
         return next((held for held in self.holdings() if held.version == version), None)
 
-    def settle(self, base: Version, generation: int) -> None:
+    def mark_void(self, base: Version, generation: int) -> None:
         versions = {held.version for held in self.memory.holdings()}
         self.void = {one for one in versions if one in self.void or is_void(one, base, generation)}
 
@@ -87,7 +87,7 @@ class MemoryEntry:
     def fits(self, wanted: Sizes) -> bool:
         has = self.sizes
         return (
-            wanted.bytes <= has.bytes <= max(WASTEFUL * wanted.bytes, 1 << 20)
+            wanted.bytes <= has.bytes <= max(MOST_OVERSIZE * wanted.bytes, 1 << 20)
             and wanted.skeleton <= has.skeleton
             and wanted.buffers <= has.buffers
         )
@@ -121,6 +121,8 @@ class SnapshotMemory:
         self._promised = 0
         #: By generation, how often its freshest own piece was sealed here.
         self._sealed: Counter[tuple[int, str]] = Counter()
+        #: No replica of a version before this one is needed.
+        self._outdated: Version = (-1, -1)
         #: The latest version of each, so that one reported twice counts once.
         self._heard: dict[str, Version] = {}
 
@@ -137,7 +139,7 @@ class SnapshotMemory:
         with self._lock:
             if not self._of(piece, origin):
                 self._make_way()
-        return self._place(piece, origin, Sizes(size, skeleton), take=True)
+        return self._place(piece, origin, Sizes(size, skeleton, buffers_for(piece)), take=True)
 
     def grant(self, piece: str, size: int, skeleton: int) -> int:
         """Do the same for another process: return a descriptor, which the caller closes."""
@@ -159,6 +161,7 @@ class SnapshotMemory:
         finally:
             if may:
                 entry.writing.release()
+                self._drop_if_outdated(entry)
 
     def _place(self, piece: str, origin: str, wanted: Sizes, *, take: bool) -> MemoryEntry:
         rank_of(piece)  # a bad name is refused here
@@ -247,11 +250,11 @@ class SnapshotMemory:
 
     # --- looking ---------------------------------------------------------------------------------
 
-    def holdings(self) -> tuple[Holding, ...]:
+    def holdings(self) -> tuple[InventoryItem, ...]:
         """Return all versions of all pieces in the memories now."""
         with self._lock:
             return tuple(
-                Holding(
+                InventoryItem(
                     entry.piece,
                     held.version,
                     len(held.data),
@@ -270,7 +273,9 @@ class SnapshotMemory:
             return os.dup(found[0].descriptor) if found is not None else None
 
     @contextmanager
-    def reading(self, piece: str, version: Version | None) -> Iterator[tuple[Memory, int, Held]]:
+    def reading(
+        self, piece: str, version: Version | None
+    ) -> Iterator[tuple[Memory, int, SealedVersion]]:
         """Yield a version to read, pinned and held meanwhile; `KeyError` if it is not held. None
         means the freshest that workers of this node have written."""
         with self._lock:
@@ -292,13 +297,15 @@ class SnapshotMemory:
             memory.close()
             os.close(descriptor)
 
-    def _end_reading(self, entry: MemoryEntry, memory: Memory, held: Held) -> None:
+    def _end_reading(self, entry: MemoryEntry, memory: Memory, held: SealedVersion) -> None:
         with self._lock:
             entry.readers[held.index] -= 1
             if not entry.readers[held.index]:
                 memory.unpin(held)
 
-    def _find(self, piece: str, version: Version | None) -> tuple[MemoryEntry, Held] | None:
+    def _find(
+        self, piece: str, version: Version | None
+    ) -> tuple[MemoryEntry, SealedVersion] | None:
         """Find a version, own memories before replicas; the freshest if none is given."""
         found = [
             (entry, held)
@@ -356,12 +363,17 @@ class SnapshotMemory:
 
         If a generation gets no replicas because no node has memory for them, hold the one before
         instead, but no more: memory must not grow with the number of generations.
+
+        Once per generation: this reads all memories, and is called for every piece of every step.
         """
-        if max(self._in(generation), default=0) < ENOUGH:
+        done = self._outdated >= (generation, -1)
+        if done or max(self._in(generation), default=0) < COMMITS_UNTIL_SAFE:
             return
         noted = [entry.memory.replicated() for entry in self._kept if not entry.origin]
         safe = not self.awaits_replicas or any(item and item[0] >= generation for item in noted)
-        self._drop(self._stale(generation if safe else generation - 1))
+        needed = generation if safe else generation - 1
+        self._drop(self._stale(needed))
+        self._outdated = max(self._outdated, (needed, -1))
         for key in [key for key in self._sealed if key[0] < generation]:
             del self._sealed[key]
 
@@ -376,7 +388,7 @@ class SnapshotMemory:
             if (held := entry.memory.freshest()) is not None and held.version[0] < generation
         ]
 
-    def settle(self, base: Version, generation: int, *, outside: bool = False) -> None:
+    def drop_void(self, base: Version, generation: int, *, outside: bool = False) -> None:
         """Drop the versions that are void (`layout.is_void`).
 
         A node `outside` that generation's world, where no worker writes, also frees everything
@@ -384,9 +396,21 @@ class SnapshotMemory:
         """
         with self._lock:
             for entry in self._kept:
-                entry.settle(base, generation)
+                entry.mark_void(base, generation)
             if outside:
                 self._drop(self._older_than(base))
+
+    def drop_before(self, version: Version) -> None:
+        """Free all memories with nothing as fresh as this, and replicas that arrive later."""
+        with self._lock:
+            self._outdated = max(self._outdated, version)
+            self._drop(self._older_than(version))
+
+    def _drop_if_outdated(self, entry: MemoryEntry) -> None:
+        with self._lock:
+            versions = [held.version for held in entry.holdings()]
+            if entry.origin and versions and versions[0] < self._outdated:
+                self._drop([one for one in self._kept if one is entry])
 
     def _older_than(self, base: Version) -> list[MemoryEntry]:
         """Return memories with nothing as fresh as this."""

@@ -33,11 +33,11 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from torchelastic.errors import ConfigError, RendezvousError, TransferError, WireError
-from torchelastic.snapshot.layout import SHARED, Held, Memory, Version
+from torchelastic.side_tasks import TaskSet
+from torchelastic.snapshot.layout import SHARED, Memory, SealedVersion, Version
 from torchelastic.snapshot.node import stream
-from torchelastic.snapshot.node.bandwidth import Bucket
 from torchelastic.snapshot.node.memory import MemoryEntry, SnapshotMemory
-from torchelastic.snapshot.node.stream import Header, SnapshotStream
+from torchelastic.snapshot.node.stream import Bucket, Header, SnapshotStream
 from torchelastic.system.memory_limit import NoRoom
 from torchelastic.transport import frames
 from torchelastic.transport.auth import Credentials
@@ -49,12 +49,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: Seconds another agent has to answer a greeting.
-ANSWERS = 5.0
+GREETING_TIMEOUT = 5.0
 #: Transfers at a time, each way; others wait.
-OUTGOING, INCOMING = 4, 4
+MOST_OUTGOING, MOST_INCOMING = 4, 4
 #: Seconds between WAIT messages to a queued visitor: less than the timeout of a connection on which
 #: nothing moves.
-WAITING = 5.0
+WAIT_INTERVAL = 5.0
 #: The limit of open connections from others. Idle ones make way: their peers connect again.
 MOST_VISITORS = 256
 _BROKEN = (OSError, EOFError, RendezvousError)
@@ -80,16 +80,16 @@ class Replicator:
         self._bucket = Bucket(bandwidth)
         self._bucket_lock = threading.Lock()
         # Separate pools: if all threads of two nodes were giving, none would be left to take.
-        self._outgoing = ThreadPoolExecutor(OUTGOING, "snapshot-out")
-        self._incoming = ThreadPoolExecutor(INCOMING, "snapshot-in")
+        self._outgoing = ThreadPoolExecutor(MOST_OUTGOING, "snapshot-out")
+        self._incoming = ThreadPoolExecutor(MOST_INCOMING, "snapshot-in")
         self._pipes: set[SnapshotStream] = set()
         self._visitors: set[SnapshotStream] = set()
         #: The idle ones, the longest idle first.
         self._resting: dict[SnapshotStream, None] = {}
-        self._turns = asyncio.Semaphore(INCOMING)
+        self._turns = asyncio.Semaphore(MOST_INCOMING)
         #: By address, an unused connection.
         self._idle: dict[str, SnapshotStream] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._closing = False
 
     async def close(self) -> None:
@@ -166,7 +166,9 @@ class Replicator:
     async def _call(self, peer: str) -> SnapshotStream:
         try:
             place = Endpoint.at(peer, self._job, self._credentials)
-            link, answer = await connect_once(place, purpose=frames.SNAPSHOT, timeout=ANSWERS)
+            link, answer = await connect_once(
+                place, purpose=frames.SNAPSHOT, timeout=GREETING_TIMEOUT
+            )
         except (OSError, asyncio.TimeoutError, NoAnswer, RendezvousError, ConfigError) as error:
             words = _words(error)
             raise TransferError(f"The agent at {peer} did not answer ({words}).") from error
@@ -225,9 +227,7 @@ class Replicator:
     def _heard(self, visitor: SnapshotStream) -> None:
         asyncio.get_running_loop().remove_reader(visitor)
         del self._resting[visitor]
-        task = asyncio.create_task(self._answer(visitor), name="snapshot visitor")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._answer(visitor), "snapshot visitor")
 
     async def _answer(self, visitor: SnapshotStream) -> None:
         try:
@@ -247,7 +247,7 @@ class Replicator:
         turn = asyncio.ensure_future(self._turns.acquire())
         try:
             while not turn.done():
-                await asyncio.wait({turn}, timeout=WAITING)
+                await asyncio.wait({turn}, timeout=WAIT_INTERVAL)
                 if not turn.done():
                     visitor.reply(stream.WAIT)
             await asyncio.get_running_loop().run_in_executor(
@@ -292,7 +292,7 @@ def _give(
         raise _Refused(f"This node holds no version of '{piece}'.") from None
 
 
-def _header(kind: int, piece: str, origin: str, memory: Memory, held: Held) -> Header:
+def _header(kind: int, piece: str, origin: str, memory: Memory, held: SealedVersion) -> Header:
     return Header(
         kind=kind,
         piece=piece,
@@ -326,7 +326,11 @@ def _agreed(called: SnapshotStream, *, waits: bool = True) -> int:
 
 
 def _send(
-    to: SnapshotStream, memory: Memory, descriptor: int, held: Held, wait: Callable[[int], None]
+    to: SnapshotStream,
+    memory: Memory,
+    descriptor: int,
+    held: SealedVersion,
+    wait: Callable[[int], None],
 ) -> None:
     to.send(held.skeleton)
     to.send_file(descriptor, memory.sizes.buffer_at(held.index), len(held.data), wait)
@@ -346,7 +350,7 @@ def _fetch(called: SnapshotStream, snapshot_memory: SnapshotMemory, wanted: Head
             raise TransferError(f"Another connection is already bringing '{header.piece}'.")
         if wanted.kind == stream.WANT:
             # The requested version is the base: whatever this memory has beyond it is void.
-            entry.memory.settle(header.version, header.version[0] + 1)
+            entry.memory.drop_void(header.version, header.version[0] + 1)
         _take(called, entry, header, partial(_is_confirmed, called, entry, header))
 
 

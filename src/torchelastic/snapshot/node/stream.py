@@ -22,14 +22,15 @@ from typing import NoReturn
 
 from torchelastic.errors import WireError
 from torchelastic.snapshot.layout import Version, checksum, rank_of
-from torchelastic.snapshot.node.bandwidth import Bucket
 from torchelastic.transport.tls import TlsPipe
 
 #: Bytes sent or received at a time: few enough to stay in the CPU cache for the checksum and write.
 CHUNK = 1 << 20
+#: Seconds of the rate limit that may be saved up and spent at once (the burst).
+BURST = 0.1
 #: Seconds without a byte before giving up; fewer within a header, which comes in one piece: a peer
 #: that sends half of one must not block a thread.
-SILENCE, HEADER_SILENCE = 30, 5
+SILENCE_TIMEOUT, HEADER_TIMEOUT = 30, 5
 #: The largest size in a header; more is certainly invalid.
 MOST_BYTES = 1 << 46
 MOST_SKELETON = 1 << 30
@@ -134,8 +135,8 @@ class SnapshotStream:
         """The stream takes over the connection."""
         connection.setblocking(True)
         self._connection = connection
-        self._allow(socket.SO_SNDTIMEO, SILENCE)
-        self._allow(socket.SO_RCVTIMEO, SILENCE)
+        self._allow(socket.SO_SNDTIMEO, SILENCE_TIMEOUT)
+        self._allow(socket.SO_RCVTIMEO, SILENCE_TIMEOUT)
         self._tls = tls
         #: Decrypted bytes that were not read yet.
         self._plain = bytearray()
@@ -230,9 +231,9 @@ class SnapshotStream:
         return bytes(data)
 
     def receive_header(self) -> Header:
-        self._allow(socket.SO_RCVTIMEO, HEADER_SILENCE)
+        self._allow(socket.SO_RCVTIMEO, HEADER_TIMEOUT)
         data = self.receive(_HEADER.size)
-        self._allow(socket.SO_RCVTIMEO, SILENCE)
+        self._allow(socket.SO_RCVTIMEO, SILENCE_TIMEOUT)
         return Header.unpack(data)
 
     def receive_reply(self) -> tuple[int, str]:
@@ -388,3 +389,31 @@ class _Summing:
 
 def _is_silent() -> NoReturn:
     raise TimeoutError("timed out: no data is moving")
+
+
+# --- the bandwidth limit --------------------------------------------------------------------------
+
+
+class Bucket:
+    """A token bucket that limits bytes to a rate."""
+
+    def __init__(self, rate: float) -> None:
+        """`rate` in bytes per second; 0 means no limit."""
+        self._rate = rate
+        self._has = rate * BURST
+        self._at: float | None = None
+
+    def take(self, size: int, now: float) -> float:
+        """Take this many bytes; return the seconds to wait before sending them.
+
+        >>> bucket = Bucket(1000)
+        >>> bucket.take(100, 0.0), bucket.take(500, 0.0), bucket.take(100, 1.0)
+        (0.0, 0.5, 0.0)
+        """
+        if not self._rate:
+            return 0.0
+        since = now - self._at if self._at is not None else 0.0
+        self._at = now
+        # May be negative: an earlier caller has taken future bytes, and waits for them.
+        self._has = min(self._has + since * self._rate, self._rate * BURST) - size
+        return max(0.0, -self._has / self._rate)

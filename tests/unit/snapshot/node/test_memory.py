@@ -73,6 +73,17 @@ def test_pieces_of_older_generations_go_when_this_one_has_committed_enough(snaps
     assert {piece for piece, _, _ in held(snapshot_memory)} == {own(0)}
 
 
+def test_once_they_are_gone_no_commit_looks_for_them_again(snapshot_memory, monkeypatch):
+    for step in (6, 7, 8):
+        write(snapshot_memory, own(0), (1, step))
+    monkeypatch.setattr(snapshot_memory, "_stale", lambda generation: pytest.fail("it looked"))
+    write(snapshot_memory, own(0), (1, 9))
+    late = snapshot_memory.memory_for_replica(own(3), "b", 1000, 100)
+    with snapshot_memory.bringing(late):
+        write(snapshot_memory, own(3), (0, 5), origin="b")
+    assert {piece for piece, _, _ in held(snapshot_memory)} == {own(0)}
+
+
 def test_where_there_are_holders_it_must_have_replicas_first(snapshot_memory):
     snapshot_memory.awaits_replicas = True
     write(snapshot_memory, own(2), (0, 5))
@@ -95,7 +106,7 @@ def test_void_versions_are_dropped(snapshot_memory):
     write(snapshot_memory, SHARED, (0, 10))
     write(snapshot_memory, SHARED, (0, 11))
     write(snapshot_memory, own(1), (0, 11), origin="b")
-    snapshot_memory.settle((0, 10), 1)
+    snapshot_memory.drop_void((0, 10), 1)
     assert held(snapshot_memory) == [(SHARED, (0, 10), False)]
 
 
@@ -134,26 +145,43 @@ def test_a_node_outside_the_world_gives_back_what_is_void_or_older_than_the_base
     write(snapshot_memory, SHARED, (0, 10))
     write(snapshot_memory, own(1), (0, 10), origin="b")
     write(snapshot_memory, own(1), (0, 11), origin="b")
-    snapshot_memory.settle(base, 2, outside=True)
+    snapshot_memory.drop_void(base, 2, outside=True)
     assert list(dict.fromkeys(piece for piece, _, _ in held(snapshot_memory))) == left
     assert bool(memories()) is bool(left)
+
+
+def test_memory_of_outdated_versions_is_given_back(snapshot_memory, memories):
+    write(snapshot_memory, shard(0), (0, 9))
+    write(snapshot_memory, shard(0), (0, 10))
+    snapshot_memory.drop_before((0, 10))
+    assert held(snapshot_memory)
+    snapshot_memory.drop_before((2, 5))
+    assert not memories()
+    late = write(snapshot_memory, shard(1), (0, 10), origin="b")
+    with snapshot_memory.bringing(late) as may:
+        assert may
+    assert not memories()
+    fresh = write(snapshot_memory, shard(1), (2, 6), origin="b")
+    with snapshot_memory.bringing(fresh):
+        pass
+    assert held(snapshot_memory) == [(shard(1), (2, 6), True)]
 
 
 def test_what_is_being_brought_stays(snapshot_memory):
     kept = write(snapshot_memory, own(1), (0, 10), origin="b")
     with kept.writing:
-        snapshot_memory.settle((1, 2), 2, outside=True)
+        snapshot_memory.drop_void((1, 2), 2, outside=True)
     assert held(snapshot_memory) == [(own(1), (0, 10), True)]
 
 
 def test_in_the_world_memory_stays_for_those_who_write_to_it(snapshot_memory):
     kept = write(snapshot_memory, SHARED, (0, 11))
-    snapshot_memory.settle((0, 10), 1)
+    snapshot_memory.drop_void((0, 10), 1)
     assert held(snapshot_memory) == []
     assert snapshot_memory.memory_for(SHARED, 1000, 100) is kept
 
 
-def test_what_is_held_can_be_opened_also_after_the_shelf_is_gone(snapshot_memory):
+def test_a_held_snapshot_can_be_opened_after_its_memory_is_closed(snapshot_memory):
     write(snapshot_memory, own(0), (0, 5))
     assert snapshot_memory.open(own(0), (0, 4)) is None
     descriptor = snapshot_memory.open(own(0), (0, 5))
@@ -202,7 +230,7 @@ def test_own_pieces_have_a_buffer_more_to_be_copied_from():
         with_replicas.close()
 
 
-def test_no_room_is_said_and_nothing_is_taken(snapshot_memory, monkeypatch):
+def test_no_room_is_reported_and_nothing_is_taken(snapshot_memory, monkeypatch):
     monkeypatch.setattr(memory_limit, "limits", lambda: [Limit("its cgroup", 4 << 20, 1 << 20)])
     with pytest.raises(NoRoom, match="No room for snapshots of 'shared'"):
         snapshot_memory.memory_for(SHARED, 4 << 20, 100)
@@ -233,7 +261,7 @@ def test_where_nobody_takes_copies_none_is_waited_for(snapshot_memory):
     assert kept.memory.replicated() == (0, 6)
 
 
-def test_a_version_that_is_told_of_twice_counts_once(snapshot_memory):
+def test_a_version_that_is_reported_twice_counts_once(snapshot_memory):
     write(snapshot_memory, own(1), (0, 5))
     write(snapshot_memory, own(0), (1, 6))
     for _ in range(3):
@@ -277,7 +305,7 @@ def test_nothing_is_brought_twice_at_a_time_nor_to_what_was_let_go_of(snapshot_m
         assert not gone
 
 
-def test_what_a_worker_seals_while_the_agent_settles_stays(snapshot_memory):
+def test_what_a_worker_seals_while_the_agent_drops_void_versions_stays(snapshot_memory):
     """The worker is ahead of the agent: it has torn what is void, and put the next in its place."""
     kept = snapshot_memory.memory_for(SHARED, 1000, 100)
     worker = layout.Memory(kept.descriptor)
@@ -293,19 +321,19 @@ def test_what_a_worker_seals_while_the_agent_settles_stays(snapshot_memory):
     def holdings():
         found = look()
         kept.memory.holdings = look
-        worker.settle((0, 10), 1)
+        worker.drop_void((0, 10), 1)
         seal((1, 11))
         return found
 
     kept.memory.holdings = holdings
-    snapshot_memory.settle((0, 10), 1)
+    snapshot_memory.drop_void((0, 10), 1)
     assert held(snapshot_memory) == [(SHARED, (1, 11), False), (SHARED, (0, 10), False)]
     worker.close()
 
 
 def test_what_is_void_is_torn_by_who_writes_there_next(snapshot_memory):
     kept = write(snapshot_memory, own(1), (0, 11), origin="b")
-    snapshot_memory.settle((0, 10), 1)
+    snapshot_memory.drop_void((0, 10), 1)
     assert held(snapshot_memory) == []
     assert kept.memory.find((0, 11)) is not None
     with snapshot_memory.bringing(kept):

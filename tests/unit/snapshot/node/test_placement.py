@@ -5,8 +5,8 @@ import doctest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.snapshot.node import placement
-from torchelastic.snapshot.node.placement import holders
+from torchelastic.snapshot.node import snapshot_service
+from torchelastic.snapshot.node.snapshot_service import holders
 
 WORLDS = st.lists(st.integers(0, 99).map("n{}".format), min_size=1, max_size=16, unique=True)
 
@@ -16,7 +16,7 @@ def all_pairs(nodes, replicas):
 
 
 def test_doctests_hold():
-    assert doctest.testmod(placement).failed == 0
+    assert doctest.testmod(snapshot_service).failed == 0
 
 
 def test_who_is_in_no_world_has_no_holders():

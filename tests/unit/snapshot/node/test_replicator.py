@@ -130,7 +130,7 @@ async def test_pieces_are_given_again_and_again_over_one_connection(shown):
             a.write(own(1), (0, step))
             assert await a.replicator.give(own(1), b.peer) == (0, step)
             b.assert_holds(own(1), (0, step))
-        assert b.held() == [(own(1), (0, 4), True), (own(1), (0, 3), True)]
+        assert b.held() == [(own(1), (0, step), True) for step in (4, 3, 2)]
         assert len(b.replicator._visitors) == len(a.replicator._pipes) == 1
 
 
@@ -149,10 +149,10 @@ async def test_an_older_version_is_taken_once_the_fresher_one_is_void():
         a.write(own(1), (0, 10))
         a.write(own(1), (0, 11))
         await a.replicator.give(own(1), b.peer)
-        a.snapshot_memory.settle((0, 10), 1)
+        a.snapshot_memory.drop_void((0, 10), 1)
         with pytest.raises(TransferError, match="holds a newer version"):
             await a.replicator.give(own(1), b.peer)
-        b.snapshot_memory.settle((0, 10), 1)
+        b.snapshot_memory.drop_void((0, 10), 1)
         assert await a.replicator.give(own(1), b.peer) == (0, 10)
         assert b.held() == [(own(1), (0, 10), True)]
 
@@ -293,7 +293,7 @@ async def test_copies_keep_to_their_bandwidth_and_the_loop_goes_on():
 @told
 async def test_the_end_of_an_agent_ends_its_transfers_at_once():
     async with node("a", bandwidth=5 * stream.CHUNK) as a, node("b") as b:
-        a.write(own(1), (0, 1), size=50 * stream.CHUNK)
+        a.write(own(1), (0, 1), size=25 * stream.CHUNK)
         giving = asyncio.create_task(a.replicator.give(own(1), b.peer))
         while not b.held() and not b.snapshot_memory._kept:
             await asyncio.sleep(0.005)
@@ -308,7 +308,7 @@ async def test_the_end_of_an_agent_ends_its_transfers_at_once():
 @told
 async def test_giving_ends_with_this_agent():
     async with node("a", bandwidth=5 * stream.CHUNK) as a, node("b") as b:
-        a.write(own(1), (0, 1), size=50 * stream.CHUNK)
+        a.write(own(1), (0, 1), size=25 * stream.CHUNK)
         giving = asyncio.create_task(a.replicator.give(own(1), b.peer))
         while not b.snapshot_memory._kept:
             await asyncio.sleep(0.005)
@@ -348,25 +348,25 @@ async def test_connections_to_nodes_that_are_gone_are_closed():
 
 
 def hold_serving(monkeypatch):
-    """What guests ask for is done when the event that is returned is set."""
+    """What peers ask for is done when the event that is returned is set."""
     goes_on, serve = threading.Event(), replicator._serve
 
-    def held(guest, snapshot_memory):
+    def held(peer, snapshot_memory):
         assert goes_on.wait(30)
-        serve(guest, snapshot_memory)
+        serve(peer, snapshot_memory)
 
     monkeypatch.setattr(replicator, "_serve", held)
     return goes_on
 
 
 async def rest(one):
-    """Who has been served is known to the loop a little later than to the guest."""
+    """Who has been served is known to the loop a little later than to the peer."""
     while len(one.replicator._resting) < len(one.replicator._visitors):
         await asyncio.sleep(0.005)
 
 
 @told
-async def test_guests_at_rest_make_way_and_others_are_not_sent_away(monkeypatch):
+async def test_idle_peers_make_room_and_busy_ones_stay(monkeypatch):
     monkeypatch.setattr(replicator, "MOST_VISITORS", 2)
 
     async with node("a") as a, node("b") as b, node("c") as c, node("d") as d, node("e") as e:
@@ -393,7 +393,7 @@ async def test_guests_at_rest_make_way_and_others_are_not_sent_away(monkeypatch)
 @told
 async def test_who_waits_for_its_turn_hears_of_it_and_does_not_give_up(monkeypatch):
     """One survivor serves a few at a time, and each may take longer than silence is borne."""
-    monkeypatch.setattr(replicator, "WAITING", 0.01)
+    monkeypatch.setattr(replicator, "WAIT_INTERVAL", 0.01)
     heard, receive = threading.Event(), stream.SnapshotStream.receive_reply
 
     def receive_reply(self):
@@ -409,7 +409,7 @@ async def test_who_waits_for_its_turn_hears_of_it_and_does_not_give_up(monkeypat
         a.write(SHARED, (0, 1))
         others = [
             await stack.enter_async_context(node(f"b{number}"))
-            for number in range(replicator.INCOMING + 2)
+            for number in range(replicator.MOST_INCOMING + 2)
         ]
         goes_on = hold_serving(monkeypatch)
         fetching = [
@@ -424,15 +424,15 @@ async def test_who_waits_for_its_turn_hears_of_it_and_does_not_give_up(monkeypat
 
 @told
 async def test_who_gives_to_a_busy_node_comes_again(monkeypatch):
-    monkeypatch.setattr(replicator, "WAITING", 0.01)
+    monkeypatch.setattr(replicator, "WAIT_INTERVAL", 0.01)
 
     async with node("a") as a, node("b") as b:
         a.write(own(1), (0, 1))
-        for _ in range(replicator.INCOMING):
+        for _ in range(replicator.MOST_INCOMING):
             await b.replicator._turns.acquire()
         with pytest.raises(TransferError, match="is busy"):
             await a.replicator.give(own(1), b.peer)
-        for _ in range(replicator.INCOMING):
+        for _ in range(replicator.MOST_INCOMING):
             b.replicator._turns.release()
         while b.replicator._visitors:
             await asyncio.sleep(0.005)

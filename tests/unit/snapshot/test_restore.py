@@ -7,14 +7,14 @@ import re
 import pytest
 
 from torchelastic.snapshot.layout import SHARED, own, shard
-from torchelastic.snapshot.messages import Holding
-from torchelastic.snapshot.restore_plan import (
+from torchelastic.snapshot.messages import InventoryItem
+from torchelastic.snapshot.restore import (
     Agreement,
     Node,
     Outcome,
     Own,
-    Said,
-    Storage,
+    SearchReport,
+    StoredCheckpoint,
     agreed,
     bases,
     checkers,
@@ -22,6 +22,7 @@ from torchelastic.snapshot.restore_plan import (
     finders,
     is_reachable,
     lacking,
+    own_version,
     source,
     tellers,
     without_shards,
@@ -34,7 +35,7 @@ def holding(text, size):
     pattern = r"(?:(\d+)\.)?(?:s|([rp])(\d+)\.)(\d+)"
     generation, kind, rank, step = re.fullmatch(pattern, text).groups()
     piece = SHARED if rank is None else {"r": own, "p": shard}[kind](int(rank))
-    return Holding(piece, (int(generation or 0), int(step)), 8, int(rank or 0), size)
+    return InventoryItem(piece, (int(generation or 0), int(step)), 8, int(rank or 0), size)
 
 
 def nodes(*held, size=2, peers=True):
@@ -76,6 +77,11 @@ def test_bases_in_the_order_they_are_tried(held, expected):
     assert bases(nodes(*held), 2) == expected
 
 
+def test_lost_pieces_of_sharded_state_exclude_no_base():
+    """Other ranks may have written the same shards."""
+    assert bases(nodes("s5 s4 p0.5 p0.4", "s5 s4 p1.4"), 2, sharded=True) == [(0, 5), (0, 4)]
+
+
 def test_a_finished_step_is_not_redone_with_other_samples():
     """Rank 0's node is lost, and its replica is a step behind: only a world as large as before
     redoes that step with the same bits."""
@@ -99,17 +105,25 @@ def test_what_one_rank_has_it_can_send_to_the_others():
 @pytest.mark.parametrize(
     ("versions", "stored", "expected"),
     [
-        ([], None, [Storage()]),
-        ([], 7, [Storage()]),
-        ([(0, 3), (0, 2)], None, [(0, 3), (0, 2), Storage()]),
+        ([], None, [StoredCheckpoint()]),
+        ([], 7, [StoredCheckpoint()]),
+        ([(0, 3), (0, 2)], None, [(0, 3), (0, 2), StoredCheckpoint()]),
         # The room was refused at step 3, and training went on: what is stored is fresher.
-        ([(0, 3), (0, 2)], 30, [Storage(3), (0, 3), (0, 2), Storage()]),
-        ([(4, 90), (4, 89)], 80, [(4, 90), (4, 89), Storage()]),
-        ([(4, 90), (4, 89)], 90, [(4, 90), Storage(89), (4, 89), Storage()]),
+        ([(0, 3), (0, 2)], 30, [StoredCheckpoint(3), (0, 3), (0, 2), StoredCheckpoint()]),
+        ([(4, 90), (4, 89)], 80, [(4, 90), (4, 89), StoredCheckpoint()]),
+        ([(4, 90), (4, 89)], 90, [(4, 90), StoredCheckpoint(89), (4, 89), StoredCheckpoint()]),
         # The step before is preferred for its random states, not for want of the step.
-        ([(0, 4), (0, 5), (0, 3)], 5, [(0, 4), (0, 5), Storage(3), (0, 3), Storage()]),
-        ([(0, 4), (0, 5), (0, 3)], 6, [Storage(5), (0, 4), (0, 5), (0, 3), Storage()]),
-        ([(0, 1)], 0, [(0, 1), Storage()]),
+        (
+            [(0, 4), (0, 5), (0, 3)],
+            5,
+            [(0, 4), (0, 5), StoredCheckpoint(3), (0, 3), StoredCheckpoint()],
+        ),
+        (
+            [(0, 4), (0, 5), (0, 3)],
+            6,
+            [StoredCheckpoint(5), (0, 4), (0, 5), (0, 3), StoredCheckpoint()],
+        ),
+        ([(0, 1)], 0, [(0, 1), StoredCheckpoint()]),
     ],
 )
 def test_memory_and_storage_are_tried_by_step(versions, stored, expected):
@@ -119,17 +133,22 @@ def test_memory_and_storage_are_tried_by_step(versions, stored, expected):
 @pytest.mark.parametrize(
     ("versions", "stored", "start", "expected"),
     [
-        ([], None, 50, [Storage(49), Own(50)]),
-        ([], 40, 50, [Storage(49), Own(50)]),
-        ([], 60, 50, [Storage(49), Own(50)]),
+        ([], None, 50, [StoredCheckpoint(49), Own(50)]),
+        ([], 40, 50, [StoredCheckpoint(49), Own(50)]),
+        ([], 60, 50, [StoredCheckpoint(49), Own(50)]),
         # Killed between the script's own save of step 50 and commit().
-        ([(0, 49), (0, 48)], None, 50, [Storage(49), Own(50)]),
-        ([(0, 50), (0, 49)], None, 50, [(0, 50), Storage(49), Own(50)]),
+        ([(0, 49), (0, 48)], None, 50, [StoredCheckpoint(49), Own(50)]),
+        ([(0, 50), (0, 49)], None, 50, [(0, 50), StoredCheckpoint(49), Own(50)]),
         # Restarted: the file is older than what is in memory.
-        ([(3, 60), (3, 59)], None, 50, [(3, 60), (3, 59), Storage(49), Own(50)]),
-        ([(3, 60), (3, 59)], 70, 50, [Storage(60), (3, 60), (3, 59), Storage(49), Own(50)]),
-        ([(0, 3)], 30, 50, [Storage(49), Own(50)]),
-        ([(0, 3)], None, 0, [(0, 3), Storage()]),
+        ([(3, 60), (3, 59)], None, 50, [(3, 60), (3, 59), StoredCheckpoint(49), Own(50)]),
+        (
+            [(3, 60), (3, 59)],
+            70,
+            50,
+            [StoredCheckpoint(60), (3, 60), (3, 59), StoredCheckpoint(49), Own(50)],
+        ),
+        ([(0, 3)], 30, 50, [StoredCheckpoint(49), Own(50)]),
+        ([(0, 3)], None, 0, [(0, 3), StoredCheckpoint()]),
     ],
 )
 def test_what_the_script_has_loaded_is_kept_unless_something_is_newer(
@@ -155,16 +174,21 @@ F, A, U = Outcome.FOUND, Outcome.ABSENT, Outcome.UNUSABLE
     ],
 )
 def test_what_all_ranks_do_once_they_have_looked(outcomes, holding, replicated, sharded):
-    said = [Said(one, f"n{rank}") for rank, one in enumerate(outcomes)]
+    said = [SearchReport(one, f"n{rank}") for rank, one in enumerate(outcomes)]
     assert agreed(said, holding.split(), sharded=False) is replicated
     assert agreed(said, holding.split(), sharded=True) is sharded
 
 
 def test_one_rank_of_a_node_checks_for_all_of_them():
-    said = [Said(A, "n0"), Said(F, "n0", True), Said(F, "n0", True), Said(F, "n1", True)]
+    said = [
+        SearchReport(A, "n0"),
+        SearchReport(F, "n0", True),
+        SearchReport(F, "n0", True),
+        SearchReport(F, "n1", True),
+    ]
     assert finders(said) == [1, 2, 3]
     assert checkers(said) == [1, 3]
-    assert checkers([Said(F, "n0"), Said(F, "n1")]) == []
+    assert checkers([SearchReport(F, "n0"), SearchReport(F, "n1")]) == []
 
 
 @pytest.mark.parametrize(
@@ -180,6 +204,22 @@ def test_one_rank_of_a_node_checks_for_all_of_them():
 )
 def test_whose_own_pieces_are_lost(size, written, held, expected):
     assert lacking(nodes(held, "", size=written), (0, 5), size) == expected
+
+
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [
+        ("s5 r1.3 r1.4 r1.5", (0, 5)),
+        ("s5 r1.3 r1.4", (0, 4)),
+        ("s5 r0.5", None),
+        ("2.s5 r1.4 1.r1.6", (0, 4)),  # step 6 was done again
+    ],
+)
+def test_a_rank_that_did_not_write_its_own_piece_restores_the_one_before(held, expected):
+    world = nodes("s4", held)
+    freshest = max(item.version for item in world["n1"].holdings if item.piece == SHARED)
+    assert own_version(world, 1, freshest, "n0") == expected
+    assert own_version(world, 2, freshest, "n0") is None, "it was not in that world"
 
 
 def test_where_a_piece_is_taken_from():

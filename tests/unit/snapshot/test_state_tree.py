@@ -7,13 +7,13 @@ import threading
 import pytest
 import torch
 
-from torchelastic.snapshot import fill_tensors
+from torchelastic.snapshot import state_tree
 from torchelastic.tensors.tensor_bytes import PIECE
 
 
 @pytest.fixture(params=[1, 2, 5])
 def threads(request, monkeypatch):
-    monkeypatch.setattr(fill_tensors, "threads_of", lambda cores: request.param)
+    monkeypatch.setattr(state_tree, "threads_of", lambda cores: request.param)
     return request.param
 
 
@@ -25,7 +25,7 @@ def test_every_byte_comes_where_it_belongs(threads):
     parts = source.split(SIZES)
     room = torch.full((sum(SIZES) + 64 * len(SIZES),), 99, dtype=torch.uint8)
     rooms = [one[: len(one) - 64] for one in room.split([size + 64 for size in SIZES])]
-    fill_tensors.load(
+    state_tree.fill(
         [(one, part.data_ptr()) for one, part in zip(rooms, parts, strict=True)],
     )
     assert all(map(torch.equal, rooms, parts))
@@ -36,11 +36,11 @@ def test_every_byte_comes_where_it_belongs(threads):
 
 def test_shares_are_of_equal_size_and_hold_everything():
     tensors = [torch.empty(size, dtype=torch.uint8) for size in SIZES]
-    shares = list(fill_tensors.shared_out([(one, 1 << 40) for one in tensors]))
+    shares = list(state_tree.shared_out([(one, 1 << 40) for one in tensors]))
     sizes = [sum(count for _, _, count in share) for share in shares]
     assert sum(sizes) == sum(SIZES)
     assert set(sizes[:-1]) == {PIECE}
-    assert list(fill_tensors.shared_out([])) == []
+    assert list(state_tree.shared_out([])) == []
 
 
 @pytest.mark.parametrize(
@@ -49,4 +49,4 @@ def test_shares_are_of_equal_size_and_hold_everything():
 )
 def test_workers_of_a_node_share_its_cores(cores, workers, threads, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(workers))
-    assert fill_tensors.threads_of(set(range(cores))) == threads
+    assert state_tree.threads_of(set(range(cores))) == threads

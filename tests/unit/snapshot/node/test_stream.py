@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.snapshot.node import bandwidth
-from torchelastic.snapshot.node.bandwidth import BURST, Bucket
+from torchelastic.snapshot.node import stream
+from torchelastic.snapshot.node.stream import BURST, Bucket
 
 
 def test_doctests_hold():
-    assert doctest.testmod(bandwidth).failed == 0
+    assert doctest.testmod(stream).failed == 0
 
 
 def test_no_rate_is_no_limit():
