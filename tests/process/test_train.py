@@ -1,4 +1,4 @@
-"""Resident workers under a real agent: killed at every point of a step, frozen, unfit, joined."""
+"""In-process workers under a real agent: killed at every point of a step, frozen, unfit, joined."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def check_stopped(killed: list[dict], stopped: tuple[str, ...]) -> None:
 
 
 def test_workers_and_nodes_come_and_go_until_an_error_stays(tmp_path):
-    """One job: the others train on until a killed worker is replaced; a node joins and leaves at
+    """One job: a killed worker is replaced; a node joins, and leaves on a preemption notice, at
     boundaries of steps; a node is lost; an error that comes back ends the job and is shown.
 
     Three nodes import torch, one after the other."""
@@ -178,22 +178,28 @@ def test_workers_and_nodes_come_and_go_until_an_error_stays(tmp_path):
         victim = made.lines(event="step", rank=1)[0]["pid"]
         survivors = pids(made) - {victim}
         os.kill(victim, signal.SIGKILL)
-        poll_for(lambda: stepped(made, 0, size=1, generation=1), what="a step of the survivor")
-        poll_for(lambda: stepped(made, 0, size=2, generation=2), what="a step with a replacement")
-        poll_for(lambda: survivors < pids(made, generation=2), what="the survivor in it")
-        survivors = pids(made, generation=2)
+        # The replacement may be ready before the survivor is out of the step that it sleeps in.
+        later = poll_for(
+            lambda: [each for each in (1, 2) if stepped(made, 0, size=2, generation=each)],
+            what="a step with a replacement",
+        )[0]
+        poll_for(lambda: survivors < pids(made, generation=later), what="the survivor in it")
+        survivors = pids(made, generation=later)
 
-        second = start(made)
-        stepped_after(made, 2, 4)
+        second = start(made, f"--preemption=file={tmp_path}/notice")
+        stepped_after(made, later, 4)
         assert survivors < pids(made, size=4), "the same processes are among them"
         before = newest(made)
-        second.process.terminate()
+        (tmp_path / "notice").write_text("40 rack 7 is moved")
         assert second.wait() == 143
+        assert "rack 7 is moved: leaving the job; the workers have 38 s" in second.stderr
+        [left] = first.events("node-leaving")
+        assert left["reason"] == "rack 7 is moved"
         stepped_after(made, before, 2)
         entered = {(line["step"], line["rank"]) for line in made.lines(event="enter", size=4)}
         ran = {(line["step"], line["rank"]) for line in made.lines(event="step", size=4)}
         assert entered == ran, "a step was begun and not run to its end"
-        done = [line for line in made.lines(event="step", rank=0) if line["generation"] > 2]
+        done = [line for line in made.lines(event="step", rank=0) if line["generation"] > later]
         counts = sorted(line["step"] for line in done)
         assert counts == list(range(counts[0], counts[0] + len(counts))), "lost, or run twice"
 
@@ -206,13 +212,13 @@ def test_workers_and_nodes_come_and_go_until_an_error_stays(tmp_path):
         assert all(len(hashes) == 1 for hashes in steps(made).values())
 
         made.order("raise a bug", rank=1)
-        assert first.wait() == 1
+        assert first.wait() == 64
         [step] = re.findall(r"same error again at step (\d+) after a roll", first.stderr)[:1]
         assert "train_step" in first.stderr
         assert len(made.lines(event="enter", rank=1, step=int(step))) <= 2
 
 
-def test_the_last_copy_of_the_state_is_waited_for_and_its_loss_is_told(tmp_path):
+def test_the_last_copy_of_the_state_is_waited_for_and_its_loss_is_reported(tmp_path):
     """A frozen worker has it; then all are killed. Two workers and three replacements start."""
     flags = "--nnodes=1 --nproc-per-node=2"
     with training(tmp_path, flags, steps=100000, slow=0.1) as made:
@@ -242,7 +248,6 @@ def test_the_last_copy_of_the_state_is_waited_for_and_its_loss_is_told(tmp_path)
         assert node.wait() == 143
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_the_host_goes_on_while_its_worker_is_replaced_and_the_other_node_is_lost(tmp_path):
     """Only the other node trains when it is killed and started again, as a node without a vote.
@@ -279,7 +284,11 @@ def test_the_end_of_the_process_that_holds_the_stores_disturbs_nobody(tmp_path):
         poll_for(lambda: stepped(made, reached + 5, generation=0), what="steps of the same world")
         assert pids(made) == workers
         os.kill(max(workers), signal.SIGKILL)
-        poll_for(lambda: stepped(made, 0, size=2, generation=2), what="a world at a new store")
+        # The replacement may be ready before there is a store for a world without it.
+        poll_for(
+            lambda: any(stepped(made, 0, size=2, generation=later) for later in (1, 2)),
+            what="a world at a new store",
+        )
         node.process.terminate()
         assert node.wait() == 143
 
@@ -288,8 +297,8 @@ def test_the_end_of_the_process_that_holds_the_stores_disturbs_nobody(tmp_path):
 
 UNFIT = (
     "UnfitError: This worker's state differs from the other workers': parameter '0.weight' is "
-    "float32 of shape (64, 16) here and float32 of shape (32, 16) on the others. Start all "
-    "workers with the same script and arguments."
+    "float32 of shape (64, 16) on this worker and float32 of shape (32, 16) on the others. Start "
+    "all workers with the same script and arguments."
 )
 
 
@@ -329,7 +338,7 @@ def test_who_has_another_model_ends_and_the_others_train_on(tmp_path):
         assert all(len(hashes) == 1 for hashes in steps(made).values())
 
         made.order("fatal no use", rank=0)
-        assert first.wait() == 1
+        assert first.wait() == 64
         assert "a restart cannot help" in first.stderr
         assert "train_step" in first.stderr
 
@@ -342,7 +351,7 @@ def test_a_replacement_with_another_model_that_is_waited_for_ends_the_job(tmp_pa
         poll_for(lambda: stepped(made, 5), what="steps")
         (made._orders / "wide").touch()
         os.kill(made.lines(event="step", rank=1)[0]["pid"], signal.SIGKILL)
-        assert node.wait(120) == 1
+        assert node.wait(120) == 64
         assert "without progress" in node.stderr
         assert UNFIT in node.stderr
 

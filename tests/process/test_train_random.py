@@ -91,7 +91,7 @@ class Chaos:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(1, 1 + SOAK))
-def test_the_laws_hold_whatever_happens(tmp_path, seed):
+def test_the_laws_hold_under_any_faults(tmp_path, seed):
     flags = "--nnodes=1:3 --nproc-per-node=2 --progress-timeout=1 --settle=0.2"
     with training(tmp_path, flags, steps=1000000, slow=0.01) as made:
         chaos = Chaos(made, seed)

@@ -10,14 +10,20 @@ import faulthandler
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
+from itertools import count
 from typing import Protocol, TypeVar, cast
 
-from torchelastic.errors import ChannelLost
+from torchelastic.errors import ChannelLost, SnapshotError
+from torchelastic.snapshot import messages
+from torchelastic.snapshot.agent_client import SnapshotRequests, Unanswered
 from torchelastic.training.gate import Gate, GateDecision
+from torchelastic.training.group.abortable_waits import GenerationOver
 from torchelastic.training.inbox import Inbox
+from torchelastic.training.state.state import Version
 from torchelastic.worker import orders, status_page
-from torchelastic.worker.channel import Link
+from torchelastic.worker.channel import WorkerLink
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +55,9 @@ class Abortable(Protocol):
 
 
 class Control:
-    """A resident worker's side of the conversation with its agent."""
+    """An in-process worker's side of the conversation with its agent."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: WorkerLink) -> None:
         self._link = link
         self._inbox = Inbox()
         self._changed = threading.Condition()
@@ -59,6 +65,9 @@ class Control:
         self._guarded: tuple[int, Abortable] | None = None
         self._status_page: status_page.StatusPage | None = None
         self._silence = 0.0
+        #: By number, the requests about snapshots that a thread waits for, and their answers.
+        self._answers: dict[int, tuple[messages.Answer, int | None] | None] = {}
+        self.request_numbers = count(1)
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="torchelastic-control", daemon=True)
 
@@ -80,6 +89,10 @@ class Control:
         """Report to the agent; a long error message is truncated."""
         self._link.tell(orders.to_json(report))
 
+    def settle(self, base: Version, generation: int) -> None:
+        """Report to the agent which snapshots are void: older ones beyond this base."""
+        self._link.tell(messages.to_json(messages.Settled(base, generation)))
+
     def next(self, broken: int | None = None) -> Next:
         """Wait for the next order; see `Inbox.next`."""
 
@@ -88,6 +101,11 @@ class Control:
     def gate(self, generation: int) -> Gate:
         with self._changed:
             return self._inbox.gate(generation)
+
+    def next_size(self) -> int:
+        """Return the size of the next world to enter; 0 if none was announced."""
+        with self._changed:
+            return self._inbox.next_size
 
     def wait_at(self, gate: Gate, step: int) -> GateDecision:
         """Wait for the decision on an announced step."""
@@ -129,6 +147,32 @@ class Control:
         """The status page shared with the agent, or None."""
         return self._status_page
 
+    # --- any thread ------------------------------------------------------------------------------
+
+    def ask(
+        self, request: messages.Request, patience: float, generation: int
+    ) -> tuple[messages.Answer, int | None]:
+        """Ask about snapshots; return the answer and its descriptor, which the caller closes.
+        `Unanswered` after `patience` seconds, `GenerationOver` if that comes first."""
+        number, deadline = request.request, time.monotonic() + patience
+        with self._changed:
+            self._answers[number] = None
+        try:
+            self._link.tell(messages.to_json(request), timeout=patience)
+            with self._changed:
+                while (answer := self._answers[number]) is None:
+                    if self._inbox.is_over(generation):
+                        raise GenerationOver(f"Generation {generation} is over: {self.reason}.")
+                    if (left := deadline - time.monotonic()) <= 0:
+                        raise Unanswered("Timed out waiting for the agent's answer.")
+                    self._changed.wait(left)
+                return answer
+        except ChannelLost as error:
+            raise SnapshotError(str(error)) from None
+        finally:
+            with self._changed:
+                del self._answers[number]
+
     def _wait(self, probe: Callable[[], T | None]) -> T:
         with self._changed:
             while (found := probe()) is None:
@@ -142,7 +186,7 @@ class Control:
     def _run(self) -> None:
         try:
             while not self._stopped:
-                received = self._link.receive(patience=LOOK)
+                received = self._link.receive(timeout=LOOK)
                 if received is not None:
                     self._hear(*received)
                 elif not self._stopped:
@@ -150,7 +194,7 @@ class Control:
             return
         except ChannelLost as error:
             why = error
-        except Exception as error:  # the training thread must not wait for ever
+        except Exception as error:  # the training thread must not wait forever
             log.exception("The control thread failed; this worker can no longer follow its agent.")
             why = ChannelLost(f"Orders from the agent cannot be read: {error!r}.")
         with self._changed:
@@ -159,6 +203,9 @@ class Control:
         self._abort_what_is_over()
 
     def _hear(self, message: dict[str, object], descriptor: int | None) -> None:
+        if str(message.get("type")).startswith(messages.PREFIX):
+            self._hear_answer(message, descriptor)
+            return
         try:
             order = orders.from_json(message)
             if isinstance(order, orders.StatusPage) and descriptor is not None:
@@ -172,6 +219,16 @@ class Control:
             self.tell(self._pong(order.number))
         elif isinstance(order, orders.Order):
             self._note(order)
+
+    def _hear_answer(self, message: dict[str, object], descriptor: int | None) -> None:
+        answer = messages.from_json(message)
+        with self._changed:
+            if isinstance(answer, messages.Answer) and answer.request in self._answers:
+                self._answers[answer.request] = answer, descriptor
+                self._changed.notify_all()
+                return
+        if descriptor is not None:  # the request has timed out
+            os.close(descriptor)
 
     def _note(self, order: orders.Order) -> None:
         with self._changed:
@@ -204,3 +261,16 @@ class Control:
         group = guarded[1]
         group.show()
         return orders.Pong(waiting=group.pending > 0, aborted=group.aborted, number=number)
+
+
+class InProcessRequests(SnapshotRequests):
+    """The requests of an in-process worker about snapshots, in one world."""
+
+    def __init__(self, control: Control, generation: int) -> None:
+        super().__init__(control.request_numbers)
+        self._control, self._generation = control, generation
+
+    def _ask(
+        self, request: messages.Request, patience: float
+    ) -> tuple[messages.Answer, int | None]:
+        return self._control.ask(request, patience, self._generation)

@@ -17,7 +17,7 @@ from torchelastic.torch_private import Store
 from torchelastic.training import session
 from torchelastic.training.group.group import PeerLostError
 from torchelastic.training.state.state import State
-from torchelastic.training.worker_stats import WorkerStats
+from torchelastic.training.steps import WorkerStats
 from torchelastic.worker import channel
 
 __all__ = ["Coordinator", "CoordinatorP2P"]
@@ -121,7 +121,7 @@ class CoordinatorP2P(Coordinator):
         self._link = _agents_link() if init_method is None else None
         self._steps_seen = 0
 
-    def open(self) -> channel.Link:
+    def open(self) -> channel.WorkerLink:
         """Return the channel that orders come on. Called by `torchelastic.train`."""
         if self.init_method is None:
             return self._enlist()
@@ -130,9 +130,9 @@ class CoordinatorP2P(Coordinator):
         node = standalone.start(
             self.init_method, max_workers=self.max_num_trainers, timeout=self.timeout
         )
-        return channel.Link(node)
+        return channel.WorkerLink(node)
 
-    def _enlist(self) -> channel.Link:
+    def _enlist(self) -> channel.WorkerLink:
         global _enlisted
         if _enlisted:
             raise ConfigError(
@@ -242,7 +242,7 @@ def _check_times(process_group: int, coordinator: int | None) -> None:
         )
 
 
-def _agents_link() -> channel.Link:
+def _agents_link() -> channel.WorkerLink:
     link = channel.link()
     if link is None:
         raise ConfigError(

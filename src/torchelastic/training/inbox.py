@@ -69,7 +69,8 @@ class Inbox:
             self._gates = {live.generation: live}
 
     def _void(self, generation: int) -> None:
-        """End the worlds up to this one, and those that would begin where these stop."""
+        """End all worlds up to this generation, and drop later ones that were to begin after a
+        step of an ended world: that step will not be reached."""
         for gate in self._gates.values():
             if gate.generation <= generation:
                 gate.end()
@@ -111,6 +112,11 @@ class Inbox:
         if self._worlds:
             return self._worlds.popleft()
         return self._leave
+
+    @property
+    def next_size(self) -> int:
+        """The size of the next world to enter; 0 if none was announced."""
+        return self._worlds[0].size if self._worlds else 0
 
     def gate(self, generation: int) -> Gate:
         """Return the gate of a world that `next` returned; the gate of an ended world is shut."""

@@ -1,15 +1,17 @@
-"""The training loop of a resident worker: enter a world, take steps, recover from failures.
+"""The training loop of an in-process worker: enter a world, take steps, recover from failures.
 
     the agent says:  Enter ──▶ store, group, versions, checkpoint, sync ──▶ step, step, step ...
                        ▲                                                     │ the gate: stop here
                        │       an exception, anywhere: `outcome` says what ──┤
                        └──── roll back, report, leave the group, wait ◀──────┘
 
-Steps are counted from 0 over the whole job. With n steps committed in generation g, a state's
-version is (g, n). After `sync` all workers hold the content of the freshest version (f, n), and
-call it (g, n). A state that was rolled back has the version of its rollback point. So with
-`snapshot_every=k` a failed step undoes up to k - 1 committed steps, and all workers repeat them in
-the next world. Its versions are of a later generation, and so fresher than any that was undone.
+Steps are counted from 0 over the whole job. A state with n steps, the last one committed in
+generation g, has the version (g, n). When workers enter generation g, `sync` gives all of them the
+freshest state that any of them has; if its version is (f, n), they then call it (g, n). (A sharded
+state keeps its version until its next step: `sharded.base`.) A state
+that was rolled back has the version of its rollback point. So with `snapshot_every=k` a failed step
+undoes up to k - 1 committed steps, and all workers repeat them in the next world. The repeated
+steps belong to a later generation, so their versions are fresher than the undone ones.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any, NamedTuple
 
 from torchelastic import checkpoint, faults
 from torchelastic.errors import (
+    EXIT_FAILED,
     EXIT_SIGNAL_BASE,
     ChannelLost,
     CheckpointError,
@@ -32,12 +35,13 @@ from torchelastic.errors import (
     NonRetryableException,
     StopException,
 )
+from torchelastic.snapshot.restore import StoredCheckpoint
 from torchelastic.tensors.module_state import form_number
-from torchelastic.training import session, world_entry
-from torchelastic.training.control import Control
+from torchelastic.training import recovery, session, stored_state
+from torchelastic.training.control import Control, InProcessRequests
 from torchelastic.training.coordinator import Coordinator, CoordinatorP2P
 from torchelastic.training.gate import Gate, GateDecision
-from torchelastic.training.group.group import GenerationOver, Group
+from torchelastic.training.group.group import GenerationOver, Group, enter
 from torchelastic.training.outcome import (
     Action,
     AnotherWorld,
@@ -48,10 +52,12 @@ from torchelastic.training.outcome import (
     kind_of,
 )
 from torchelastic.training.session import Session
+from torchelastic.training.sharded import mesh
 from torchelastic.training.state import compatibility
 from torchelastic.training.state.state import FIRST, TORN, State, Torn, Version, call_sync
 from torchelastic.training.steps import Steps
-from torchelastic.worker import bootstrap, error_file, optimizer_steps
+from torchelastic.worker import bootstrap, error_file, optimizer_steps, shared_signals
+from torchelastic.worker.leaving import leaving
 from torchelastic.worker.orders import (
     Begins,
     Enlisted,
@@ -110,7 +116,7 @@ class Loop:
         self._options = options
         self._version: Version = FIRST
         self._group: Group | None = None
-        #: The process group of the last world.
+        #: The rank in the last world entered; -1 before the first.
         self._rank = -1
         self._where = Where.BUILD
         #: The rollback point, and whether the state is unusable where there is none.
@@ -128,7 +134,9 @@ class Loop:
         self._steps, self._state = steps, state
         self._version = state._begins_at()
         optimizer_steps.stop()  # from now on `train` counts steps
-        self._control.tell(Enlisted())
+        replica = mesh.current()
+        self._control.tell(Enlisted(replica=0 if replica is None else replica.size))
+        state._rehearse()
         broken: int | None = None
         while True:
             match self._next(broken):
@@ -153,18 +161,23 @@ class Loop:
             raise error from self._last_error
 
     def _save_before_leaving(self, deadline: float | None) -> None:
-        """Save on rank 0: while it stays, a worker holds the state.
+        """Write a checkpoint if this worker has rank 0; the other ranks need not, because the
+        state is in rank 0's memory while it stays. (A sharded state was written already.)
 
-        If the others continue without it, they hold the fence, and this checkpoint is dropped.
+        If the other nodes continue training, their world takes the fence of the checkpoint storage,
+        and this checkpoint is dropped.
         """
         generation, step = self._version
-        if self._rank == 0 and generation >= 0:
+        if self._rank == 0 and generation >= 0 and mesh.current() is None:
             grace = None if deadline is None else deadline - time.monotonic()
             checkpoint.save_before_leaving(self._state, step, generation, grace)
 
     def close(self) -> None:
         """Leave the group, however the training ended."""
         self._put_down(roll_back=False)
+        if (snapshots := self._state._part_snapshots()) is not None:
+            snapshots.end()
+            snapshots.wait_until_sealed()
 
     # --- a world ---------------------------------------------------------------------------------
 
@@ -173,7 +186,12 @@ class Loop:
         gate = self._control.gate(world.generation)
         try:
             self._enter(world)
-            self._take_steps(gate, session.current())
+            here = session.current()
+            self._take_steps(gate, here)
+            if stored_state.must_save_together(here):
+                # The others continue; the rest of our replica is at this boundary, too.
+                self._control.tell(Stopped(world.generation, self._version[1]))
+                stored_state.save_together_and_wait(here, self._state, self._version[1])
         except BaseException as error:
             if self._is_to_be_raised(error, world.generation):
                 raise
@@ -191,14 +209,16 @@ class Loop:
         began = time.monotonic()
         faults.position(rank=world.rank, step=self._version[1], generation=world.generation)
         faults.at("group.build")
-        world_entry.show(world)
+        session.set_environment(world)
         timeout, backend = self._coordinator.timeout, self._coordinator.c10d_backend
-        store = world_entry.connect(self._control, world, timeout)
-        self._group = world_entry.build(self._control, world, store, backend, timeout)
+        store, self._group = enter(self._control, world, backend, timeout, mesh.current())
         stood = time.monotonic()
+        if (snapshots := self._state._part_snapshots()) is not None:
+            snapshots.end()
         form = self._state._form()
         number = form_number(form)
-        versions, forms = world_entry.exchange(self._group, self._version, number)
+        ready = self._state._ready_in()
+        told = session.exchange(self._group, self._version, number, ready=ready)
         session.enter(
             Session(
                 rank=world.rank,
@@ -208,10 +228,16 @@ class Loop:
                 local_size=world.local_size,
                 store=store,
                 group=self._group,
-                versions=versions,
+                versions=told.versions,
                 version=self._version,
-                forms=forms,
+                forms=told.forms,
                 status_page=self._control.status_page,
+                replica=self._group.replica,
+                ready=told.ready,
+                next_size=self._control.next_size,
+                agent=InProcessRequests(self._control, world.generation)
+                if self._group.replica is not None
+                else None,
             )
         )
         here = session.current()
@@ -224,14 +250,14 @@ class Loop:
     def _synchronise(self, here: Session) -> None:
         """Give all ranks the freshest state in memory, or a checkpoint if none has trained."""
         self._where, self._rollback, self._half_written = Where.SYNC, None, False
+        if self._state._complete():
+            self._version = here.version
         self._rollback = _RollbackPoint(self._version, self._state.snapshot())
-        if here.freshest[0] < 0:
-            self._load_checkpoint(here)
+        if is_lost := here.freshest[0] < 0:
+            self._recover(here)
         base = here.freshest
         if base == TORN:
-            raise NonRetryableException(
-                "No worker holds a complete state any more, and there is no checkpoint to restore."
-            )
+            self._begin_again(here)
         if here.rank == 0 and base[0] < 0:
             stored = checkpoint.get_checkpoint_manager() is not None
             self._control.tell(Begins(here.generation, base[1], stored))
@@ -239,34 +265,75 @@ class Loop:
         self._half_written |= self._version != base
         faults.at("sync.begin")
         call_sync(self._state, rank=here.rank, size=here.size)
-        here.group.settle()
+        here.group.check_collectives()
         faults.at("sync.end")
-        self._version = here.version = (here.generation, base[1])
+        self._version = here.version = here.version_after_sync
+        if is_lost and here.agent is not None:
+            self._control.settle(base, here.generation)
         self._rollback = None
         self._steps.restart(self._state)
         if here.rank == 0:
             checkpoint.entered(here.generation, base[1])
 
-    def _load_checkpoint(self, here: Session) -> None:
-        """Load the checkpoint on rank 0, if there is one, which then has the freshest state."""
-        if here.rank == 0 and checkpoint.get_checkpoint_manager() is not None:
+    def _begin_again(self, here: Session) -> None:
+        """Raise: there is nothing to continue from. A worker with a part of a sharded state that is
+        not whole any more ends, and is replaced by one with its first state."""
+        if here.replica is None:
+            raise NonRetryableException(
+                "No worker holds a complete state any more, and there is no checkpoint to restore."
+            )
+        if self._version == FIRST:
+            raise GenerationOver("The other workers of this replica begin again, too.")
+        log.error(
+            "There is no snapshot and no checkpoint: this worker is replaced, and training begins "
+            "at step 0."
+        )
+        raise SystemExit(EXIT_FAILED)
+
+    def _recover(self, here: Session) -> None:
+        """Take the state from snapshots in memory or from a checkpoint, whichever is newer."""
+        lost = recovery.loss(here)
+        search = recovery.StateSearch(here, self._state._part_snapshots())
+        for choice in search.candidates():
+            if isinstance(choice, StoredCheckpoint):
+                self._load_checkpoint(here, choice.beyond)
+                if here.freshest > (-1, choice.beyond):
+                    break
+            elif isinstance(choice, tuple) and search.is_loaded(choice):
+                self._version = here.version = choice
+                self._tell_versions(here)
+                break
+        if here.rank == 0:
+            recovery.explain(here.freshest, lost)
+
+    def _load_checkpoint(self, here: Session, beyond: int) -> None:
+        """Load the checkpoint, if there is one beyond this step, on rank 0 or the first replica,
+        which then has the freshest state."""
+        if stored_state.is_writer(here) and checkpoint.get_checkpoint_manager() is not None:
             self._half_written = True
-            step = checkpoint.load_latest(self._state)
+            step = stored_state.load(here, self._state, beyond)
             self._half_written = False
             if step is not None:
                 self._version = here.version = (-1, step)
+        self._tell_versions(here)
+
+    def _tell_versions(self, here: Session) -> None:
         form = here.forms[here.rank]
-        here.versions, _ = world_entry.exchange(here.group, self._version, form)
+        here.versions = session.exchange(here.group, self._version, form).versions
 
     def _take_steps(self, gate: Gate, here: Session) -> None:
-        """Take steps until the gate stops us. Nothing before `run` may wait."""
+        """Take steps until the gate stops us.
+
+        Between the gate and `steps.run` nothing may wait for another rank: once a step is
+        announced, the others wait for this rank inside that step.
+        """
         rank, generation, step = here.rank, here.generation, self._version[1]
         status_page, every, first = here.status_page, self._options.snapshot_every, step
         if status_page is not None:
             status_page.rank = rank
         if self._state._every_step:
             every = 1
-        settle = here.group.settle
+        check_collectives, before_commit = here.group.check_collectives, here.before_commit
         between = _Between(self._coordinator, self._options, here, self._state)
         self._where = Where.BETWEEN
         # Also before the first step: the previous world may have ended right after the last one.
@@ -289,7 +356,9 @@ class Loop:
             if faults.planned:
                 faults.at("step.begin")
             self._state, stats = self._steps.run(self._state)
-            settle(again=False)
+            check_collectives(again=False)
+            if before_commit is not None:
+                before_commit()
             if faults.planned:
                 faults.at("step.end")
             step += 1
@@ -408,8 +477,8 @@ class _Between:
     def __init__(
         self, coordinator: CoordinatorP2P, options: Options, here: Session, state: State
     ) -> None:
-        self._coordinator, self._rank = coordinator, here.rank
-        self._generation = here.generation
+        self._coordinator, self._here = coordinator, here
+        self._is_writer = stored_state.is_writer(here)
         self._every, self._paced = options.checkpoint_every, checkpoint.is_paced()
         self._monitored = _overrides(coordinator, "monitor_progress")
         self._reported = _overrides(coordinator, "report_progress")
@@ -429,8 +498,8 @@ class _Between:
             return coordinator.stop_training
         if stats is not None or self._monitored:
             coordinator.monitor_progress(state, stats)
-        if self._wants_checkpoint(state, step) and self._rank == 0:
-            checkpoint.save(state, step, self._generation)
+        if self._wants_checkpoint(state, step) and self._is_writer:
+            stored_state.save(self._here, state, step)
         if self._reported:
             coordinator.report_progress(state)
         if coordinator.stop_training or (self._told_to_stop and coordinator.should_stop_training()):
@@ -441,11 +510,11 @@ class _Between:
 
     def _wants_checkpoint(self, state: State, step: int) -> bool:
         """Ask on every rank, as in 0.1: a rank that did not ask would count wrong."""
-        wanted = state.should_save_checkpoint(self._rank)
+        wanted = state.should_save_checkpoint(self._here.rank)
         if self._told_when:
             wanted = self._coordinator.should_save_checkpoint() or wanted
-        if self._paced and self._rank == 0:  # the others save nothing
-            wanted = checkpoint.is_due(step) or wanted
+        if self._paced and self._is_writer:
+            wanted = stored_state.is_due(self._here, step) or wanted
         return wanted or (self._every is not None and step % self._every == 0)
 
 
@@ -483,7 +552,8 @@ def train(coordinator: Coordinator, steps: Steps, state: State, options: Options
     control.start()
     loop = Loop(control, coordinator, options)
     try:
-        final = loop.run(steps, state)
+        with shared_signals.left_to_agent(_is_told):
+            final = loop.run(steps, state)
     except BaseException:
         _end_badly(loop)
         raise
@@ -492,6 +562,12 @@ def train(coordinator: Coordinator, steps: Steps, state: State, options: Options
         return final
     finally:
         control.stop()  # in any case: otherwise a standalone process would never end
+
+
+def _is_told() -> bool:
+    """Return whether the agent will tell this worker what to do about a signal: it trains, or the
+    node leaves. A worker that waits for a world that never comes is ended by the signal."""
+    return session.is_entered() or leaving() is not None
 
 
 def _end_badly(loop: Loop) -> None:

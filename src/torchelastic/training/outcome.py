@@ -21,7 +21,7 @@ class Where(enum.Enum):
     """The training thread's activity when the exception was raised."""
 
     BUILD = "building the process group"
-    SYNC = "synchronising the state"
+    SYNC = "synchronizing the state"
     STEP = "in a step"
     BETWEEN = "between two steps: writing a checkpoint, calling the coordinator's hooks"
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from torchelastic import env
+from torchelastic.data import own_rank
+from torchelastic.training.sharded.base import base_of
 from torchelastic.training.state.state import Version
 
 if TYPE_CHECKING:
+    from torchelastic.snapshot.agent_client import SnapshotHolder
     from torchelastic.torch_private import Store
     from torchelastic.training.group.group import Group
+    from torchelastic.training.group.replica import Replica
+    from torchelastic.worker.orders import Enter
     from torchelastic.worker.status_page import StatusPage
 
 
@@ -37,11 +43,53 @@ class Session:
     status_page: StatusPage | None = None
     #: Bytes of state received in `sync`; the receiving code adds them up.
     received: int = 0
+    #: In a sharded training: this worker's replica; and by rank, the generation of a step that a
+    #: worker was interrupted in and can complete, or -1 (`sharded.base`).
+    replica: Replica | None = None
+    ready: tuple[int, ...] = ()
+    #: In a sharded training: the agent, which holds snapshots.
+    agent: SnapshotHolder | None = None
+    #: Returns the size of the world that follows this one; 0 if none was announced.
+    next_size: Callable[[], int] = lambda: 0
+    #: Called after each step, before it is committed; set by the state in `sync`.
+    before_commit: Callable[[], None] | None = None
+    #: State is sent in the default group.
+    link = None
 
     @property
     def freshest(self) -> Version:
         """The version that all workers are brought to."""
-        return max(self.versions)
+        if self.replica is None:
+            return max(self.versions)
+        return base_of(self.versions, self.ready, self.replica.size)
+
+    @property
+    def version_after_sync(self) -> Version:
+        """The version of a worker that has the freshest state now, before its first step here.
+
+        A sharded state keeps its version (`sharded.base`).
+        """
+        freshest = self.freshest
+        return (self.generation, freshest[1]) if self.replica is None else freshest
+
+
+class WorkerFacts(NamedTuple):
+    """The facts that workers exchange when they enter a world, by rank."""
+
+    versions: tuple[Version, ...]
+    forms: tuple[int, ...]
+    ready: tuple[int, ...]
+
+
+def exchange(group: Group, version: Version, form: int, *, ready: int = -1) -> WorkerFacts:
+    """Send all workers this one's version, the number of its state's form, and the generation whose
+    step it is ready to complete, or -1; return what all have told."""
+    told = group.tell_all((*version, form, ready))
+    return WorkerFacts(
+        tuple((one[0], one[1]) for one in told),
+        tuple(one[2] for one in told),
+        tuple(one[3] for one in told),
+    )
 
 
 _current: Session | None = None
@@ -77,9 +125,38 @@ def enter(session: Session) -> None:
     """Make this the current world."""
     global _current
     _current = session
+    if (replica := session.replica) is not None:
+        number, count = session.rank // replica.size, session.size // replica.size
+        own_rank.set_place(
+            number * replica.data_size + replica.data_rank, count * replica.data_size
+        )
 
 
 def leave() -> None:
     """Leave the current world."""
     global _current
     _current = None
+
+
+def set_environment(world: Enter) -> None:
+    """Set the environment variables as in a worker that was started for this world.
+
+    `LOCAL_RANK` never changes: the worker chose its device by it.
+    """
+    host, _, port = world.store.rpartition(":")
+    values = {
+        "RANK": world.rank,
+        "ROLE_RANK": world.rank,
+        "WORLD_SIZE": world.size,
+        "ROLE_WORLD_SIZE": world.size,
+        "LOCAL_WORLD_SIZE": world.local_size,
+        "NODE_RANK": world.node_rank,
+        "GROUP_RANK": world.node_rank,
+        "GROUP_WORLD_SIZE": world.nodes,
+        "MASTER_ADDR": host.strip("[]"),
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RESTART_COUNT": world.generation,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "LOCAL_RANK": env.get("LOCAL_RANK", str(world.local_rank)),
+    }
+    env.update({name: str(value) for name, value in values.items()})

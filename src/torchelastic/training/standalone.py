@@ -11,7 +11,6 @@ import asyncio
 import json
 import logging
 import os
-import secrets
 import socket
 import threading
 import time
@@ -22,25 +21,20 @@ from functools import partial
 from torchelastic import env
 from torchelastic.agent.failure_report import beginning
 from torchelastic.agent.lifecycle import in_process, script
+from torchelastic.agent.lifecycle.in_process_state import Status
 from torchelastic.agent.lifecycle.transitions import Transitions
-from torchelastic.agent.watch.hang_watchdog import LOOK, Pace, limit_for
-from torchelastic.clock import SystemClock
-from torchelastic.config import LaunchConfig, format_endpoint
+from torchelastic.agent.watch.hang_watchdog import LOOK, WorkerPace, limit_for
+from torchelastic.config import LaunchConfig
 from torchelastic.errors import TorchElasticError
 from torchelastic.events.failure import Failure
 from torchelastic.rendezvous import url as urls
-from torchelastic.rendezvous.membership.log_observer import LogObserver
-from torchelastic.rendezvous.membership.member_session import MemberSession
-from torchelastic.rendezvous.world import World
-from torchelastic.side_tasks import SideTasks
+from torchelastic.rendezvous.membership.node_driver import NodeDriver
 from torchelastic.transport.interfaces import interface_of
 from torchelastic.worker import channel, orders, status_page
 from torchelastic.worker.worker_stores import OwnStores
 
 logger = logging.getLogger("torchelastic")
 
-#: Seconds for a node's last messages, and seconds that a host waits for the others to leave.
-LAST_WORDS, HOST_STAYS = 2.0, 5.0
 #: Seconds that the worker's control thread has to answer.
 ANSWER = 1.0
 
@@ -97,17 +91,23 @@ class StandaloneNode:
         self._config = config
         self._patience = min(patience, config.progress_timeout or patience)
         self._channel = channel_end
-        self._node = secrets.token_hex(6)
-        self._state = in_process.alone(self._node, socket.gethostname())
         self._queue: asyncio.Queue[in_process.Event | _HasLeft | Exception] = asyncio.Queue()
-        self._beside = SideTasks(self._queue.put_nowait)
+        self._driver = NodeDriver(
+            config,
+            OwnStores(),
+            on_world=lambda world: self._queue.put_nowait(script.WorldSeen(world)),
+            on_lease_lost=lambda: self._queue.put_nowait(script.LeaseLost()),
+            on_error=self._queue.put_nowait,
+            on_joined=self._joined,
+        )
+        self._session = self._driver.session
+        self._state = in_process.alone(self._driver.node, socket.gethostname())
         self._transitions = Transitions()
-        self._stores = OwnStores()
         self._step = -1
         #: The worker's status page, and the progress read from it.
         self._status_page = -1
         self._trained = -1
-        self._pace = Pace()
+        self._pace = WorkerPace()
         #: When we told it to enter its world, and when that the world is over.
         self._entering_at = self._over_at = 0.0
         #: The last answer of its control thread.
@@ -116,41 +116,30 @@ class StandaloneNode:
     def run(self) -> None:
         """Run the node, as the thread's function."""
         try:
-            asyncio.run(self._run())
-        except TorchElasticError as error:
-            logger.error("%s", error)
-            self._tell(orders.Closed(str(error)))
-        except Exception as error:
-            logger.exception("The node thread failed; this worker leaves the job.")
-            self._tell(orders.Closed(f"The node thread failed: {error!r}"))
+            self._driver.run(self._run, self._failed)
         finally:
             self._channel.close()
+
+    def _failed(self, error: TorchElasticError) -> None:
+        logger.error("%s", error)
+        self._tell(orders.Closed(str(error)))
 
     async def _run(self) -> None:
         self._channel.setblocking(False)
         self._status_page = status_page.create()
-        self._session = MemberSession(
-            self._config,
-            self._node,
-            SystemClock(),
-            observer=LogObserver(),
-            background=self._beside.start,
-            on_world=self._world_seen,
-            on_lease_lost=lambda: self._queue.put_nowait(script.LeaseLost()),
-        )
         try:
-            self._beside.start(self._listen, "listen")
-            self._beside.start(self._join, "join")
-            self._beside.start(self._watch, "hang-watchdog")
-            while not self._state.is_terminal:
-                event = await self._next_event()
-                self._state, commands = self._transitions.take(
-                    in_process.handle, self._state, event
-                )
-                for command in commands:
-                    self._perform(command)
+            async with self._driver.membership(resident=True, starting=1, ready=True):
+                self._driver.tasks.start(self._listen, "listen")
+                self._driver.tasks.start(self._watch, "hang-watchdog")
+                while not self._state.is_terminal:
+                    event = await self._next_event()
+                    self._state, commands = self._transitions.take(
+                        in_process.handle, self._state, event
+                    )
+                    for command in commands:
+                        self._perform(command)
         finally:
-            await self._close()
+            os.close(self._status_page)
 
     async def _next_event(self) -> in_process.Event:
         event = await self._queue.get()
@@ -160,41 +149,16 @@ class StandaloneNode:
 
     def _parting(self) -> in_process.Event:
         """Return the event for a worker that left `train`, after all its reports were read."""
-        if self._state.having(in_process.Status.FINISHED):
+        if self._state.having(Status.FINISHED):
             return script.WorkerSucceeded(self._state.generation, 0)
         return script.StoreLost("the worker has left the training")
 
-    async def _join(self) -> None:
-        await self._session.join(resident=True, starting=1, ready=True)
-        self._let_gloo_listen()
-        self._state = replace(self._state, name=self._session.member.name)
-        self._offer_store()
-
-    async def _close(self) -> None:
-        await self._session.last_words(LAST_WORDS)
-        await self._beside.cancel()
-        closed = self._state.world is not None and self._state.world.phase == "closed"
-        await self._session.close(HOST_STAYS if closed else 0.0)
-        self._stores.close()
-        os.close(self._status_page)
-
-    # --- the store of a generation ---------------------------------------------------------------
-
-    def _let_gloo_listen(self) -> None:
+    def _joined(self) -> None:
         """Make gloo listen where other nodes reach this one, not at the host name's address."""
         interface = interface_of(self._session.backend.addr)
         if interface is not None and not env.get("GLOO_SOCKET_IFNAME"):
             env.update({"GLOO_SOCKET_IFNAME": interface})
-
-    def _offer_store(self) -> None:
-        port = self._stores.offer()
-        self._session.update(store=format_endpoint(self._session.backend.addr, port))
-
-    def _world_seen(self, world: World) -> None:
-        logger.info("generation %d: %s (%s)", world.generation, world.phase, world.reason)
-        if world.phase == "running" and self._stores.begins(world, self._session.member.store):
-            self._offer_store()
-        self._queue.put_nowait(script.WorldSeen(world))
+        self._state = replace(self._state, name=self._session.member.name)
 
     # --- the worker ------------------------------------------------------------------------------
 
@@ -213,22 +177,22 @@ class StandaloneNode:
                 self._queue.put_nowait(script.WorkerFailed(self._failure(report)))
             case orders.Enlisted():
                 self._tell(orders.StatusPage(self._config.lease), os.dup(self._status_page))
-                self._queue.put_nowait(in_process.Said(0, report))
+                self._queue.put_nowait(in_process.WorkerMessage(0, report))
             case orders.Stopped() | orders.Finished() | orders.Up():
                 self._step = report.step
-                self._queue.put_nowait(in_process.Said(0, report))
+                self._queue.put_nowait(in_process.WorkerMessage(0, report))
             case orders.Entered() | orders.Unfit():
-                self._queue.put_nowait(in_process.Said(0, report))
+                self._queue.put_nowait(in_process.WorkerMessage(0, report))
             case orders.Pong():
                 self._pong = report
             case orders.Begins():
                 best = self._state.world.ledger.best_step if self._state.world is not None else -1
-                if said := beginning(report, best_step=best, resident=True):
+                if said := beginning(report, best_step=best, in_process=True):
                     logger.warning(said)
 
     def _failure(self, erred: orders.Erred | orders.PeerLost) -> Failure:
         world = self._state.world
-        rank = world.rank(self._node, 0) if world is not None else None
+        rank = world.rank(self._driver.node, 0) if world is not None else None
         lost = isinstance(erred, orders.PeerLost)
         return Failure(
             generation=self._state.generation,
@@ -253,18 +217,18 @@ class StandaloneNode:
                 elif isinstance(order, orders.Over):
                     self._over_at = time.monotonic()
                 self._tell(order)
-            case script.Report(changes):
+            case script.ReportMember(changes):
                 self._trained = max(self._trained, status_page.read_trained(self._status_page))
                 steps = {"step": self._step, "trained": self._trained}
                 holds, _, _ = status_page.read_progress(self._status_page)
                 self._session.update(**{**steps, "holds": holds, **changes})
             case script.Rejoin(gone):
-                self._beside.start(partial(self._session.rejoin, gone), "rejoin")
+                self._driver.tasks.start(partial(self._session.rejoin, gone), "rejoin")
             case script.Stop():
                 self._end()
 
     async def _watch(self) -> None:
-        """Leave the job when the worker is hung: the others must not wait for ever.
+        """Leave the job when the worker is hung: the others must not wait forever.
 
         It cannot be killed and replaced like an agent's worker: that would end this process.
         """
@@ -280,7 +244,7 @@ class StandaloneNode:
     async def _hang(self) -> str:
         """Return why the worker is hung, or an empty string."""
         worker, now = self._state.workers[0], time.monotonic()
-        if worker.status is not in_process.Status.TRAINING:
+        if worker.status is not Status.TRAINING:
             return ""
         if worker.stopping >= 0 and not worker.through:
             late = now - self._over_at > self._patience

@@ -1,7 +1,8 @@
-"""A step as the user writes it: a function of the state, or a generator."""
+"""A step as the user writes it: a function of the state, or a generator, and its statistics."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -61,3 +62,21 @@ def _pair(returned: Any) -> tuple[Any, Any]:
     if isinstance(returned, tuple) and len(returned) == 2:
         return returned
     return None, None
+
+
+class WorkerStats(ABC):
+    """Statistics of one worker, returned by its `train_step` beside the state."""
+
+    @abstractmethod
+    def get_progress_rate(self) -> float | None:
+        """Return this worker's speed, larger is faster, in any unit; None if not known."""
+
+
+class SimpleWorkerStats(WorkerStats):
+    """Statistics that hold only a progress rate."""
+
+    def __init__(self, progress_rate: float | None) -> None:
+        self.progress_rate = progress_rate
+
+    def get_progress_rate(self) -> float | None:
+        return self.progress_rate

@@ -80,5 +80,5 @@ class Coordinator(coordinators.CoordinatorP2P):
         self._end = end
         super().__init__(init_method="tcp://nowhere/test?min_workers=1", **arguments)
 
-    def open(self) -> channel.Link:
-        return channel.Link(self._end)
+    def open(self) -> channel.WorkerLink:
+        return channel.WorkerLink(self._end)

@@ -12,7 +12,7 @@ from torch import nn
 
 from torchelastic.errors import SnapshotError
 from torchelastic.snapshot.layout import Memory, Sizes, Version, buffers_for, create
-from torchelastic.snapshot.messages import Holding, Holdings, Sealed, Settled
+from torchelastic.snapshot.messages import InventoryItem, NodeInventory, Sealed, Settled
 from torchelastic.training.state.torch_state import TorchState
 from torchelastic.worker.orders import Begins, Leave
 
@@ -38,14 +38,14 @@ class FakeSnapshotAgent:
         self.answering = threading.Event()
         self.answering.set()
 
-    def inventory(self) -> Holdings:
+    def inventory(self) -> NodeInventory:
         held = tuple(
-            Holding(piece, one.version, len(one.data), one.rank, one.size)
+            InventoryItem(piece, one.version, len(one.data), one.rank, one.size)
             for piece, memory in self.memories()
             for one in memory.holdings()
         )
         peer = self.name if self.name in self.peers else ""
-        return Holdings(1, held, peer=peer, node=self.name)
+        return NodeInventory(1, held, peer=peer, node=self.name)
 
     def memories(self) -> Iterator[tuple[str, Memory]]:
         for piece, descriptor in self.descriptors.items():
@@ -86,8 +86,12 @@ class FakeSnapshotAgent:
     def progress(self, version: Version, rank: int) -> None:
         self.steps.append(version[1])
 
-    def listen(self, on_leave: Callable[[Leave], None]) -> None:
+    def listen(self, on_leave: Callable[[Leave], None], *, together: bool = False) -> None:
         self.on_leave.append(on_leave)
+
+    def saved(self) -> None:
+        for tell in self.on_leave:
+            tell(Leave(saves=False))
 
     def versions(self, piece: str) -> list[Version]:
         return [held.version for held in self.inventory().holdings if held.piece == piece]

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.training.keep_support import FakeSnapshotAgent
 from torchelastic.snapshot import agent_client, exchange
@@ -30,6 +31,7 @@ class Ranks:
         monkeypatch.setattr(exchange, "place", lambda: (self._here.rank, self.size))
         monkeypatch.setattr(exchange, "gather", self._gather)
         monkeypatch.setattr(exchange, "least", lambda number, *_: min(self._all(number)))
+        monkeypatch.setattr(exchange, "extremes", self._extremes)
         monkeypatch.setattr(transfer, "share", self._share)
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
@@ -54,6 +56,10 @@ class Ranks:
 
     def _gather(self, said: Any) -> list[Any]:
         return self._all(json.loads(json.dumps(said)))
+
+    def _extremes(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = torch.stack(self._all(values))
+        return found.amin(0), found.amax(0)
 
     def _share(self, world: Any, tree: Any, *, holders: Sequence[int], into: Any = None) -> Any:
         trees = self._all(tree)

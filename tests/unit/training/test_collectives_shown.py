@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from tests.support import poll_for
 from torchelastic.training.group import threads
-from torchelastic.training.group.abortable_waits import Operation
+from torchelastic.training.group.abortable_waits import AbortableOperation
 from torchelastic.training.group.group import Group
 from torchelastic.worker import status_page
-from torchelastic.worker.collective_log import Operation as Shown
+from torchelastic.worker.collective_log import LoggedCollective as Shown
 from torchelastic.worker.collective_log import read
 
 
@@ -59,7 +59,7 @@ def test_collectives_are_numbered_in_each_group(memory, world):
 def test_what_the_training_thread_waits_for_is_shown_while_it_waits(memory, world):
     dist.all_reduce(torch.zeros(1))
     (last,) = read(memory).launched
-    operation = Operation(world.waits, 99)
+    operation = AbortableOperation(world.waits, 99)
     operation.mark = (0, last.number, b"all_reduce")
     seen = []
 

@@ -9,9 +9,11 @@ import pytest
 
 from tests.support import poll_for
 from tests.unit.worker.entering import enter
-from torchelastic.errors import ChannelLost, JobClosed
+from torchelastic.errors import ChannelLost, JobClosed, SnapshotError
+from torchelastic.snapshot import messages
 from torchelastic.training import control as control_module
-from torchelastic.training.control import Control
+from torchelastic.training.control import Control, InProcessRequests
+from torchelastic.training.group.abortable_waits import GenerationOver
 from torchelastic.worker import channel, orders, status_page
 from torchelastic.worker.orders import Closed, Over, Ping, Pong, Stopped
 
@@ -51,7 +53,7 @@ def agent(ends):
 
 @pytest.fixture
 def control(ends):
-    made = Control(channel.Link(ends[1]))
+    made = Control(channel.WorkerLink(ends[1]))
     made.start()
     yield made
     made.stop()
@@ -132,7 +134,7 @@ def test_a_forked_child_does_not_speak_and_may_end(agent, control):
     assert hear(agent) == Pong(waiting=False)
 
 
-def test_it_writes_the_stacks_of_all_threads_where_it_is_told(agent, control):
+def test_it_writes_the_stacks_of_all_threads_to_the_given_file(agent, control):
     descriptor = os.memfd_create("stacks")
     say(agent, orders.Dump(), descriptor)
     say(agent, Ping())
@@ -144,17 +146,17 @@ def test_it_writes_the_stacks_of_all_threads_where_it_is_told(agent, control):
 
 
 def test_an_agent_that_takes_nothing_is_an_error_after_a_while(ends):
-    link = channel.Link(ends[1].dup())
+    link = channel.WorkerLink(ends[1].dup())
     for _ in range(10_000):
         if not link._sent(b"x" * 1000, ()):
             break
     with pytest.raises(ChannelLost, match="accepted no message for"):
-        link.tell({}, patience=0.01)
+        link.tell({}, timeout=0.01)
     link.close()
 
 
 def test_a_message_waits_for_room(ends):
-    link = channel.Link(ends[1].dup())
+    link = channel.WorkerLink(ends[1].dup())
     sender = threading.Thread(target=lambda: [link.tell({"n": n}) for n in range(2000)])
     sender.start()
     assert [json.loads(ends[0].recv(100))["n"] for _ in range(2000)] == [*range(2000)]
@@ -163,7 +165,7 @@ def test_a_message_waits_for_room(ends):
 
 
 def test_an_agent_that_is_gone_is_an_error(ends):
-    link = channel.Link(ends[1].dup())
+    link = channel.WorkerLink(ends[1].dup())
     ends[0].close()
     with pytest.raises(ChannelLost, match="could not send"):
         link.tell({})
@@ -186,3 +188,45 @@ def test_while_the_agent_is_quiet_it_looks_for_peers_that_do_not_answer(
     os.close(descriptor)
     poll_for(lambda: len(group.looks) > 1, what="several looks")
     assert set(group.looks) == {2.5}
+
+
+def ask(control, generation=0):
+    """Ask for memory in a thread; return where its answer, or the error, will be."""
+    found = []
+
+    def run():
+        try:
+            found.append(InProcessRequests(control, generation).request_memory("shard:0", 8, 8))
+        except Exception as error:
+            found.append(error)
+
+    threading.Thread(target=run).start()
+    return found
+
+
+def test_answers_about_snapshots_go_to_the_thread_that_asked(agent, control):
+    found = ask(control)
+    request = messages.from_json(json.loads(agent.recv(channel.LIMIT)))
+    assert request == messages.Room(1, "shard:0", 8, 8)
+    refused = messages.to_json(messages.Refused(request.request, "no room"))
+    late = messages.to_json(messages.Refused(99, "of a request that was given up"))
+    for answer in (late, refused):
+        agent.send(json.dumps(answer).encode())
+    poll_for(lambda: found, what="the answer")
+    assert isinstance(found[0], SnapshotError)
+    assert str(found[0]) == "no room"
+
+
+def test_who_asks_does_not_outwait_its_world(agent, control):
+    say(agent, enter(generation=0))
+    found = ask(control)
+    agent.recv(channel.LIMIT)
+    assert not found
+    say(agent, Over(0, "a node is lost"))
+    poll_for(lambda: found, what="the end of the wait")
+    assert isinstance(found[0], GenerationOver)
+    again = ask(control, generation=1)
+    request = messages.from_json(json.loads(agent.recv(channel.LIMIT)))
+    assert request.request == 2, "a late answer to the first request is not taken for its own"
+    agent.send(json.dumps(messages.to_json(messages.Refused(2, "no room"))).encode())
+    poll_for(lambda: again, what="the answer")

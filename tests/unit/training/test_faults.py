@@ -64,6 +64,18 @@ def test_every_condition_must_hold():
     assert not struck("step.end", rank=1, step=3)
 
 
+def test_a_thread_that_is_a_step_behind_passes_places_of_its_own_step():
+    faults.plan("raise@place=snapshot.sealing,step=3,n=2;raise@place=snapshot.copy,step=4")
+    faults.position(rank=0, step=3, generation=0)
+    faults.at("snapshot.sealing", step=3)
+    faults.position(rank=0, step=4, generation=0)
+    faults.at("snapshot.copy", step=3)
+    with pytest.raises(faults.FaultInjected, match=r"snapshot.sealing of rank 0, step 3"):
+        faults.at("snapshot.sealing", step=3)
+    with pytest.raises(faults.FaultInjected, match=r"snapshot.copy of rank 0, step 4"):
+        faults.at("snapshot.copy", step=4)
+
+
 def test_a_replacement_does_not_die_of_what_killed_the_first():
     faults.plan("raise@rank=1,step=3,place=step.begin")
     assert not struck("step.begin", rank=1, step=3, generation=1)

@@ -296,7 +296,7 @@ def workers(count):
 @pytest.mark.parametrize(
     "system",
     [
-        System(workers(2), changes_of_leader=1, deaths=1),
+        pytest.param(System(workers(2), changes_of_leader=1, deaths=1), marks=pytest.mark.slow),
         System(workers(2), changes_of_leader=1, data_ends=(1, 1)),
         System(workers(2), deaths=1, data_ends=(0, 1)),
         System(workers(2), data_ends=(0, 0)),

@@ -34,6 +34,15 @@ def test_a_question_is_answered_at_once_also_before_the_world_is_entered(inbox):
     assert inbox.take(Ask(1)) == Entered(1, -1)
 
 
+def test_the_size_of_the_next_world_is_known_until_it_is_entered_or_void(inbox):
+    in_world(inbox, 0, 5)
+    assert inbox.next_size == 0
+    inbox.take(enter(1, after=5))
+    assert inbox.next_size == 1
+    inbox.take(Over(0, "lost"))
+    assert inbox.next_size == 0
+
+
 @pytest.mark.parametrize("order", [Ask(6), Ask(8), Through(6, 0), Over(6)])
 def test_what_is_of_another_generation_changes_nothing(inbox, order):
     gate = in_world(inbox, 7, 3)

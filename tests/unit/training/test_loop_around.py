@@ -48,7 +48,7 @@ def test_who_begins_says_so_once(run):
     assert begun == [Begins(0, 0, stored=False)]
 
 
-def test_progress_is_written_to_the_slate(run):
+def test_progress_is_written_to_the_status_page(run):
     descriptor = status_page.create()
 
     def script(agent):
@@ -157,7 +157,7 @@ def test_what_a_coordinator_is_given():
 def test_an_agent_has_one_training(monkeypatch):
     monkeypatch.setattr(coordinators, "_enlisted", False)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    links = [channel.Link(theirs)]
+    links = [channel.WorkerLink(theirs)]
     monkeypatch.setattr(channel, "link", lambda: links[0])
     with ours:
         assert CoordinatorP2P().open() is links[0]

@@ -62,7 +62,7 @@ class Hooked(Coordinator):
         return len(self.calls) > 8
 
 
-def test_hooks_that_somebody_has_written_are_called(run, made):
+def test_hooks_of_the_user_are_called(run, made):
     run(one_error(1, end=3), Steps(end=100, _1=once(ValueError("odd"))), Hooked)
     one, two, three = ([f"monitor {n}", "save?", f"report {n}"] for n in (1, 2, 3))
     assert made[0].calls == [*one, "error odd", *two, *three]

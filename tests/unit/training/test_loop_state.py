@@ -154,7 +154,7 @@ def test_a_step_may_return_another_state(run):
     assert first.count == 0
 
 
-def test_a_generator_is_made_anew_in_every_world(run):
+def test_a_generator_is_made_again_in_every_world(run):
     made = []
 
     def steps(state):

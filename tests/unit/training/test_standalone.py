@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchelastic.rendezvous import url
+from torchelastic.rendezvous.membership import node_driver
 from torchelastic.rendezvous.world import World, WorldNode
 from torchelastic.training import standalone
 from torchelastic.training.standalone import config_for
@@ -54,9 +55,9 @@ class MemberSession:
         self.said.update(facts)
         self.member.store = facts.get("store", self.member.store)
 
-    async def last_words(self, seconds): ...
+    async def last_words(self): ...
 
-    async def close(self, others): ...
+    async def close(self, *, job_closed): ...
 
 
 class Job:
@@ -64,7 +65,7 @@ class Job:
     `await`s the node finds all at once."""
 
     def __init__(self, monkeypatch, address="tcp://h/r?min_workers=2", **options):
-        monkeypatch.setattr(standalone, "MemberSession", MemberSession)
+        monkeypatch.setattr(node_driver, "MemberSession", MemberSession)
         monkeypatch.setattr(standalone, "interface_of", lambda addr: None)
         ours, self.worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         config = standalone.config_for(url.parse(address), None)
@@ -96,7 +97,7 @@ class Job:
         places = dict(nproc=1, role="default", first_role_rank=0, local_ranks=(0,))
         nodes = [
             WorldNode(node=name, name=name, addr=name, node_rank=at, first_rank=at, **places)
-            for at, name in enumerate((self.node._node, "b"))
+            for at, name in enumerate((self.node._driver.node, "b"))
         ]
         self.world = self.world.with_nodes(nodes)
         self.show()
@@ -125,7 +126,7 @@ class Job:
 
     async def __aenter__(self):
         self.running = asyncio.create_task(self.node._run())
-        await self.until(lambda: hasattr(self.node, "_session") and self.node._session.said)
+        await self.until(lambda: self.node._session.said)
         return self
 
     async def __aexit__(self, *_):

@@ -10,13 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._jit_internal import _extract_tensors
+from torch.distributed import _functional_collectives as funcol
 from torch.distributed import distributed_c10d
 
 from torchelastic import torch_private
 from torchelastic.errors import ConfigError
 from torchelastic.training.group import gloo, sockets
 from torchelastic.training.group import threads as group_threads
-from torchelastic.training.group.abortable_waits import OwnedWork, Waits, _Failed
+from torchelastic.training.group.abortable_waits import (
+    AbortableOperation,
+    OwnedWork,
+    Waits,
+    _Failed,
+)
 from torchelastic.training.group.gloo import OwnedGloo
 from torchelastic.training.group.group import GenerationOver, Group
 
@@ -149,6 +155,29 @@ def test_gloo_tells_the_end_by_a_future():
     works[0].get_future().add_done_callback(lambda future: told.set())
     assert told.wait(10), "the future of a collective of gloo's is not completed"
     assert works[0].get_future().value()[0].tolist() == [2, 2]
+
+
+def test_a_wait_in_gloo_can_be_limited():
+    (first, _), (second, _) = gloo_pair(SOON)
+    work = first.allreduce([torch.ones(1)])
+    with pytest.raises(RuntimeError, match="timed out"):
+        work.wait(timedelta(milliseconds=1))
+    assert not work.is_completed()
+    second.allreduce([torch.ones(1)]).wait()
+    assert work.wait()
+
+
+def test_only_what_torch_waits_for_at_once_is_no_work(alone, monkeypatch):
+    """Scripts and C++ code need a Work."""
+    entered, enter = [], alone.waits.enter
+    monkeypatch.setattr(
+        alone.waits, "enter", lambda one: (entered.append(type(one)), enter(one))[1]
+    )
+    dist.all_reduce(torch.ones(1))
+    assert entered == [AbortableOperation], "torch does not say that it waits"
+    dist.all_reduce(torch.ones(1), async_op=True).wait()
+    funcol.wait_tensor(funcol.all_reduce(torch.ones(1), "sum", dist.group.WORLD))
+    assert entered == [AbortableOperation, OwnedWork, OwnedWork]
 
 
 def test_ddp_finds_the_tensors_of_a_future_by_pickling_it():

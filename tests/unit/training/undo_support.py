@@ -252,7 +252,7 @@ def tensors_of(state: TorchState) -> Iterator[tuple[str, object]]:
             yield place, (str(value.dtype), tuple(value.shape), rng.bytes_of(value.contiguous()))
         else:
             yield place, value
-    yield "random", rng.capture().told()
+    yield "random", rng.capture()
 
 
 def _leaves(place: str, tree: object) -> Iterator[tuple[str, object]]:

@@ -2,9 +2,10 @@
 
 gloo's own waits end when the operation does, which a frozen peer may never let happen. So every
 operation launched in a world is registered here, and code that waits for it waits for an
-`Operation`. It is finished once, by gloo or by `Waits.end`, whichever comes first. gloo reports the
-end through its future; we ask for a callback only where a thread waits, since a call into Python is
-not free.
+`AbortableOperation`. It is finished once, by gloo or by `Waits.end`, whichever comes first. gloo
+reports the end through its future; we ask for a callback only where a thread waits, since a call
+into Python is not free. An operation of a few bytes usually ends within `SOON`: until then, gloo's
+own wait costs least.
 
 Nothing here takes a lock that two threads want: a dict's `setdefault` and `pop` are atomic, and
 decide races between the gloo thread that finishes an operation and the thread that ends the world.
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -41,11 +43,28 @@ _TRANSPORT = "gloo/transport"
 #: Seconds after which to look for the reason that a call does not end.
 FAULT_AFTER = 3.0
 
+#: How long the training thread may wait in gloo, where an abort does not reach it.
+SOON = timedelta(milliseconds=2)
+
 #: With at least this many unfinished operations, look for those that have ended.
 _MANY = 64
 
+#: Whether waits return although their operations have failed.
+_ignored = False
+
 #: The end of an operation: an error, or a value.
 _Outcome = tuple[Exception | None, Any]
+
+
+@contextmanager
+def ignoring_failures() -> Iterator[None]:
+    """Let waits for failed operations return inside this block: what they hold is thrown away."""
+    global _ignored
+    _ignored = True
+    try:
+        yield
+    finally:
+        _ignored = False
 
 
 class Waits:
@@ -66,7 +85,7 @@ class Waits:
         #: The training thread, whose waiting time is counted.
         self.trainer = threading.get_ident()
         #: Operations that gloo may not have finished, whether or not a thread waits for them.
-        self.under_way: dict[int, Operation] = {}
+        self.under_way: dict[int, AbortableOperation] = {}
 
     @property
     def pending(self) -> int:
@@ -94,37 +113,58 @@ class Waits:
         self.launched += 1
         return self.launched
 
-    def enter(self, operation: Operation) -> None:
-        """Register a launched operation that has a gloo future."""
+    def enter(self, operation: AbortableOperation) -> AbortableOperation:
+        """Register a launched operation that has a gloo future; return it."""
         self.under_way[operation.number] = operation
         if len(self.under_way) > _MANY:
             _ = self.pending  # do not hold operations that no thread waits for
         if faults.planned or self.over is not None:
             self._launched(operation)
+        return operation
 
-    def _launched(self, operation: Operation) -> None:
+    def _launched(self, operation: AbortableOperation) -> None:
         """Do what follows every launch."""
         faults.at("collective.launched")
         if self.over is not None:  # ended while the operation was launched: `end` did not see it
             operation.finish(GenerationOver(*self.over.args), None)
+
+    def at_once(self, number: int, inner: Any, mark: Mark | None, *, soon: bool) -> None:
+        """Wait for a launched operation, in the call that launches it. `soon`: it usually ends
+        within `SOON`; if not, that wait costs an exception."""
+        if soon and not faults.planned and self._ends_soon(inner):
+            return
+        self.enter(AbortableOperation(self, number, inner, mark)).wait()
+
+    def _ends_soon(self, inner: Any) -> bool:
+        """Wait in gloo for a moment; return whether the operation has ended well."""
+        began = time.monotonic()
+        try:
+            inner.wait(SOON)
+        except RuntimeError:
+            return False
+        finally:
+            if threading.get_ident() == self.trainer:
+                stalls.add(stalls.PEERS, time.monotonic() - began)
+        return True
 
     def refused(self, error: RuntimeError) -> None:
         """Handle an error raised by gloo at launch; report it if it is about a connection."""
         if _TRANSPORT in str(error):
             raise self.failed(error) from None
 
-    def follow(self, number: int, inner: Any, *, tells_source: bool) -> OwnedWork:
+    def follow(
+        self, operation: AbortableOperation, inner: Any, *, tells_source: bool
+    ) -> AbortableOperation:
         """Register a launched operation whose end is known only by waiting: a send, a receive."""
-        work = OwnedWork(self, number)
 
         def wait() -> None:
             inner.wait()
             if tells_source:
-                work.source = torch_private.source_of(inner)
+                operation.source = torch_private.source_of(inner)
 
-        self._in_thread(work, wait)
-        self._launched(work)
-        return work
+        self._in_thread(operation, wait)
+        self._launched(operation)
+        return operation
 
     def call(
         self,
@@ -140,8 +180,7 @@ class Waits:
         """
         self.check()
         self._calls += 1
-        operation = Operation(self, -self._calls)
-        operation.mark = (NO_ROW, 0, name)
+        operation = AbortableOperation(self, -self._calls, mark=(NO_ROW, 0, name))
 
         def look() -> None:
             fault = find_fault() if find_fault is not None else ""
@@ -159,7 +198,7 @@ class Waits:
         finally:
             looking.cancel()
 
-    def _in_thread(self, operation: Operation, function: Callable[[], Any]) -> None:
+    def _in_thread(self, operation: AbortableOperation, function: Callable[[], Any]) -> None:
         self.under_way[operation.number] = operation
 
         def run() -> None:
@@ -194,19 +233,22 @@ class Waits:
             operation.finish(GenerationOver(*over.args), None)
 
 
-class Operation:
+class AbortableOperation:
     """An operation whose waits end with the operation, or with the world."""
 
-    #: The mark that the agent sees during a wait for it.
-    mark: Mark | None = None
+    #: The rank that a receive was from, if known.
+    source = -1
     #: The error or the value it ended with; absent before.
     _outcome: _Outcome
     #: The lock that releases waiting threads; absent while none waits.
     _gate: threading.Lock
 
-    def __init__(self, waits: Waits, number: int, inner: Any = None) -> None:
-        """`inner` is gloo's work, for operations whose end a future reports."""
-        self.number = number
+    def __init__(
+        self, waits: Waits, number: int, inner: Any = None, mark: Mark | None = None
+    ) -> None:
+        """`inner` is gloo's work, for operations whose end a future reports; `mark` is what the
+        agent sees during a wait for it."""
+        self.number, self.mark = number, mark
         self._waits = waits
         self._inner = inner
 
@@ -244,7 +286,7 @@ class Operation:
             if "_outcome" not in self.__dict__:
                 self._block(timeout)
         error = self._outcome[0]
-        if error is not None:
+        if error is not None and not _ignored:
             raise error
         if faults.planned:
             faults.at("collective.after")
@@ -290,16 +332,17 @@ class Operation:
         return self._outcome[1]
 
 
-class OwnedWork(Operation, dist.Work):
+class OwnedWork(AbortableOperation, dist.Work):
     """An operation as torch and scripts see it."""
 
     #: Only for those who ask for it.
     _future: Any
 
-    def __init__(self, waits: Waits, number: int, inner: Any = None) -> None:
+    def __init__(
+        self, waits: Waits, number: int, inner: Any = None, mark: Mark | None = None
+    ) -> None:
         dist.Work.__init__(self)
-        Operation.__init__(self, waits, number, inner)
-        self.source = -1
+        AbortableOperation.__init__(self, waits, number, inner, mark)
 
     def look(self) -> None:
         inner = self._inner
@@ -309,7 +352,7 @@ class OwnedWork(Operation, dist.Work):
     def finish(self, error: Exception | None, value: Any) -> None:
         super().finish(error, value)
         if "_future" in self.__dict__:
-            self._settle()
+            self._complete_future()
 
     def get_future(self) -> Any:
         """Return our own future."""
@@ -317,15 +360,15 @@ class OwnedWork(Operation, dist.Work):
         if future is None:
             future = self._future = torch.futures.Future()
             if self.is_completed():
-                self._settle()
+                self._complete_future()
             else:
                 self._have_it_told()
         return future
 
-    def _settle(self) -> None:
+    def _complete_future(self) -> None:
         """Complete the future once: `finish` and `get_future` may both find it incomplete."""
         token = object()
-        if self.__dict__.setdefault("_settled", token) is not token:
+        if self.__dict__.setdefault("_completed", token) is not token:
             return
         error, value = self._outcome
         if error is None:

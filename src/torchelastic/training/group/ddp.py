@@ -228,8 +228,8 @@ def _watch(ddp: DistributedDataParallel) -> None:
     """Lay out the buckets before DDP does: its own broadcast cannot be aborted."""
     layouts = _KEPT[ddp]
     if not _is_fixed(ddp) and layouts.before_forward is None:
-        settle: Any = torch.compiler.disable(_settle)  # type: ignore[no-untyped-call]
-        layouts.before_forward = ddp.register_forward_pre_hook(settle)
+        agree: Any = torch.compiler.disable(_agree_on_layout)  # type: ignore[no-untyped-call]
+        layouts.before_forward = ddp.register_forward_pre_hook(agree)
 
 
 def _unwatch(layouts: _Layouts) -> None:
@@ -238,7 +238,7 @@ def _unwatch(layouts: _Layouts) -> None:
         layouts.before_forward = None
 
 
-def _settle(ddp: DistributedDataParallel, inputs: object) -> None:
+def _agree_on_layout(ddp: DistributedDataParallel, inputs: object) -> None:
     """Collective, like the backward before it: give all ranks the layout of rank 0."""
     if not torch.is_grad_enabled():
         return

@@ -10,8 +10,8 @@ item, when a release changes it):
 * `distributed_c10d` makes groups of backend "gloo" by calling its name `ProcessGroupGloo` with
   store, rank, size and timeout, and takes a `ProcessGroup` that it gets for the group.
 * Methods of a Python `ProcessGroup` are called from C++, too (DDP), and so are those of its `Work`.
-* gloo tells the end of a collective by the future of its work, in a thread of its own; of sends,
-  receives and reduce-scatters only to who waits for them.
+* gloo reports the end of a collective through the future of its work, in its own thread; that of
+  sends, receives and reduce-scatters only to the thread that waits.
 * DDP's reducer waits at the end of a backward (`backward`).
 * The ranks' listening addresses are in the store, under device and rank
   (`sockets.listening_address`).
@@ -25,34 +25,48 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from torchelastic import faults, torch_private
+from torchelastic import faults, torch_backends, torch_private
 from torchelastic.config import format_endpoint
+from torchelastic.errors import ConfigError
 from torchelastic.events.analysis.hangs import listed
-from torchelastic.torch_private import Store
+from torchelastic.torch_private import PrefixStore, Store
 from torchelastic.training.group import backward, sockets
-from torchelastic.training.group.abortable_waits import Operation, OwnedWork, Waits
+from torchelastic.training.group.abortable_waits import AbortableOperation, OwnedWork, Waits
 from torchelastic.worker.collective_log import NO_ROW, Mark
 
 
-class Owner(Protocol):
-    """The world that owns the groups made now."""
+class GroupWorld(Protocol):
+    """The world that groups are connected in."""
 
     waits: Waits
-    #: This worker's rank in the world, not in a group.
+    #: The number of workers in the world, not in a group.
     size: int
+    #: The backend for tensors on a device; empty: gloo takes all.
+    device_backend: str
+
+    def make_native(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+        """Make a group of that backend."""
 
     def adopt(self, group: OwnedGloo) -> None: ...
 
 
-_owner: Owner | None = None
+class GroupMaker(Protocol):
+    """The owner of the groups that torch makes now: a world, or what outlives worlds."""
+
+    def made(self, group: OwnedGloo, store: Store) -> None:
+        """Connect a new group, or leave it unconnected until there is a world."""
 
 
-def install(owner: Owner) -> None:
+_owner: GroupMaker | None = None
+
+
+def install(owner: GroupMaker) -> None:
     """Make torch create our groups, for this owner, from now on."""
     global _owner
     _owner = owner
@@ -98,12 +112,12 @@ def silent_peer(store: Store, rank: int, size: int, world_size: int) -> str:
 
 
 def no_answer(address: sockets.Address, ranks: Sequence[int] = ()) -> str:
-    """Describe a connection fault in the words that `rendezvous.unconnected` recognises."""
+    """Describe a connection fault in the words that `rendezvous.suspects` recognises."""
     return f"no answer from {f'{listed(ranks)} at ' if ranks else ''}{format_endpoint(*address)}"
 
 
-#: What people know gloo's operations by, where that is another name; those that no other rank
-#: counts: they are between two.
+#: torch.distributed's names of gloo's operations, where they differ. Then the operations between
+#: two ranks, which other ranks do not count.
 _KNOWN_AS = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce_coalesced",
@@ -122,6 +136,12 @@ def _label(name: str) -> bytes:
     return _KNOWN_AS.get(name, name).encode()[:24]
 
 
+def _is_awaited(args: tuple[Any, ...]) -> bool:
+    """Return whether torch waits for an operation in the call that launches it, unless it gets None
+    for it: so say the options, the last argument."""
+    return bool(args) and not getattr(args[-1], "asyncOp", True)
+
+
 def _collective(name: str, *, whole: bool = False) -> Callable[..., Any]:
     """Make a method that launches the gloo operation of this name.
 
@@ -129,28 +149,30 @@ def _collective(name: str, *, whole: bool = False) -> Callable[..., Any]:
     """
     label = _label(name)
 
-    def method(self: OwnedGloo, *args: Any, **kwargs: Any) -> OwnedWork:
+    def method(self: OwnedGloo, *args: Any, **kwargs: Any) -> Any:
+        if self._device_backend and (native := self._native_for(args)) is not None:
+            return getattr(native, name)(*args, **kwargs)
         number, work = self._start(name, args, kwargs, whole)
-        owned = OwnedWork(self._waits, number, work)
-        owned.mark = self._show(number, label)
-        self._waits.enter(owned)
-        return owned
+        mark = self._show(number, label)
+        if _is_awaited(args):
+            return self._waits.at_once(number, work, mark, soon=self.is_quick)
+        return self._waits.enter(OwnedWork(self._waits, number, work, mark))
 
     method.__name__ = name
     return method
 
 
-def _blocking(
-    name: str, *, whole: bool = False, tells_source: bool = False
-) -> Callable[..., OwnedWork]:
+def _blocking(name: str, *, whole: bool = False, tells_source: bool = False) -> Callable[..., Any]:
     """Make the same for an operation whose end gloo reports only to the waiting thread."""
     label = _label(name)
 
-    def method(self: OwnedGloo, *args: Any, **kwargs: Any) -> OwnedWork:
+    def method(self: OwnedGloo, *args: Any, **kwargs: Any) -> Any:
+        if self._device_backend and (native := self._native_for(args)) is not None:
+            return getattr(native, name)(*args, **kwargs)
         number, work = self._start(name, args, kwargs, whole)
-        owned = self._waits.follow(number, work, tells_source=tells_source)
-        owned.mark = self._show(number, label)
-        return owned
+        kind = AbortableOperation if _is_awaited(args) else OwnedWork
+        operation = kind(self._waits, number, mark=self._show(number, label))
+        return self._waits.follow(operation, work, tells_source=tells_source)
 
     method.__name__ = name
     return method
@@ -163,6 +185,13 @@ def _of_gloo(name: str) -> Callable[[OwnedGloo], Any]:
 
 class OwnedGloo(dist.ProcessGroup):
     """The group that torch uses in place of gloo's."""
+
+    #: The name of a group in the list of collectives, if torch's name for it is not unique.
+    label = ""
+    #: Whether its operations are of a few bytes, on workers that arrive together.
+    is_quick = False
+    #: The backend for tensors on a device; empty: gloo takes all.
+    _device_backend = ""
 
     def __init__(
         self,
@@ -179,18 +208,44 @@ class OwnedGloo(dist.ProcessGroup):
             )
         # The form that C++ calls back; it takes no store.
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._waits = _owner.waits
-        self._store = store
+        self._waits = Waits()
+        self._store, self._timeout = store, timeout
+        #: The group for tensors on a device, and the world that makes it.
+        self._native: Any = None
+        self._world: GroupWorld | None = None
         self._plain: dist.ProcessGroup | None = None
+        self._gloo: Any = _Unconnected()
+        self.connections: frozenset[int] = frozenset()
+        _owner.made(self, store)
+
+    def connect(self, world: GroupWorld, store: Store) -> None:
+        """Connect to the other ranks of the group, in this world."""
+        self.connect_later(world, store)
+        self._connected()
+
+    def connect_later(self, world: GroupWorld, store: Store) -> None:
+        """Connect when the group is used: until then, other ranks may not have made it."""
+        self._waits, self._store = world.waits, store
         #: The number of collectives launched in this group, and where the agent sees them.
         self._launched = 0
         self._row: int | None = None
-        self._is_world = size == _owner.size
+        self._is_world = self.size() == world.size
+        self._world, self._native, self._plain = world, None, None
+        self._device_backend = world.device_backend
+        self._gloo, self.connections = _Later(self._connected), frozenset()
+
+    def _connected(self) -> Any:
+        """Return gloo's object, after connecting if need be."""
+        if not isinstance(self._gloo, _Later):
+            return self._gloo
+        world, store, rank, size = self._world, self._store, self.rank(), self.size()
+        assert world is not None
         self._gloo, self.connections, self._ports = self._waits.call(
-            lambda: connect(store, rank, size, timeout),
-            find_fault=partial(silent_peer, store, rank, size, _owner.size),
+            lambda: connect(store, rank, size, self._timeout),
+            find_fault=partial(silent_peer, store, rank, size, world.size),
         )
-        _owner.adopt(self)
+        world.adopt(self)
+        return self._gloo
 
     _allreduce = _collective("allreduce")
     allreduce_coalesced = _collective("allreduce_coalesced")
@@ -214,7 +269,7 @@ class OwnedGloo(dist.ProcessGroup):
 
     def allreduce(self, *args: Any, **kwargs: Any) -> Any:
         """Launch an allreduce; DDP's reducer gets gloo's own work, awaited before it waits."""
-        if not backward.asks():
+        if self._device_backend or not backward.asks():
             return self._allreduce(*args, **kwargs)
         waits = self._waits
         number = waits.announce()
@@ -223,15 +278,29 @@ class OwnedGloo(dist.ProcessGroup):
         except RuntimeError as error:
             waits.refused(error)
             raise
-        operation = Operation(waits, number, work)
-        operation.mark = self._show(number, b"all_reduce")
-        waits.enter(operation)
+        mark = self._show(number, b"all_reduce")
+        operation = waits.enter(AbortableOperation(waits, number, work, mark))
         backward.at_end(operation.wait)
         return work
 
     send = _blocking("send")
     recv = _blocking("recv", tells_source=True)
     recv_anysource = _blocking("recv_anysource", tells_source=True)
+
+    def _native_for(self, args: tuple[Any, ...]) -> Any:
+        """Return the native group for tensors on a device, made when first needed; None for tensors
+        of the host."""
+        first = args[0] if args else None
+        while isinstance(first, list | tuple) and first:
+            first = first[0]
+        if not isinstance(first, torch.Tensor) or first.device.type == "cpu":
+            return None
+        self._waits.announce()
+        if self._native is None:
+            store = PrefixStore(self._device_backend, self._store)
+            assert self._world is not None
+            self._native = self._world.make_native(store, self.rank(), self.size(), self._timeout)
+        return self._native
 
     def _start(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], whole: bool = False
@@ -255,7 +324,7 @@ class OwnedGloo(dist.ProcessGroup):
         if label in _BETWEEN_TWO:
             return (NO_ROW, 0, label)
         if self._row is None:
-            self._row = shown.row_of(torch_private.name_of_group(self))
+            self._row = shown.row_of(self.label or torch_private.name_of_group(self))
         if self._row == NO_ROW:
             return (NO_ROW, 0, label)
         self._launched += 1
@@ -265,7 +334,7 @@ class OwnedGloo(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        gloo = self._gloo
+        gloo = self._connected()
         limit = torch_private.timeout_of(gloo) if timeout is None else timeout
         barrier = partial(gloo.monitored_barrier, limit, wait_all_ranks)
         self._waits.call(barrier, b"monitored_barrier")
@@ -287,6 +356,7 @@ class OwnedGloo(dist.ProcessGroup):
     def take(self) -> Any:
         """Take gloo's object out of this group; dropping it may block."""
         gloo, self._gloo, self._plain = self._gloo, _Left(self._waits), None
+        self._native = None
         return gloo
 
     @property
@@ -295,7 +365,8 @@ class OwnedGloo(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        device = torch_backends.device_of(self._device_backend) if self._device_backend else "cpu"
+        return [torch.device(one) for one in dict.fromkeys(("cpu", device))]
 
     def _get_backend(self, device: torch.device) -> Any:
         return self._gloo
@@ -305,6 +376,10 @@ class OwnedGloo(dist.ProcessGroup):
         return "torchelastic"
 
     name = _get_backend_name = getBackendName
+
+    @property
+    def group_name(self) -> Any:
+        return torch_private.name_of_group(self)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._gloo.set_timeout(timeout)
@@ -324,7 +399,7 @@ class OwnedGloo(dist.ProcessGroup):
         """The C++ group around the same gloo, made when first needed."""
         if self._plain is None:
             self._plain = torch_private.group_of_backend(
-                self._store, self._gloo, self.rank(), self.size()
+                self._store, self._connected(), self.rank(), self.size()
             )
         return self._plain
 
@@ -338,3 +413,39 @@ class _Left:
     def __getattr__(self, name: str) -> Any:
         self._waits.check()
         raise AttributeError(name)
+
+
+class _Placeholder:
+    """The placeholder for gloo in a group that is not connected."""
+
+    def __init__(self) -> None:
+        self.options = SimpleNamespace()  # torch sets some
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Do nothing."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing."""
+
+
+class _Later(_Placeholder):
+    """In a group that connects when it is used."""
+
+    def __init__(self, connected: Callable[[], Any]) -> None:
+        super().__init__()
+        self._connected = connected
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connected(), name)
+
+
+class _Unconnected(_Placeholder):
+    """In a group that was made before there is a world."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConfigError(
+            f"There is no connection for {_KNOWN_AS.get(name, name)} before torchelastic.train: a "
+            "replacement builds its model while the others train. Build it without communication, "
+            "from the same seed on all workers; parallelize_module and distribute_tensor take "
+            "src_data_rank=None."
+        )

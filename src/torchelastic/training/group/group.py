@@ -1,4 +1,4 @@
-"""The default process group of a world: built, aborted, left; its waits can be aborted.
+"""The default process group of a world: entered, aborted, left; its waits can be aborted.
 
     group = Group.build(store=store, rank=0, size=4, generation=7, timeout=timedelta(seconds=60))
     ...                                     # dist.all_reduce, DDP, dist.new_group as ever
@@ -6,14 +6,14 @@
     group.leave()                           # the training thread: torch.distributed is free again
 
 To be abortable while it builds, a worker makes a `Group`, passes it to the thread that may abort
-it, and then calls `connect`.
+it, and then calls `connect`: that is how `enter` follows an agent's order.
 
 The training thread waits for our operations (`abortable_waits`), which gloo's callback or the abort
 ends. The abort also shuts down the group's connections (`sockets`), so that gloo's threads and the
 other ranks notice. What remains of gloo is parked until it can be dropped (`parked`).
 
 NCCL has its own abort, which frees the device. Torch makes and aborts its groups, and no result of
-them counts before it is settled (`native_groups`).
+them counts before it is checked (`native_groups`).
 """
 
 from __future__ import annotations
@@ -22,22 +22,28 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from torchelastic import torch_backends, torch_private
 from torchelastic.errors import ConfigError
-from torchelastic.torch_private import PrefixStore, Store
+from torchelastic.torch_private import PrefixStore, Store, TCPStore
 from torchelastic.training.group import gloo, native_groups, parked, sockets
 from torchelastic.training.group.abortable_waits import GenerationOver, PeerLostError, Waits
 from torchelastic.training.group.gloo import OwnedGloo
+from torchelastic.training.group.replica import Replica
 from torchelastic.worker.collective_log import NO_ROW
 
-__all__ = ["GenerationOver", "Group", "PeerLostError"]
+if TYPE_CHECKING:
+    from torchelastic.training.control import Control
+    from torchelastic.worker.orders import Enter
+
+__all__ = ["GenerationOver", "Group", "PeerLostError", "enter"]
 
 #: How long `leave` waits for gloo's threads to stop writing, in seconds.
 QUIET_WITHIN = 0.1
@@ -62,6 +68,7 @@ class Group:
         generation: int,
         backend: str = "gloo",
         timeout: timedelta,
+        replica: Replica | None = None,
     ) -> None:
         if ":" in backend:
             raise ConfigError(
@@ -73,6 +80,14 @@ class Group:
         self.waits = Waits()
         self._store = PrefixStore(f"generation-{generation}", store)
         self._owned: list[OwnedGloo] = []
+        #: In a sharded training: this worker's replica, the group of all workers, and the group of
+        #: the workers with the same coordinates in all replicas, if there are several.
+        self.replica = replica
+        self.joint: OwnedGloo | None = None
+        self.between: OwnedGloo | None = None
+        self.device_backend = "" if replica is None else replica.device_backend
+        #: The native groups of the replica's groups.
+        self._natives: list[Any] = []
         #: The operation that was pending at the last `look`.
         self._waited: int | None = None
         self._aborting = threading.Lock()
@@ -80,32 +95,16 @@ class Group:
         #: The sockets that keep broken connections silent which gloo has not noticed.
         self._silent: list[socket.socket] | None = None
         #: Of groups that torch made: where they are waited for, and what was launched in them when
-        #: they were settled last.
+        #: they were checked last.
         self._streams: list[Any] = []
-        self._settled: int | None = None
+        self._checked: int | None = None
         self._rows: dict[str, int] = {}
         self._aborted_at = 0.0
 
     @classmethod
-    def build(
-        cls,
-        *,
-        store: Store,
-        rank: int,
-        size: int,
-        generation: int,
-        backend: str = "gloo",
-        timeout: timedelta,
-    ) -> Group:
+    def build(cls, **world: Any) -> Group:
         """Connect to the other ranks and become the default group of torch.distributed."""
-        group = cls(
-            store=store,
-            rank=rank,
-            size=size,
-            generation=generation,
-            backend=backend,
-            timeout=timeout,
-        )
+        group = cls(**world)
         group.connect()
         return group
 
@@ -120,13 +119,16 @@ class Group:
             native_groups.spare_process()
         gloo.install(self)
         try:
-            dist.init_process_group(
-                self.backend,
-                store=self._store,
-                rank=self.rank,
-                world_size=self.size,
-                timeout=self.timeout,
-            )
+            if self.replica is None:
+                dist.init_process_group(
+                    self.backend,
+                    store=self._store,
+                    rank=self.rank,
+                    world_size=self.size,
+                    timeout=self.timeout,
+                )
+            else:
+                self._connect(self.replica)
         except BaseException:
             self._unmake()
             raise
@@ -134,8 +136,38 @@ class Group:
             self.leave()
             self.waits.check()
 
+    def _connect(self, replica: Replica) -> None:
+        """Connect the groups of this worker's replica, which outlive worlds, and two of our own."""
+        number, coordinate = divmod(self.rank, replica.size)
+        count = self.size // replica.size
+        self.joint = self._own("joint", self.rank, self.size)
+        self.joint.is_quick = True
+        if count > 1:
+            self.between = self._own(f"between-{coordinate}", number, count)
+        replica.enter(self, PrefixStore(f"replica-{number}", self._store), number)
+
+    def _own(self, label: str, rank: int, size: int) -> OwnedGloo:
+        group = OwnedGloo(PrefixStore(label, self._store), rank, size, self.timeout)
+        group.label = label
+        return group
+
+    def make_native(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+        """Make a group of the device's backend; an abort ends the wait for the others."""
+        native = self.waits.call(
+            lambda: torch_private.native_group(self.device_backend, store, rank, size, timeout)
+        )
+        self._natives.append(native)
+        return native
+
+    def _native(self) -> list[Any]:
+        """The groups whose collectives the host does not wait for."""
+        return native_groups.groups() if self.replica is None else self._natives
+
+    def made(self, group: OwnedGloo, store: Store) -> None:
+        group.connect(self, store)
+
     def adopt(self, group: OwnedGloo) -> None:
-        """Register a group made in this world: the default one, or a script's."""
+        """Register a group connected in this world: the default one, or a script's."""
         self._owned.append(group)
         if self.waits.over is not None:  # an abort has not seen it
             sockets.shut_down(group.connections)
@@ -177,7 +209,7 @@ class Group:
         if shown is None or self.waits.pending:
             return
         rows: list[tuple[int, int]] = []
-        for group in native_groups.groups():
+        for group in self._native():
             number, name = native_groups.launched([group]), torch_private.name_of_group(group)
             row = self._rows.get(name)
             if row is None:
@@ -200,20 +232,34 @@ class Group:
             collective()
         else:
             self.waits.call(collective, b"connecting")
-        self.settle()
+        self.check_collectives()
 
-    def settle(self, *, again: bool = True) -> None:
+    def tell_all(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Tell all workers these numbers; return what all have told, by rank."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device=torch_backends.here())
+        everybodys = [torch.empty_like(mine) for _ in range(self.size)]
+        if self.joint is None:
+            self.first(lambda: dist.all_gather(everybodys, mine))
+        else:
+            self.joint.allgather([everybodys], [mine]).wait()
+        return [one.tolist() for one in everybodys]
+
+    def check_collectives(self, *, again: bool = True) -> None:
         """Training thread: raise unless every collective launched so far has succeeded.
 
         This is for NCCL groups: a wait for gloo already checks it. With `again=False` there is
         nothing to wait for if nothing was launched since the last call.
         """
-        if torch_private.count_groups() == len(self._owned):
+        if self.replica is None:
+            none = torch_private.count_groups() == len(self._owned)
+        else:
+            none = not self._natives
+        if none:
             return
-        native = native_groups.groups()
+        native = self._native()
         launched, before = native_groups.launched(native), self.waits.before
-        if launched is None or launched != self._settled:
-            again, self._settled = True, launched
+        if launched is None or launched != self._checked:
+            again, self._checked = True, launched
             if launched is not None and before is not None:
                 before()
         if again:
@@ -248,7 +294,7 @@ class Group:
             self.waits.end(GenerationOver(f"Generation {self.generation} is over: {reason}."))
             # All groups before leaving any: a script may wait in one for the work of another.
             sockets.shut_down(self._connections())
-            native_groups.abort(native_groups.groups())
+            native_groups.abort(self._native())
 
     def leave(self) -> bool:
         """Training thread: release torch.distributed and park what remains of gloo.
@@ -261,9 +307,9 @@ class Group:
             self.waits.end(GenerationOver(f"This worker has left generation {self.generation}."))
         else:
             self.abort("this worker left it with collectives still running")
-            native_groups.synchronize(native_groups.groups())
+            native_groups.synchronize(self._native())
         quiet = in_order or self._wait_until_quiet()
-        if dist.is_initialized():
+        if self.replica is None and dist.is_initialized():
             dist.destroy_process_group()
         self._unmake()
         return quiet
@@ -275,7 +321,7 @@ class Group:
         """
         if isinstance(error, GenerationOver | PeerLostError) or not isinstance(error, Exception):
             return error
-        native = native_groups.groups()
+        native = self._native()
         if native and self.waits.failure is None:
             failure = native_groups.failure(native)
             if failure or isinstance(error, dist.DistError):
@@ -291,9 +337,13 @@ class Group:
 
     def _unmake(self) -> None:
         """Revert what `connect` did to torch and the process, and park gloo."""
-        gloo.uninstall()
-        # A build that failed has counted a group; with another count the ranks would not meet.
-        torch_private.count_groups_anew()
+        if self.replica is None:
+            gloo.uninstall()
+            # A build that failed has counted a group; with another count ranks would not meet.
+            torch_private.count_groups_anew()
+        else:
+            self.replica.leave()
+            self._natives.clear()
         # Each init_process_group wraps the hook once more.
         if self._excepthook is not None:
             sys.excepthook, self._excepthook = self._excepthook, None
@@ -325,6 +375,83 @@ class Group:
         if self._silent is None and sockets.are_open(self._connections()):
             return False
         return not any(map(_is_running, _gloo_threads()))
+
+
+# --- entering a world ----------------------------------------------------------------------------
+
+
+def enter(
+    control: Control, world: Enter, backend: str, timeout: timedelta, replica: Replica | None
+) -> tuple[Store, Group]:
+    """Connect to the store of a world and build its process group; `GenerationOver` if the world
+    ends meanwhile. The control thread may abort both."""
+    host, _, port = world.store.rpartition(":")
+    connecting = _Connecting()
+    control.guard(world.generation, connecting)
+    store = connecting.connect(host.strip("[]"), int(port), timeout)
+    _check_mesh(replica, world, backend)
+    group = Group(
+        store=store,
+        rank=world.rank,
+        size=world.size,
+        generation=world.generation,
+        backend=backend,
+        timeout=timeout,
+        replica=replica,
+    )
+    if control.status_page is not None:
+        group.waits.shown = control.status_page.collectives
+        group.waits.shown.enter(world.generation)
+    control.guard(world.generation, group)
+    group.connect()
+    return store, group
+
+
+class _Connecting:
+    """An abortable attempt to connect to a world's store."""
+
+    aborted = False
+    pending = 1
+
+    def __init__(self) -> None:
+        self._waits = Waits()
+
+    def abort(self, reason: str) -> None:
+        self.aborted = True
+        self._waits.end(GenerationOver(f"The world ended before this worker entered it: {reason}."))
+
+    def show(self) -> None:
+        """Do nothing: there are no collectives yet."""
+
+    def look(self, silence: float) -> None:
+        """Do nothing: the waiting thread finds the fault."""
+
+    def connect(self, host: str, port: int, timeout: timedelta) -> Store:
+        address = host, port
+        store: Store = self._waits.call(
+            lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
+            b"connecting to the store",
+            find_fault=lambda: gloo.no_answer(address) if sockets.is_silent(address) else "",
+        )
+        return store
+
+
+def _check_mesh(replica: Replica | None, world: Enter, backend: str) -> None:
+    """Raise unless this worker's mesh fits the world's replicas and the backend."""
+    if (0 if replica is None else replica.size) != world.replica:
+        made = "no mesh" if replica is None else f"a mesh of {replica.size} workers"
+        raise ConfigError(
+            f"This worker has made {made}, and the world has replicas of {world.replica}: all "
+            "workers must call torchelastic.mesh with the same sizes."
+        )
+    if replica is not None and backend not in ("gloo", replica.device_backend):
+        raise ConfigError(
+            f"The mesh was made for {replica.device_backend or 'gloo'}, not for {backend!r}: leave "
+            "c10d_backend out."
+        )
+
+
+# --- gloo's threads ------------------------------------------------------------------------------
 
 
 def _gloo_threads() -> list[Path]:

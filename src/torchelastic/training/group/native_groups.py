@@ -3,7 +3,7 @@
 Their abort works, so we need no waits for them. But the device waits for their collectives, not the
 host. After an abort the device continues with whatever is in the tensors, and nothing raises:
 gradients, a loss, a peer's state are garbage then. So before anything is written or counted as
-done, the host waits for the device and checks for errors (`Group.settle`).
+done, the host waits for the device and checks for errors (`Group.check_collectives`).
 
 The watchdog of such a backend ends the process when a peer is lost. Survivors must live on, so we
 turn that off (`spare_process`).
@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from torchelastic import env, torch_backends, torch_private
 from torchelastic.training.group.gloo import OwnedGloo
@@ -68,10 +67,10 @@ def launched(native: Sequence[Any]) -> int | None:
 def failure(native: Sequence[Any]) -> str:
     """Return the first error that a watchdog found, or an empty string."""
     for group in native:
-        backend = torch_private.backend_of(group, torch_backends.here(group))
+        backend = torch_private.backend_of(group, _device(group))
         error = backend.get_error().name if hasattr(backend, "get_error") else "SUCCESS"
         if error != "SUCCESS":
-            return f"{dist.get_backend(group)} reports {error}"
+            return f"{group.name()} reports {error}"
     return ""
 
 
@@ -81,8 +80,15 @@ def abort(native: Sequence[Any]) -> None:
         try:
             group.abort()
         except RuntimeError as error:
-            log.warning("Could not abort a process group of %s: %s", dist.get_backend(group), error)
+            log.warning("Could not abort a process group of %s: %s", group.name(), error)
 
 
 def _devices(native: Sequence[Any]) -> set[str]:
-    return {torch_backends.here(group) for group in native}
+    return {_device(group) for group in native}
+
+
+def _device(group: Any) -> str:
+    """Return where a group's tensors are. Torch knows no backend of groups that we made."""
+    if torch_private.name_of_group(group):
+        return torch_backends.here(group)
+    return torch_private.device_types_of(group)[0]

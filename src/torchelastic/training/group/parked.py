@@ -21,7 +21,8 @@ from torchelastic.training.group.abortable_waits import Waits
 GRACE = 1.0
 #: How long the end of the process waits for the threads of groups, in seconds: rank 0, and how much
 #: longer each next rank does. A thread that is stuck in spite of an abort is freed when its peer's
-#: process ends. If all ranks gave up at once, that would meet them while Python shuts down.
+#: process ends. If all ranks stopped waiting at the same time, their threads would be freed while
+#: Python shuts down, which aborts the process (`_end`).
 LAST, APART, APART_RANKS = 1.0, 1.5, 8
 #: How often the reaper looks, in seconds: at first, and when nothing has changed for long.
 _SOON, _SELDOM = 0.05, 2.0

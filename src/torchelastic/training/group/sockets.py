@@ -30,8 +30,8 @@ ATTEMPTS, ANSWERS = 2, 1.5
 #: Retransmits and window probes in a row without an answer before a peer counts as silent.
 AGAIN, ASKED = 3, 2
 
-#: Of a C `tcp_info`: packets sent again and window probes, both since the last answer; the present
-#: time-out in microseconds; milliseconds since the last acknowledgement.
+#: Fields of a C `tcp_info`: retransmits and window probes, both since the last answer; the current
+#: timeout in microseconds; milliseconds since the last acknowledgement.
 _TCP_INFO = struct.Struct("=2xBB4xI44xI")
 
 #: IP address and port.
@@ -221,7 +221,7 @@ def _silence(connection: socket.socket) -> socket.socket:
     listener = socket.socket(connection.family)
     listener.bind((connection.getsockname()[0], 0))
     listener.listen(1)
-    connection.connect_ex(listener.getsockname())  # nobody accepts it: that is enough
+    connection.connect_ex(listener.getsockname())  # it need not be accepted
     return listener
 
 

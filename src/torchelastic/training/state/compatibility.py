@@ -10,25 +10,23 @@ the next world, which is without it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from datetime import timedelta
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from torchelastic.errors import UnfitError
-from torchelastic.tensors.module_state import Form, form_text
+from torchelastic.tensors.module_state import Form, differences, form_text
 from torchelastic.training.group.abortable_waits import GenerationOver, PeerLostError
 
 if TYPE_CHECKING:
     from torchelastic.training.session import Session
 
 #: How long an incompatible worker waits for the others' form before it ends without it.
-PATIENCE = timedelta(seconds=5)
+FORM_TIMEOUT = timedelta(seconds=5)
 
 
 def check(world: Session, form: Form) -> None:
     """Raise UnfitError if this worker's state has another form, GenerationOver if a peer's has."""
-    holder = world.versions.index(world.freshest)
+    holder = world.versions.index(max(world.versions))
     wanted = world.forms[holder]
     others = [rank for rank, number in enumerate(world.forms) if number != wanted]
     if not others:
@@ -45,7 +43,7 @@ def _told(world: Session, key: str) -> Form | None:
     """Return the others' form from the store, or None if it timed out. An abort ends the wait."""
 
     def get() -> bytes:
-        world.store.wait([key], PATIENCE)
+        world.store.wait([key], FORM_TIMEOUT)
         return bytes(world.store.get(key))
 
     try:
@@ -63,19 +61,5 @@ def _sentence(own: Form, others: Form | None) -> str:
 
 
 def _difference(own: Form, others: Form | None) -> str:
-    found = _differences(own, others) if others is not None else iter(())
+    found = iter(()) if others is None else differences(own, others, "this worker", "the others")
     return next(found, "the difference is unknown")
-
-
-def _differences(own: Form, others: Form) -> Iterator[str]:
-    """Yield the differences, in words."""
-    mine, theirs = dict(own), dict(others)
-    for what, how in own:
-        if what not in theirs:
-            yield f"only this worker has {what}"
-        elif theirs[what] != how:
-            yield f"{what} is {how} here and {theirs[what]} on the others"
-    yield from (f"this worker lacks {what}" for what in theirs if what not in mine)
-    for (mine_next, _), (theirs_next, _) in zip_longest(own, others, fillvalue=("nothing", "")):
-        if mine_next != theirs_next:
-            yield f"this worker has {mine_next} where the others have {theirs_next}"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchelastic.training.sharded.part_snapshots import PartSnapshots
 
 #: (generation, step): the world, and the number of steps committed. The freshest is the largest.
 Version = tuple[int, int]
@@ -81,8 +84,24 @@ class State(ABC):
         """Return what must be the same on all workers, as (thing, description) pairs."""
         return ()
 
+    def _rehearse(self) -> None:  # noqa: B027, most states need not
+        """Do in advance what would make the first step longer, while there is no world."""
+
+    def _ready_in(self) -> int:
+        """Return the generation of a step that was interrupted and can be completed, or -1."""
+        return -1
+
+    def _complete(self) -> bool:
+        """Collective: complete the interrupted step if others have committed it. Return whether
+        this worker did."""
+        return False
+
     def _committed(self, version: Version) -> None:  # noqa: B027, most states need not know
         """Note that the step is done and the state has this version."""
+
+    def _part_snapshots(self) -> PartSnapshots | None:
+        """Return the snapshots of this worker's part of a sharded state, if it has any."""
+        return None
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         """Accept release 0.1's names of two methods."""
@@ -117,3 +136,26 @@ def _wants_world(state: State) -> bool:
         and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
     return len(needed) == 2
+
+
+# --- who gives its state to the others -----------------------------------------------------------
+
+
+def holders_of(versions: Sequence[Version], base: Version) -> tuple[int, ...]:
+    """Return the ranks with this version, whose state all others receive.
+
+    Before any step is committed, each rank has built its state alone, and these may differ: then
+    the first such rank's is taken.
+    """
+    ranks = tuple(rank for rank, version in enumerate(versions) if version == base)
+    return ranks[:1] if base[0] < 0 else ranks
+
+
+def is_worthless(own: Version, base: Version, *, is_whole: bool = True) -> bool:
+    """Return whether a state may be overwritten before its replacement has fully arrived.
+
+    The state of a worker that rolled back is the second best, should the best be lost during the
+    transfer. Not so if parts of it are missing: nothing can continue from it, and keeping it until
+    then takes the memory of a whole shard. A first state is kept while no rank has a better one.
+    """
+    return own < base and base[0] >= 0 and (own[0] < 0 or not is_whole)

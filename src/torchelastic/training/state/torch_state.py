@@ -11,27 +11,51 @@ from typing import IO, Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from torchelastic import checkpoint
 from torchelastic.data.ledger import Ledger
 from torchelastic.snapshot import agent_client
-from torchelastic.snapshot.dtensors import is_plain, is_sharded, put_in, shape_of, take_out
 from torchelastic.snapshot.keeper import Keeper
 from torchelastic.snapshot.leave import Departure
 from torchelastic.snapshot.own_checkpoints import steps_taken
-from torchelastic.snapshot.shards import Shards
+from torchelastic.snapshot.shards import Shards, is_plain, put_in, shape_of, take_out
 from torchelastic.snapshot.state_tree import Tree
-from torchelastic.tensors import module_state, rank_private, tensor_tree, transfer
+from torchelastic.tensors import foreign_shards, module_state, rank_private, tensor_tree, transfer
 from torchelastic.tensors.buffers import Buffers
-from torchelastic.tensors.checkpoint_tree import flatten
+from torchelastic.tensors.dtensors import is_sharded
 from torchelastic.tensors.rank_private import Private, Publisher
 from torchelastic.tensors.small_state import Hyperparameters, Saver, Value, saver_of
 from torchelastic.training import session
 from torchelastic.training.group import ddp
 from torchelastic.training.session import Session
-from torchelastic.training.state import commit_listeners
-from torchelastic.training.state.state import FIRST, TORN, State, Torn, Version
+from torchelastic.training.sharded import mesh
+from torchelastic.training.sharded.base import missing_parts
+from torchelastic.training.sharded.part_snapshots import PartSnapshots, PartTree
+from torchelastic.training.sharded.rehearsal import rehearse
+from torchelastic.training.sharded.shard_tree import from_shards, to_shards
+from torchelastic.training.sharded.sharding import Peers, Sharding, copies
+from torchelastic.training.state import parts
+from torchelastic.training.state.parts import (
+    cut_like,
+    is_trained,
+    like,
+    members,
+    modules,
+    optimizers_of,
+    refuse_names,
+    sort,
+    stateful,
+    take_out_shards,
+)
+from torchelastic.training.state.state import (
+    FIRST,
+    TORN,
+    State,
+    Torn,
+    Version,
+    holders_of,
+    is_worthless,
+)
 from torchelastic.training.undo.undo import Undo, UndoRecord
 from torchelastic.worker.backward_waits import BackwardWaits
 
@@ -94,35 +118,40 @@ class TorchState(State):
         **more: Any,
     ) -> None:
         given = dict(zip(_SEVERAL, (model, optimizer, scheduler, sampler, scaler), strict=True))
-        _refuse_names(more, type(self))
-        values, objects = _sort(more)
+        refuse_names(more, type(self))
+        values, objects = sort(more)
         vars(self).update(given | more)
         self.step, self.epoch = step, epoch
-        self._models, self._optimizers = _modules(model), _optimizers(optimizer)
-        self._stateful = _stateful(given | objects)
+        foreign_shards.refuse(members(model), members(optimizer))
+        self._models, self._optimizers = modules(model), optimizers_of(optimizer)
+        self._stateful = stateful(given | objects)
         self._ddp = ddp
         self._wrapped: list[nn.Module] = []
         self._ddps: list[DistributedDataParallel] = []
-        #: The DDP models whose layout a committed step of this world may still settle.
-        self._unsettled: list[DistributedDataParallel] = []
+        #: The DDP models whose layout a committed step of this world may still change.
+        self._changeable: list[DistributedDataParallel] = []
         self._version: Version = (FIRST[0], step)
         #: Whether no world was entered yet, and whether a step was undone since the last sync.
         self._newborn, self._interrupted = True, False
         self._values = ("epoch", *values)
         self._objects = {name: part for name, part in given.items() if part is not None} | objects
         self._copy_before_write = copy_before_write
+        #: What a sharded model needs besides, in a training over a mesh of ours.
+        self._sharding: Sharding | None = None
+        #: The private state in the part that was just loaded from memory.
+        self._kept_private: Private | None = None
         self._keeper: Keeper | None = None
         #: How this worker leaves, in a script with an agent.
         self._departure: Departure | None = None
         #: Parts to notify of every committed step.
-        self._listeners = commit_listeners.listeners(self._stateful)
+        self._listeners = parts.listeners(self._stateful)
         #: Whether the optimizers wait until checkpoints have their copy.
         self._is_guarded = False
         self._ledger = ledger
-        self._recorded = commit_listeners.recorded(self._stateful, ledger)
+        self._recorded = parts.recorded(self._stateful, ledger)
         solid = self._solid()
         #: The names of tensors that are sharded over ranks.
-        self._sharded = _take_out_shards(solid)
+        self._sharded = take_out_shards(solid)
         for name, tree in solid.items():
             tensor_tree.check(name, tree)
 
@@ -133,7 +162,7 @@ class TorchState(State):
     @property
     def module(self) -> Any:
         """The model without DDP, as it was passed in."""
-        return _like(self._objects.get("model"), self._models)
+        return like(self._objects.get("model"), self._models)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._objects:
@@ -162,12 +191,16 @@ class TorchState(State):
 
     def snapshot(self) -> UndoRecord:
         """Return an undo record of the step that begins. Only the latest can be applied."""
+        if self._sharding is not None:
+            self._sharding.begin()
         return self._undo.begin(self._version)
 
     def apply(self, snapshot: UndoRecord) -> None:
         """Undo the step. Raises Torn if it failed in or after a write without a copy."""
         self._interrupted = True
         self.step = snapshot.version[1]
+        if self._sharding is not None:
+            self._sharding.interrupted()
         self._undo.undo(snapshot)
 
     def _begins_at(self) -> Version:
@@ -176,12 +209,35 @@ class TorchState(State):
             for model in members(self._objects.get("model"))
         ):
             raise TypeError("Pass the plain module as model: TorchState wraps it in DDP itself.")
-        if self._sharded:
+        replica = mesh.current()
+        if replica is not None:
+            self._copy_before_write = copies(self._copy_before_write, len(self._optimizers))
+            snapshots = self._snapshots_of_part()
+            self._sharding = Sharding(replica, self._models, self._optimizers, snapshots)
+            self._ddp = False
+        elif self._sharded:
             raise TypeError(
-                f"{self._sharded[0]} is sharded over ranks, and torchelastic.train supports only "
-                "replicated state: run it as a script with restore() and commit()."
+                f"{self._sharded[0]} is sharded over ranks, but not over a mesh that can outlive a "
+                "lost worker: make the mesh with torchelastic.mesh."
             )
         return self._version
+
+    def _rehearse(self) -> None:
+        if self._sharding is not None:
+            rehearse(self._optimizers)
+
+    def _ready_in(self) -> int:
+        return -1 if self._sharding is None else self._sharding.ready_in
+
+    def _complete(self) -> bool:
+        if self._sharding is None:
+            return False
+        completed = self._sharding.complete(session.current(), self._rest, self._load_rest)
+        if completed and self._undo.late is not None:
+            # Before `sync`, in which this worker may send its buffers to one that has none.
+            self._undo.buffers.put_heavy(self._undo.late[2])
+            rank_private.restore(self._undo.late[1], self._undo.buffers)
+        return completed
 
     def _form(self) -> list[tuple[str, str]]:
         return [
@@ -200,12 +256,16 @@ class TorchState(State):
         if self._recorded:
             self._record(version)
         self._undo.committed()
-        if self._unsettled:
-            own["_unsettled"] = [one for one in self._unsettled if not ddp.committed(one)]
+        if self._sharding is not None:
+            self._sharding.snapshots.committed(version)
+        if self._changeable:
+            own["_changeable"] = [one for one in self._changeable if not ddp.committed(one)]
 
     def _record(self, version: Version) -> None:
         """Record the samples of the step in the ledger."""
         assert self._ledger is not None
+        if self._sharding is not None and not self._sharding.replica.is_recorder:
+            return
         for part in self._recorded:
             self._ledger.record(*version, part.latest)
 
@@ -223,9 +283,11 @@ class TorchState(State):
         if base == TORN:
             raise Torn("No worker of this world has a complete state; a checkpoint is needed.")
         self._undo.outside()
-        holders = holders_of(world.versions)
+        peers = world if self._sharding is None else self._sharding.peers(world)
+        holders = holders_of(peers.versions, base)
         self._join(source=holders[0])
-        tree = self._receive(world, holders)
+        tree = self._receive(peers, holders, base)
+        world.received = peers.received
         if tree is not None:
             self._load(tree)
         kept = self._private_at(base, world)
@@ -235,8 +297,11 @@ class TorchState(State):
             world.generation, Publisher(world.status_page) if world.status_page else None
         )
         world.group.before_collective = self._undo.before_collective
-        self._undo.writes.settle = world.group.settle
-        self._version, self.step = (world.generation, base[1]), base[1]
+        self._undo.writes.check_collectives = world.group.check_collectives
+        if self._sharding is not None:
+            self._sharding.enter(world, self._undo.writes)
+            self._undo.is_joint = True
+        self._version, self.step = world.version_after_sync, base[1]
         self._newborn = self._interrupted = False
 
     def _join(self, *, source: int) -> None:
@@ -250,31 +315,40 @@ class TorchState(State):
             self._wrap()
         for model in self._ddps:
             ddp.agree(model, source)
-        self._unsettled = list(self._ddps)
+        self._changeable = list(self._ddps)
 
     def _wrap(self) -> None:
         options = dict(self._ddp) if isinstance(self._ddp, Mapping) else {}
         self._wrapped.extend(
-            ddp.wrap(model, **options) if _is_trained(model) else model for model in self._models
+            ddp.wrap(model, **options) if is_trained(model) else model for model in self._models
         )
         self._ddps = [m for m in self._wrapped if isinstance(m, DistributedDataParallel)]
-        vars(self)["model"] = _like(self.module, self._wrapped)
+        vars(self)["model"] = like(self.module, self._wrapped)
 
-    def _receive(self, world: Session, holders: Sequence[int]) -> Any:
+    def _receive(self, peers: Session | Peers, holders: Sequence[int], base: Version) -> Any:
         """Return the state on ranks that lack it, None on ranks that have it."""
-        if len(holders) == world.size:
+        if len(holders) == peers.size:
             return None
-        if world.rank in holders:
-            return transfer.share(world, self._tree(), holders=holders)
-        if not is_worthless(world.versions[world.rank], world.freshest):
-            return transfer.share(world, None, holders=holders)
+        share = partial(transfer.share, peers, holders=holders, link=peers.link)
+        if peers.rank in holders:
+            return share(self._tree())
+        own, world = peers.versions[peers.rank], session.current()
+        parts = 1 if self._sharding is None else self._sharding.replica.size
+        is_whole = not missing_parts(world.versions, own, parts)
+        if not is_worthless(own, base, is_whole=is_whole):
+            return share(None)
         self._undo.overwritten()
-        return transfer.share(world, None, holders=holders, into=self._tree())
+        return share(None, into=self._tree())
 
     def _private_at(self, base: Version, world: Session) -> Private | None:
-        """Return this rank's private state at `base`: remembered, or left by its predecessor."""
+        """Return this rank's private state at `base`: loaded with it, remembered, or left by its
+        predecessor."""
+        kept, self._kept_private = self._kept_private, None
+        if kept is not None:
+            return kept
         late = self._undo.late
         if late is not None and late[0][1] == base[1]:
+            self._undo.buffers.put_heavy(late[2])
             return late[1]
         if self._newborn and world.status_page is not None:
             return rank_private.left_behind(world.status_page, base)
@@ -283,10 +357,11 @@ class TorchState(State):
     # --- the shared state ------------------------------------------------------------------------
 
     def _tree(self) -> dict[str, Any]:
-        return self._solid() | {
+        tree = self._solid() | {
             "gradients": self._undo.gradients.tree(),
             "copying": self._undo.writes.known,
         }
+        return tree if self._sharding is None else to_shards(tree)
 
     def _solid(self) -> dict[str, Any]:
         """Return the state that exists between any two steps."""
@@ -304,6 +379,9 @@ class TorchState(State):
 
     def _load(self, tree: Mapping[str, Any]) -> None:
         self._undo.overwritten()
+        if self._sharding is not None:
+            parameters = self._undo.gradients.parameters
+            tree = from_shards(tree, self._models, self._optimizers, parameters)
         for model, saved in zip(self._models, tree["model"], strict=True):
             module_state.load_module(model, saved)
         for optimizer, saved in zip(self._optimizers, tree["optimizer"], strict=True):
@@ -319,6 +397,42 @@ class TorchState(State):
             part.load_state_dict(tree["objects"][name])
         for name in self._values:
             Value(self, name).restore(tree["values"][name])
+
+    # --- a single replica ------------------------------------------------------------------------
+
+    def _part_snapshots(self) -> PartSnapshots | None:
+        return None if self._sharding is None else self._sharding.snapshots
+
+    def _snapshots_of_part(self) -> PartSnapshots:
+        tree = PartTree(
+            self._models,
+            self._optimizers,
+            self._rest_of_part,
+            lambda _: None,
+            self._form(),
+            load=self._load_part,
+        )
+        flush = self._ledger.flush if self._ledger is not None else None
+        return PartSnapshots(tree, self._shards.reshard, self._before_load, flush)
+
+    def _before_load(self) -> None:
+        checkpoint.before_write()
+        self._shards.reshard()
+        self._undo.overwritten()
+
+    def _rest_of_part(self) -> dict[str, Any]:
+        """Return what a snapshot of this worker's part holds besides models and optimizers."""
+        private = bytearray(rank_private.pack(self._undo.private()))
+        return {
+            **self._rest(),
+            "gradients": to_shards(self._undo.gradients.tree()),
+            "copying": self._undo.writes.known,
+            "private": torch.frombuffer(private, dtype=torch.uint8),
+        }
+
+    def _load_part(self, tree: Mapping[str, Any]) -> None:
+        self._load(tree)
+        self._kept_private = rank_private.unpack(tree["private"].numpy().tobytes())
 
     # --- run + keep ------------------------------------------------------------------------------
 
@@ -412,10 +526,10 @@ class TorchState(State):
         ]
         states = zip(lasting["state"], passing["groups"], strict=True)
         optimizers = [{"state": state, "groups": groups} for state, groups in states]
-        return _stored(step, _like(self.module, models), optimizers, passing["rest"])
+        return _stored(step, like(self.module, models), optimizers, passing["rest"])
 
     def _model_tree(self) -> Any:
-        return _like(self.module, [model.state_dict() for model in self._models])
+        return like(self.module, [model.state_dict() for model in self._models])
 
     def _lasting(self) -> list[torch.Tensor]:
         """Return the tensors that only optimizers write; these now wait for checkpoints."""
@@ -438,6 +552,8 @@ class TorchState(State):
         part each rank reads."""
         if not self._sharded:
             return {}
+        from torchelastic.checkpoint.write_plan import flatten  # loads torch's checkpoints
+
         _, model = flatten({"model": self._model_tree()})
         parameters = {name: one for name, one in model.items() if is_sharded(one)}
         beginning = f"{_OPTIMIZER}."
@@ -457,7 +573,7 @@ class TorchState(State):
         put_in(_state_of(rest["optimizer"]), saved[_OPTIMIZER])
         if "_undo" in vars(self):
             self._undo.overwritten()
-        for model, state in zip(self._models, _cut_like(self.module, saved["model"]), strict=True):
+        for model, state in zip(self._models, cut_like(self.module, saved["model"]), strict=True):
             model.load_state_dict(state)
         for optimizer, state in zip(self._optimizers, rest["optimizer"], strict=True):
             module_state.load_optimizer(optimizer, state)
@@ -482,116 +598,3 @@ def _before_write(*_: object) -> None:
 def _state_of(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the state of optimizers in the form for `take_out` and `put_in`."""
     return {"parameters": [], "state": [optimizer["state"] for optimizer in optimizers]}
-
-
-def holders_of(versions: Sequence[Version]) -> tuple[int, ...]:
-    """Return the ranks whose state all others receive.
-
-    Before any step is committed, each rank has built its state alone, and these may differ: then
-    the first such rank's is taken.
-    """
-    best = max(versions)
-    ranks = tuple(rank for rank, version in enumerate(versions) if version == best)
-    return ranks[:1] if best[0] < 0 else ranks
-
-
-def is_worthless(own: Version, base: Version) -> bool:
-    """Return whether a state may be overwritten before its replacement has fully arrived.
-
-    The state of a worker that rolled back is the second best, should the best be lost during the
-    transfer. So is a first state while no rank has a better one.
-    """
-    return own < base and own[0] < 0 <= base[0]
-
-
-# --- parts ----------------------------------------------------------------------------------------
-
-
-def members(part: Any) -> list[Any]:
-    """Return the objects of a part that is one, several or none."""
-    if part is None:
-        return []
-    if type(part) is dict:
-        return list(part.values())
-    return list(part) if type(part) in (list, tuple) else [part]
-
-
-def _like(part: Any, items: Sequence[Any]) -> Any:
-    """Return the items in the shape of the part."""
-    if part is None:
-        return None
-    if type(part) is dict:
-        return dict(zip(part, items, strict=True))
-    return type(part)(items) if type(part) in (list, tuple) else items[0]
-
-
-def _cut_like(part: Any, items: Any) -> list[Any]:
-    """Reverse `_like`: return the items of a part; each may be a dict itself."""
-    return members(items) if type(part) in (dict, list, tuple) or part is None else [items]
-
-
-def _is_trained(model: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in model.parameters())
-
-
-def _modules(part: Any) -> list[nn.Module]:
-    """Return the models, without DDP."""
-    for model in members(part):
-        _expect("model", model, nn.Module)
-    return [
-        model.module if isinstance(model, DistributedDataParallel) else model
-        for model in members(part)
-    ]
-
-
-def _take_out_shards(solid: Mapping[str, Any]) -> list[str]:
-    """Remove the sharded tensors from a fresh tree; return their names."""
-    lasting = {
-        "parameters": [model["parameters"] for model in solid["model"]],
-        "state": [optimizer["state"] for optimizer in solid["optimizer"]],
-    }
-    return list(take_out(lasting))
-
-
-def _optimizers(part: Any) -> list[Optimizer]:
-    for optimizer in members(part):
-        _expect("optimizer", optimizer, Optimizer)
-    return members(part)
-
-
-def _expect(name: str, part: object, kind: type) -> None:
-    if not isinstance(part, kind):
-        raise TypeError(f"'{name}' must be a {kind.__qualname__}, not a {type(part).__qualname__}.")
-
-
-def _stateful(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all objects but models and optimizers, by name."""
-    found = {}
-    for name, part in objects.items():
-        if name in ("model", "optimizer"):
-            continue
-        for number, one in enumerate(members(part)):
-            if not tensor_tree.is_stateful(one):
-                raise TypeError(
-                    f"'{name}', a {type(one).__qualname__}, has no state_dict and load_state_dict: "
-                    "add them, or keep its state in values."
-                )
-            found[name if one is part else f"{name}.{number}"] = one
-    return found
-
-
-def _sort(more: Mapping[str, Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Split `more` into the names of values and the objects."""
-    objects = {name: part for name, part in more.items() if tensor_tree.is_stateful(part)}
-    values = tuple(name for name in more if name not in objects)
-    for name in values:
-        tensor_tree.check(name, more[name])
-    return values, objects
-
-
-def _refuse_names(more: Mapping[str, Any], kind: type) -> None:
-    for name in more:
-        if hasattr(kind, name) or name.startswith("_"):
-            raise TypeError(
-                f"A part cannot be named '{name}': TorchState already has that attribute."
-            )

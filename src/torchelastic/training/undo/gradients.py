@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from torchelastic.tensors.dtensors import is_sharded, local_or_whole, zeros_like
 from torchelastic.torch_private import version_of
 from torchelastic.training.group import backward
 
@@ -88,7 +89,7 @@ class Gradients:
                 _put_back(parameter, self._copies[index])
             elif parameter.grad is None:
                 # Its values are not needed, but optimizers skip parameters whose gradient is None.
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = zeros_like(parameter)
         return not self._lost
 
     def zeroed(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -118,7 +119,11 @@ class Gradients:
             elif not grad:
                 parameter.grad = None
             elif parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = zeros_like(parameter)
+
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]:
+        return self._parameters
 
     def _keep_all(self) -> None:
         for index, pending in enumerate(self._pending):
@@ -131,7 +136,12 @@ class Gradients:
             return
         remaining = []
         for index, parameter in self._unhooked:
-            if parameter.requires_grad:
+            if is_sharded(parameter):
+                # Autograd does not add to this gradient, where a hook would see it: FSDP2 does.
+                remaining.append((index, parameter))
+                if self._pending[index]:
+                    self._keep(index)
+            elif parameter.requires_grad:
                 parameter.register_hook(self._hook(index))  # type: ignore[no-untyped-call]
             else:
                 remaining.append((index, parameter))
@@ -155,7 +165,7 @@ class Gradients:
         if untouched:
             if copy:
                 self._copy(index, grad)
-        elif bool(grad.any()):
+        elif bool(local_or_whole(grad).any()):
             # Changed outside of hooks, for example by clipping. From now on, copy in time.
             self._lost = self._at_once = True
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchelastic.tensors import rank_private, rng
+from torchelastic.tensors import rank_private
 from torchelastic.tensors.buffers import Buffers
 from torchelastic.tensors.rank_private import Private, Publisher
 from torchelastic.tensors.small_state import Saver
@@ -42,7 +42,8 @@ class Undo:
         copy: bool | None = None,
     ) -> None:
         self.buffers = Buffers(modules)
-        self._private = rank_private.Reader(self.buffers).read
+        #: Returns the private state of this rank.
+        self.private = rank_private.PrivateStateReader(self.buffers).read
         self.gradients = Gradients(_parameters(modules, optimizers))
         self.writes = Writes(optimizers, self.gradients, copy=copy)
         self._savers = list(savers)
@@ -54,8 +55,12 @@ class Undo:
         #: The generation of these steps; None from an undone step to the next world.
         self._generation: int | None = None
         self._overwritten = False
-        #: This rank's private state when its step failed, as of the end of that step.
-        self.late: tuple[Version, Private] | None = None
+        #: Whether every step has one collective of all workers, the joint one: no worker commits a
+        #: step before all have launched it. Otherwise any may be the last.
+        self.is_joint = False
+        #: This rank's private state when its step failed, as of the end of that step, and the heavy
+        #: buffers that the step had changed.
+        self.late: tuple[Version, Private, list[torch.Tensor | None]] | None = None
 
     def enter(self, generation: int, publisher: Publisher | None) -> None:
         """Enter a generation: the following steps belong to it."""
@@ -63,7 +68,6 @@ class Undo:
         self._publisher = publisher
         self.late = None
         self.buffers.find()
-        rng.look()
 
     def overwritten(self) -> None:
         """Note that another state was loaded: the latest undo record is useless."""
@@ -75,7 +79,7 @@ class Undo:
 
     def begin(self, version: Version) -> UndoRecord:
         """Begin a step; return its undo record."""
-        now = self._private()
+        now = self.private()
         if self.buffers.heavy:
             self.buffers.save_heavy()
         self.gradients.begin()
@@ -105,8 +109,8 @@ class Undo:
             return
         if self.writes.begun:
             self.writes.collective()
-        if self._publisher is not None:
-            self._publisher.in_flight(ending, self._private())
+        if self._publisher is not None and (self.writes.joining or not self.is_joint):
+            self._publisher.in_flight(ending, self.private())
 
     def undo(self, snapshot: UndoRecord) -> None:
         """Undo the step. If only the small state can be restored, do that and raise Torn."""
@@ -114,7 +118,7 @@ class Undo:
             raise ValueError("Only the latest undo record of a TorchState can be applied.")
         if self._next is not None:
             # Peers may have finished this step, and then so must we.
-            self.late = self._next, self._private()
+            self.late = self._next, self.private(), self.buffers.heavy_changes()
         self.outside()
         self._generation = None
         self._restore_small(snapshot)

@@ -21,6 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchelastic import faults, torch_private
+from torchelastic.tensors.dtensors import local_or_whole
 from torchelastic.tensors.small_state import copied, put_back
 from torchelastic.training.undo.gradients import Gradients
 
@@ -35,7 +36,7 @@ class Writes:
     ) -> None:
         """`copy`: whether to copy before writing; None finds out."""
         self._gradients = gradients
-        self._copies = {id(optimizer): _Copy(optimizer) for optimizer in optimizers}
+        self._copies = {id(optimizer): OptimizerCopy(optimizer) for optimizer in optimizers}
         self._fixed = copy is not None
         self.copying = copy is not False
         #: Whether the first step with a write is still to come.
@@ -44,7 +45,11 @@ class Writes:
         self.begun: set[int] = set()
         self._open: set[int] = set()
         #: Raises unless the collectives behind the next write have succeeded.
-        self.settle: Callable[[], None] | None = None
+        self.check_collectives: Callable[[], None] | None = None
+        #: Whether the next collective is ours: its failure is not undone, but completed.
+        self.joining = False
+        #: Called before the first write of a step.
+        self.before_first: Callable[[Optimizer], None] | None = None
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before)
             optimizer.register_step_post_hook(self._after)
@@ -81,7 +86,7 @@ class Writes:
 
     def collective(self) -> None:
         """Note that a collective is about to be launched in a step."""
-        if not self.begun or (self.copying and not self.learning) or self._fixed:
+        if not self.begun or (self.copying and not self.learning) or self._fixed or self.joining:
             return
         self.learned(copying=True)
         log.warning(
@@ -104,8 +109,10 @@ class Writes:
     def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if faults.planned:
             faults.at("optimizer.before")
-        if self.settle is not None:
-            self.settle()
+        if self.check_collectives is not None:
+            self.check_collectives()
+        if self.before_first is not None and not self.begun:
+            self.before_first(optimizer)
         key = id(optimizer)
         if self._gradients.pending:
             self._gradients.before_write(_parameters(optimizer), copy=self.copying)
@@ -138,7 +145,7 @@ def _notice_zeroing(optimizer: Optimizer, gradients: Gradients) -> None:
     optimizer.zero_grad = noticed  # type: ignore[method-assign]
 
 
-class _Copy:
+class OptimizerCopy:
     """Parameters and state of one optimizer before its write, in reused memory."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -178,7 +185,7 @@ class _Copy:
     @torch.no_grad()
     def undo(self) -> None:
         if self._parameters:
-            torch_private.copy_all(self._parameters, self._parameter_copies)
+            _copy(self._parameters, self._parameter_copies)
         state = self._optimizer.state
         for key in [key for key in state if key not in self._state]:
             del state[key]
@@ -195,8 +202,14 @@ def _copy_all(live: Sequence[torch.Tensor], rooms: list[torch.Tensor]) -> list[t
     if not reused:
         rooms = [torch.empty_like(one) for one in live]
     if rooms:
-        torch_private.copy_all(rooms, list(live))
+        _copy(rooms, live)
     return rooms
+
+
+def _copy(to: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    torch_private.copy_all(
+        [local_or_whole(one) for one in to], [local_or_whole(one) for one in values]
+    )
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support import poll_for
-from torchelastic.training import world_entry
 from torchelastic.training.group import abortable_waits as waits_module
 from torchelastic.training.group import gloo, sockets, threads
+from torchelastic.training.group import group as group_module
 from torchelastic.training.group.abortable_waits import (
+    AbortableOperation,
     GenerationOver,
-    Operation,
     PeerLostError,
     Waits,
 )
@@ -52,7 +52,7 @@ def waited(hands):
     stalls.seconds[:] = type(stalls.seconds)("d", before)
 
 
-def finish_when_waited_for(operation: Operation) -> None:
+def finish_when_waited_for(operation: AbortableOperation) -> None:
     def finish() -> None:
         poll_for(lambda: "_gate" in vars(operation), what="somebody waits")
         operation.finish(None, None)
@@ -64,12 +64,12 @@ def finish_when_waited_for(operation: Operation) -> None:
 
 
 def test_the_training_thread_is_counted(waited):
-    finish_when_waited_for(Operation(Waits(), 1))
+    finish_when_waited_for(AbortableOperation(Waits(), 1))
     assert waited() == 1.0
 
 
 def test_another_thread_is_not(waited):
-    operation = Operation(Waits(), 1)
+    operation = AbortableOperation(Waits(), 1)
     other = threading.Thread(target=finish_when_waited_for, args=(operation,))
     other.start()
     other.join()
@@ -77,10 +77,58 @@ def test_another_thread_is_not(waited):
 
 
 def test_what_is_done_already_is_not_waited_for(waited):
-    operation = Operation(Waits(), 1)
+    operation = AbortableOperation(Waits(), 1)
     operation.finish(None, None)
     operation.wait()
     assert waited() == 0.0
+
+
+class Inner:
+    """gloo's work, which ends as told when it is waited for."""
+
+    def __init__(self, happens):
+        self.happens, self.limits = happens, []
+
+    def wait(self, limit=None):
+        self.limits.append(limit)
+        if limit is not None:
+            self.happens()
+        if not self.is_completed():
+            raise RuntimeError("Operation timed out!")
+        if self.happens is broken:
+            raise RuntimeError("gloo/transport: connection closed")
+
+    def is_completed(self):
+        return self.happens in (done, broken)
+
+
+def done():
+    """The operation ends within the limit."""
+
+
+def broken():
+    """A connection breaks within the limit."""
+
+
+def test_what_ends_soon_is_waited_for_in_gloo(waited):
+    waits, inner = Waits(), Inner(done)
+    waits.at_once(1, inner, None, soon=True)
+    assert inner.limits == [waits_module.SOON]
+    assert not waits.under_way
+    assert waited() == 1.0
+
+
+def test_what_breaks_soon_is_the_loss_of_a_peer():
+    with pytest.raises(PeerLostError, match="connection closed"):
+        Waits().at_once(1, Inner(broken), None, soon=True)
+
+
+def test_after_an_abort_nothing_waits_in_gloo():
+    waits = Waits()
+    inner = Inner(lambda: waits.end(GenerationOver("over")))
+    with pytest.raises(GenerationOver):
+        waits.at_once(1, inner, None, soon=True)
+    assert inner.limits == [waits_module.SOON]
 
 
 # --- in a script: from the last gradient to the optimizer's step, and nothing else ----------------
@@ -217,7 +265,7 @@ def test_a_host_that_drops_packets_is_silent_one_that_refuses_is_not(monkeypatch
     ],
 )
 def test_a_group_says_who_does_not_answer(monkeypatch, found, is_world, said):
-    """As `rendezvous.unconnected` reads it."""
+    """As `rendezvous.suspects` reads it."""
     monkeypatch.setattr(sockets, "unanswered", lambda inodes, seconds: found)
     listens = {("10.0.0.7", 4711): 1, ("10.0.0.7", 4712): 2, ("10.0.0.8", 4711): 3}
     group = SimpleNamespace(
@@ -254,11 +302,11 @@ def world():
     ],
 )
 def test_a_wait_for_a_rank_that_does_not_answer_ends(world, case, fails):
-    waits, operation = world.waits, Operation(world.waits, 1)
+    waits, operation = world.waits, AbortableOperation(world.waits, 1)
     waits.under_way[1] = operation
     world.look(3.0)
     if case == "another wait":
-        waits.under_way = {2: Operation(waits, 2)}
+        waits.under_way = {2: AbortableOperation(waits, 2)}
     elif case == "nothing to wait for":
         waits.under_way = {}
     elif case == "the world is over":
@@ -276,9 +324,9 @@ def test_a_store_that_does_not_answer_is_named(monkeypatch):
     """It lies on the first node of a world, which another one may not reach."""
     monkeypatch.setattr(waits_module, "FAULT_AFTER", 0.01)
     monkeypatch.setattr(threads, "IDLE", 0.05)
-    monkeypatch.setattr(world_entry, "is_silent", lambda address: address == ("fd77::2", 4711))
+    monkeypatch.setattr(sockets, "is_silent", lambda address: address == ("fd77::2", 4711))
     never = threading.Event()
-    monkeypatch.setattr(world_entry, "TCPStore", lambda *args, **options: never.wait())
+    monkeypatch.setattr(group_module, "TCPStore", lambda *args, **options: never.wait())
     with pytest.raises(PeerLostError, match=r"no answer from \[fd77::2\]:4711"):
-        world_entry._Connecting().connect("fd77::2", 4711, timedelta(seconds=9))
+        group_module._Connecting().connect("fd77::2", 4711, timedelta(seconds=9))
     never.set()

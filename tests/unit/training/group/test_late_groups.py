@@ -19,12 +19,12 @@ from torchelastic import TorchState, torch_backends
 from torchelastic.compat.release01 import collectives
 from torchelastic.errors import StopException
 from torchelastic.snapshot import exchange
-from torchelastic.training import world_entry
+from torchelastic.training import session
 from torchelastic.training.group import group as groups
 from torchelastic.training.group import native_groups, threads
 from torchelastic.training.group.group import GenerationOver, Group, PeerLostError
 from torchelastic.worker import status_page as status_pages
-from torchelastic.worker.collective_log import Operation as Shown
+from torchelastic.worker.collective_log import LoggedCollective as Shown
 from torchelastic.worker.collective_log import read
 from torchelastic.worker.orders import Over, Ping, Pong, Stopped
 
@@ -33,6 +33,8 @@ SOON = timedelta(seconds=20)
 
 @pytest.fixture(autouse=True)
 def late(monkeypatch):
+    for name in ("synchronize", "current_stream"):  # so that they are put back afterwards
+        monkeypatch.setattr(torch.cpu, name, getattr(torch.cpu, name))
     late_backend.register()
     monkeypatch.setattr(threads, "IDLE", 0.05)
     monkeypatch.setattr(os, "environ", dict(os.environ))
@@ -114,11 +116,11 @@ def test_a_group_is_built_aborted_and_built_again(alone):
     dist.all_reduce(ones)
     assert ones.tolist() == [1, 1]
     device.moves.clear()
-    alone.settle()
+    alone.check_collectives()
     dist.all_reduce(ones, async_op=True)
     thread = abort_once_busy(alone)
     with pytest.raises(GenerationOver):
-        alone.settle(again=False)
+        alone.check_collectives(again=False)
     thread.join()
     assert ones.tolist() == [GARBAGE, GARBAGE]
     with pytest.raises(RuntimeError) as refused:
@@ -130,7 +132,7 @@ def test_a_group_is_built_aborted_and_built_again(alone):
     device.moves.set()
     again = build(1)
     dist.all_reduce(torch.ones(1))
-    again.settle()
+    again.check_collectives()
     assert again.leave()
 
 
@@ -138,7 +140,7 @@ def test_an_abort_ends_the_wait_for_the_first_connection(alone):
     LateGroup.reachable.clear()
     thread = abort_once_busy(alone)
     with pytest.raises(GenerationOver):
-        world_entry.exchange(alone, (0, 3), 7)
+        session.exchange(alone, (0, 3), 7)
     thread.join()
     assert alone.leave()
 
@@ -146,13 +148,13 @@ def test_an_abort_ends_the_wait_for_the_first_connection(alone):
 def test_what_the_watchdog_found_is_a_lost_peer(alone):
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
     dist.all_reduce(torch.ones(1))
-    alone.settle()
+    alone.check_collectives()
     (native,) = native_groups.groups()
     native.set_timeout(timedelta(seconds=0))
     device.moves.clear()
     dist.all_reduce(torch.ones(1), async_op=True)
     with pytest.raises(PeerLostError, match="late reports COMM_ERROR"):
-        alone.settle()
+        alone.check_collectives()
     with pytest.raises(RuntimeError) as refused:
         dist.all_reduce(torch.ones(1))
     assert isinstance(alone.explain(refused.value), PeerLostError)
@@ -163,7 +165,7 @@ def test_a_device_that_is_busy_waits_for_others_and_is_stuck_long_after_an_abort
     alone, monkeypatch
 ):
     dist.all_reduce(torch.ones(1))
-    alone.settle()
+    alone.check_collectives()
     poll_for(lambda: not alone.pending, what="an idle device")
     device.moves.clear()
     monkeypatch.setattr(LateGroup, "abort", lambda self: None)  # one that frees nothing
@@ -184,7 +186,7 @@ def test_collectives_that_torch_counts_are_shown_when_the_agent_asks(alone, memo
     for _ in range(2):
         dist.all_reduce(torch.ones(1))
     dist.all_reduce(torch.ones(1), group=other)
-    alone.settle()
+    alone.check_collectives()
     alone.show()
     seen = read(memory)
     assert seen.waits is None
@@ -194,7 +196,7 @@ def test_collectives_that_torch_counts_are_shown_when_the_agent_asks(alone, memo
     alone.show()
     assert read(memory).waits == Shown("collective", 3, "0")
     device.moves.set()
-    alone.settle()
+    alone.check_collectives()
     assert read(memory).waits is None
     alone.waits.shown = None
     status_page.close()

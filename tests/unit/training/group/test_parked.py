@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.support import SOAK
 
 #: A script imports torch, which takes its time on a busy machine.
@@ -30,7 +32,7 @@ exec(script)
 IN_A_DROP = """
 import threading, time
 from torchelastic.training.group import parked
-from torchelastic.training.group.abortable_waits import Operation, Waits
+from torchelastic.training.group.abortable_waits import AbortableOperation, Waits
 
 begun = threading.Event()
 
@@ -66,8 +68,8 @@ class Freed:
         print("late", flush=True)
 
 stuck, late = Waits(), Waits()
-stuck.enter(Operation(stuck, stuck.announce(), Endless()))
-late.enter(Operation(late, late.announce(), Late()))
+stuck.enter(AbortableOperation(stuck, stuck.announce(), Endless()))
+late.enter(AbortableOperation(late, late.announce(), Late()))
 parked.park([Freed()], late, silent=[], rank=1, aborted=True)
 parked.park([Stuck()], stuck, silent=[], rank=1, aborted=True)
 parked.park([Waiting()], Waits(), silent=[], rank=1, aborted=False)
@@ -91,6 +93,7 @@ for generation in range(3):
 """
 
 
+@pytest.mark.slow  # imports torch in a process of its own
 def test_a_script_may_end_while_groups_are_dropped_or_stuck():
     """What can be dropped is, what is stuck is kept, and the exit code is the script's."""
     real = SOAK

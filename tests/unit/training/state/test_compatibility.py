@@ -27,19 +27,19 @@ LINEAR = (("parameter 'weight'", "float32 of shape (2, 3)"), ("the part 'epoch'"
         (
             [("a", "large"), ("b", "x")],
             [("a", "small"), ("b", "x")],
-            "a is large here and small on the others",
+            "a is large on this worker and small on the others",
         ),
-        ([("a", ""), ("b", "")], [("a", "")], "only this worker has b"),
-        ([("a", "")], [("a", ""), ("b", "")], "this worker lacks b"),
+        ([("a", ""), ("b", "")], [("a", "")], "b exists on this worker, not on the others"),
+        ([("a", "")], [("a", ""), ("b", "")], "b exists on the others, not on this worker"),
         (
             [("a", ""), ("b", "")],
             [("b", ""), ("a", "")],
-            "this worker has a where the others have b",
+            "this worker has a, the others b in its place",
         ),
-        ([], [("a", "")], "this worker lacks a"),
+        ([], [("a", "")], "a exists on the others, not on this worker"),
     ],
 )
-def test_the_first_difference_is_said(own, others, says):
+def test_the_first_difference_is_reported(own, others, says):
     assert form_number(own) != form_number(others)
     assert says in compatibility._sentence(own, others)
 
@@ -138,13 +138,13 @@ def test_it_says_which_parameter_is_different():
     verdict(store, 0, LINEAR, WIDE)
     assert str(verdict(store, 1, LINEAR, WIDE)) == (
         "This worker's state differs from the other workers': parameter 'weight' is float32 of "
-        "shape (4, 3) here and float32 of shape (2, 3) on the others. Start all workers with the "
-        "same script and arguments."
+        "shape (4, 3) on this worker and float32 of shape (2, 3) on the others. Start all workers "
+        "with the same script and arguments."
     )
 
 
 def test_it_fails_too_where_nobody_is_left_to_say_how_the_others_are(monkeypatch):
-    monkeypatch.setattr(compatibility, "PATIENCE", timedelta(milliseconds=1))
+    monkeypatch.setattr(compatibility, "FORM_TIMEOUT", timedelta(milliseconds=1))
     error = verdict(HashStore(), 1, LINEAR, WIDE)
     assert isinstance(error, UnfitError)
     assert "workers': the difference is unknown. Start all" in str(error)

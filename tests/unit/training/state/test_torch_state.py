@@ -21,8 +21,8 @@ from tests.unit.training.undo_support import (
 from torchelastic.errors import TransferError
 from torchelastic.tensors import rng, tensor_tree, transfer
 from torchelastic.training import session
-from torchelastic.training.state.state import Torn
-from torchelastic.training.state.torch_state import TorchState, holders_of, is_worthless
+from torchelastic.training.state.state import Torn, holders_of, is_worthless
+from torchelastic.training.state.torch_state import TorchState
 
 # --- parts ----------------------------------------------------------------------------------------
 
@@ -80,21 +80,25 @@ def test_what_cannot_be_a_part_is_refused_by_name():
     ],
 )
 def test_who_has_what_all_are_brought_to(versions, holders):
-    assert holders_of(versions) == holders
+    assert holders_of(versions, max(versions)) == holders
 
 
 @pytest.mark.parametrize(
-    ("own", "base", "worthless"),
+    ("own", "base", "is_whole", "worthless"),
     [
-        ((0, 3), (0, 4), False),
-        ((-1, 0), (0, 4), True),
-        ((-2, -1), (0, 4), True),
-        ((-1, 0), (-1, 5), False),
-        ((0, 4), (0, 4), False),
+        ((0, 3), (0, 4), True, False),
+        ((0, 3), (0, 4), False, True),
+        ((-1, 0), (0, 4), True, True),
+        ((-2, -1), (0, 4), True, True),
+        ((-1, 0), (-1, 5), True, False),
+        ((-1, 0), (-1, 5), False, False),
+        ((0, 4), (0, 4), False, False),
     ],
 )
-def test_only_a_state_that_nobody_can_want_is_overwritten_on_the_way(own, base, worthless):
-    assert is_worthless(own, base) is worthless
+def test_only_a_state_that_nobody_can_want_is_overwritten_on_the_way(
+    own, base, is_whole, worthless
+):
+    assert is_worthless(own, base, is_whole=is_whole) is worthless
 
 
 class Wire:
@@ -103,7 +107,7 @@ class Wire:
     def __init__(self):
         self.sent = None
 
-    def share(self, world, tree, *, holders, into=None):
+    def share(self, world, tree, *, holders, into=None, link=None):
         if world.rank in holders:
             skeleton, tensors = tensor_tree.flatten(tree)
             self.sent = skeleton, [tensor.clone() for tensor in tensors]
@@ -131,7 +135,7 @@ def enter(state, rank, versions, *, generation=0, status_page=None):
         local_rank=rank,
         local_size=len(versions),
         store=None,
-        group=SimpleNamespace(before_collective=None, settle=lambda: None),
+        group=SimpleNamespace(before_collective=None, check_collectives=lambda: None),
         versions=tuple(versions),
         version=versions[rank],
         status_page=status_page,
@@ -214,7 +218,7 @@ def test_a_replacement_goes_on_with_what_the_dead_had_drawn(ahead, wire, status_
     if ahead:
         step(peer, lambda: peer._undo.before_collective())
         peer._committed((0, 4))
-    expected = rng.capture().told()
+    expected = rng.capture()
     buffers = peer.module[1].running_mean.clone()
     peer._undo.enter(0, None)  # from here on it is not the one that died
     replacement, _ = built("foreach Adam", ddp=False)
@@ -223,7 +227,7 @@ def test_a_replacement_goes_on_with_what_the_dead_had_drawn(ahead, wire, status_
     peer.module[1].running_mean.fill_(9)  # a peer's own, not those of the dead
     enter(peer, 0, versions, generation=1)
     enter(replacement, 1, versions, generation=1, status_page=status_page)
-    assert rng.capture().told() == expected
+    assert rng.capture() == expected
     assert torch.equal(replacement.module[1].running_mean, buffers)
 
 

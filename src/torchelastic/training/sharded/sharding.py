@@ -1,0 +1,248 @@
+"""The sharded parts of a `TorchState`: averages between replicas, and the joint all-reduce.
+
+Nothing in a sharded step joins all workers: a replica reduces its gradients, and workers with the
+same coordinates average theirs. So each step has one all-reduce of 4 bytes over all workers. It
+runs before the first write; if writes are copied (and can be undone), or there are none, at the end
+of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from torchelastic import faults
+from torchelastic.errors import ConfigError
+from torchelastic.tensors import transfer
+from torchelastic.tensors.small_state import Hyperparameters
+from torchelastic.training.group.abortable_waits import GenerationOver, PeerLostError
+from torchelastic.training.group.gloo import OwnedGloo
+from torchelastic.training.group.replica import Replica
+from torchelastic.training.sharded.base import versions_after
+from torchelastic.training.sharded.between import Between, Buckets, options
+from torchelastic.training.sharded.fsdp import FullyShardedModels
+from torchelastic.training.sharded.part_snapshots import PartSnapshots
+from torchelastic.training.sharded.shard_tree import check_state
+from torchelastic.training.sharded.unfinished_step import (
+    Completion,
+    FromCopies,
+    FromGradients,
+    Unwritten,
+)
+from torchelastic.training.state.state import TORN, Version
+from torchelastic.training.undo.writes import Writes
+
+if TYPE_CHECKING:
+    from torchelastic.training.session import Session
+
+
+@dataclass
+class Peers:
+    """The workers with the same coordinates in all replicas, which hold the same part."""
+
+    rank: int
+    size: int
+    versions: Sequence[Version]
+    received: int
+    link: transfer.Messages
+
+
+class _GroupLink:
+    """Messages in a group that torch.distributed does not know."""
+
+    def __init__(self, group: OwnedGloo | None) -> None:
+        self._group: Any = group
+
+    def isend(self, tensor: torch.Tensor, dst: int) -> Any:
+        return self._group.send([tensor], dst, 0)
+
+    def irecv(self, tensor: torch.Tensor, src: int) -> Any:
+        return self._group.recv([tensor], src, 0)
+
+
+def copies(wanted: bool | None, optimizers: int) -> bool | None:
+    """Return whether to copy before writing; None if it is to be found out.
+
+    A step that others have committed is completed from its gradients only if one optimizer writes:
+    what a script does between two writes cannot be repeated.
+    """
+    if optimizers < 2:
+        return wanted
+    if wanted is False:
+        raise ConfigError(
+            "A sharded training with several optimizers needs copies to undo a step: leave "
+            "copy_before_write=False out."
+        )
+    return True
+
+
+class Sharding:
+    """The additional work of a step, and of a sync, with sharded models."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        snapshots: PartSnapshots,
+    ) -> None:
+        self.replica, self.snapshots = replica, snapshots
+        self._optimizers = optimizers
+        self._between = Between()
+        self._fsdp = FullyShardedModels(models)
+        self._fsdp.hook(self._between.average)
+        managed = self._fsdp.parameters
+        rest = [one for model in models for one in model.parameters() if id(one) not in managed]
+        self._buckets = Buckets(rest, self._between.average, lambda: self._fsdp.reduces)
+        self._joint: OwnedGloo | None = None
+        self._writes: Writes | None = None
+        self._flag = torch.zeros(1, dtype=torch.int32)
+        #: Whether this step has had its joint all-reduce, and whether a world's first write was
+        #: looked at: it makes optimizer state.
+        self._has_joined = self._is_checked = False
+        #: The way to complete the step that was interrupted in its last all-reduce.
+        self.completion: Completion | None = None
+        self._generation = -1
+
+    @property
+    def ready_in(self) -> int:
+        """The generation whose step this worker can complete, or -1."""
+        return -1 if self.completion is None else self._generation
+
+    def complete(
+        self, world: Session, rest: Callable[[], Any], load: Callable[[Any], None]
+    ) -> bool:
+        """Collective: complete the step that was interrupted here if others have committed it.
+
+        `rest` returns the state that is not sharded. Return whether this worker completed a step.
+        """
+        completion, self.completion = self.completion, None
+        base = world.freshest
+        after = versions_after(world.versions, world.ready)
+        late = [rank for rank, one in enumerate(world.versions) if after[rank] == base != one]
+        if base == TORN or not late:
+            return False
+        self.completion = completion  # until the others' part is here
+        first = world.versions.index(base)
+        groups = [Hyperparameters(optimizer) for optimizer in self._optimizers]
+        # What a scheduler did after the write is in the groups, not in its own state.
+        tree = [rest(), [one.tree() for one in groups]] if world.rank == first else None
+        link = _GroupLink(world.group.joint)
+        received = transfer.share(world, tree, holders=[first], lacking=late, link=link)
+        self.completion = None
+        world.versions = tuple(
+            base if rank in late else one for rank, one in enumerate(world.versions)
+        )
+        if world.rank not in late:
+            return False
+        assert completion is not None
+        with self._unwatched():
+            completion.complete()
+        for group, values in zip(groups, received[1], strict=True):
+            group.load(values)
+        load(received[0])
+        world.version = base
+        return True
+
+    def peers(self, world: Session) -> Peers:
+        """Return the workers with this one's coordinates, by replica."""
+        number, coordinate = divmod(world.rank, self.replica.size)
+        return Peers(
+            rank=number,
+            size=world.size // self.replica.size,
+            versions=world.versions[coordinate :: self.replica.size],
+            received=world.received,
+            link=_GroupLink(world.group.between),
+        )
+
+    def enter(self, world: Session, writes: Writes) -> None:
+        """Use the groups of this world."""
+        check_state(self._optimizers)
+        self._is_checked = False
+        self._between.group = world.group.between
+        self._joint = world.group.joint
+        self.completion, self._has_joined = None, False
+        self._writes, self._generation = writes, world.generation
+        writes.before_first = self._before_first_write
+        self.snapshots.begin(world, self.replica.size)
+        world.before_commit = self._before_commit
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._buckets.begin()
+
+    def _before_commit(self) -> None:
+        """End a step: join all workers if they have not joined yet, because its writes are copied,
+        and can still be undone, or because there were none."""
+        if not self._fsdp.reduces:
+            raise ConfigError(
+                "The step ended with set_requires_gradient_sync(False): its gradients are on this "
+                "worker only. Take all microbatches of an optimizer step in one train_step, and "
+                "turn it on for the last."
+            )
+        if not self._is_checked and self._writes is not None and self._writes.begun:
+            check_state(self._optimizers)  # not first after a failure, when it has to be sent
+            self._is_checked = True
+        if not self._has_joined:
+            self._join_all(None)
+        self._has_joined = False
+
+    def interrupted(self) -> None:
+        """Bring FSDP2 to the beginning of the step that was aborted."""
+        self._has_joined = False
+        self._fsdp.reset()
+        self._buckets.forget()
+
+    def _before_first_write(self, optimizer: Optimizer) -> None:
+        if self._writes is not None and not self._writes.copying:
+            self._join_all(optimizer)
+        self.snapshots.before_write()
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        """Let an optimizer write without the joint all-reduce, and forget the write afterwards."""
+        writes = self._writes
+        if writes is None:
+            yield
+            return
+        writes.before_first = None
+        yield
+        writes.begin()
+
+    def _way_to_complete(self, optimizer: Optimizer | None, writes: Writes) -> Completion:
+        if optimizer is not None:
+            return FromGradients(optimizer)
+        return FromCopies(self._optimizers) if writes.begun else Unwritten(self._optimizers)
+
+    def _join_all(self, optimizer: Optimizer | None) -> None:
+        """Wait until all workers are here: each has all the gradients of its part. The value that
+        is reduced is their vote on a snapshot."""
+        self._between.release()
+        assert self._joint is not None
+        assert self._writes is not None
+        if faults.planned:
+            faults.at("joint.before")
+        op = dist.ReduceOp.SUM
+        if (vote := self.snapshots.vote()) is not None:
+            self._flag.fill_(vote)
+            op = dist.ReduceOp.MIN
+        self._writes.joining = True
+        try:
+            self._joint.allreduce([self._flag], options(op, on_host=True))
+        except (GenerationOver, PeerLostError):
+            self.completion = self._way_to_complete(optimizer, self._writes)
+            raise
+        finally:
+            self._writes.joining = False
+        self._has_joined = True
+        if vote is not None:
+            self.snapshots.decide(int(self._flag.item()))
+        if faults.planned:
+            faults.at("joint.after")

@@ -1,0 +1,69 @@
+"""Checkpoints in the training loop: written by rank 0 alone, or by the first replica together.
+
+A sharded state is in the memory of all workers of a replica. They write and read a checkpoint
+together, with collectives of the replica.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from torchelastic import checkpoint
+from torchelastic.training.session import Session
+from torchelastic.training.state.state import State
+from torchelastic.worker.leaving import leaving
+
+
+def is_writer(here: Session) -> bool:
+    """Return whether this worker takes part in writing and reading checkpoints."""
+    return here.rank < (1 if here.replica is None else here.replica.size)
+
+
+def is_due(here: Session, step: int) -> bool:
+    """Return whether the checkpoint manager wants a checkpoint of this step."""
+    return checkpoint.is_due(step, together=here.replica is not None)
+
+
+def save(here: Session, state: State, step: int) -> None:
+    """Start a checkpoint; on all writers."""
+    if here.replica is None:
+        checkpoint.save(state, step, here.generation)
+    else:
+        checkpoint.save_together(state, step, here.generation, own=b"")
+
+
+def load(here: Session, state: State, beyond: int) -> int | None:
+    """Load the latest checkpoint, on all writers; return its step, or None if there is none beyond
+    this one."""
+    if here.replica is None:
+        return checkpoint.load_latest(state, beyond=beyond)
+    loaded = checkpoint.load_together(state, beyond=beyond)
+    return None if loaded is None else loaded[0]
+
+
+def must_save_together(here: Session) -> bool:
+    """Return whether this worker's replica must write its state now, because a node of it leaves.
+
+    Collective of the first replica, at the end of a world in which no step was interrupted. (Rank 0
+    of a state that is not sharded writes it later, when the others have gone on.)
+    """
+    if here.replica is None or not is_writer(here):
+        return False
+    if checkpoint.get_checkpoint_manager() is None:
+        return False
+    leaves = torch.tensor([leaving() is not None])
+    dist.all_reduce(leaves, op=dist.ReduceOp.MAX)
+    return bool(leaves.item())
+
+
+def save_together_and_wait(here: Session, state: State, step: int) -> None:
+    """Write the state before this worker's replica is gone; return when it is in storage."""
+    notice = leaving()
+    grace = torch.tensor([1e9 if notice is None else notice.seconds])
+    dist.all_reduce(grace, op=dist.ReduceOp.MIN)
+    checkpoint.wait()
+    if checkpoint.can_be_saved(step, float(grace.item())):
+        save(here, state, step)
+        checkpoint.wait()
+        dist.barrier()  # rank 0 has made one checkpoint of all parts, or given up

@@ -1,0 +1,220 @@
+"""Sharded models in `torchelastic.train`: the same bits as torch alone, with whom it may."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.fsdp import FSDPModule
+
+from tests.support import poll_for
+from torchelastic.data import checker
+
+HERE = Path(__file__).parent
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="needs torch 2.13"),
+]
+
+
+def command(script: str, workers: int, flags: str, *args: str) -> list[str]:
+    words = [sys.executable, "-m", "torchelastic", "run", "--standalone", *flags.split()]
+    return [*words, "--nproc-per-node", str(workers), str(HERE / script), *args]
+
+
+def environ(faults: str = "") -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TORCHELASTIC_FAULTS": faults}
+
+
+def run(
+    script: str, directory: Path, workers: int, *args: str, flags: str = "", faults: str = ""
+) -> str:
+    done = subprocess.run(
+        command(script, workers, flags or "--max-restarts 0", *args),
+        cwd=directory,
+        env=environ(faults),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def places(directory: Path) -> list[str]:
+    """Directories for the lines, orders and ledger of `sharded.py`."""
+    made = [directory / name for name in ("lines", "orders", "ledger")]
+    for one in made:
+        one.mkdir(parents=True)
+    return [*map(str, made)]
+
+
+def lines(directory: Path, **wanted: Any) -> list[dict[str, Any]]:
+    texts = [text for path in directory.iterdir() for text in path.read_text().split("\n")[:-1]]
+    return [line for line in map(json.loads, texts) if wanted.items() <= line.items()]
+
+
+def bits(directory: Path, **wanted: Any) -> dict[tuple[int, int], str]:
+    """The bits of each rank's shards after each step."""
+    return {(line["step"], line["rank"]): line["hash"] for line in lines(directory, **wanted)}
+
+
+@pytest.mark.parametrize(
+    ("workers", "keys"),
+    [
+        pytest.param(4, "micro=2 clip= plain= recompute=", id="accumulated"),
+        pytest.param(8, "layout=both size=4 clip= reshard=0", id="fsdp-tensor"),
+        pytest.param(4, "mixed=bf16 frozen=", id="bf16", marks=pytest.mark.slow),
+        pytest.param(4, "mixed=fp16 scaled=", id="fp16", marks=pytest.mark.slow),
+        pytest.param(4, "layout=tensor", id="tensor", marks=pytest.mark.slow),
+        pytest.param(6, "batch=12 twice=", id="three-replicas", marks=pytest.mark.slow),
+    ],
+)
+def test_the_bits_are_those_of_native_hsdp_on_a_fixed_mesh(tmp_path, workers, keys):
+    native = tmp_path / "native"
+    native.mkdir()
+    words = [*keys.split(), "steps=3"]
+    run("native_hsdp.py", tmp_path, workers, str(native), *words)
+    run("sharded.py", tmp_path, workers, *places(tmp_path), *words)
+    expected = bits(native)
+    assert len(expected) == 3 * workers
+    assert bits(tmp_path / "lines", event="step") == expected
+
+
+#: A world that waits until all of its workers are there.
+FIXED = "--world-sizes 4 --progress-timeout 20"
+
+
+def test_with_a_fixed_size_the_result_is_that_of_an_undisturbed_run(tmp_path):
+    """Killed in a forward, in a backward and before its end; and a step whose last all-reduce
+    fails on the worker that has one part of the model, when the others have committed it: it
+    completes the step, and sends that part to the replacement of the other one."""
+    keys = ["steps=12", "schedule=", "counted=", "beside="]
+    run("sharded.py", tmp_path, 4, *places(tmp_path / "calm"), *keys)
+    kills = (
+        "kill@rank=3,step=2,place=collective.before,n=3",
+        "kill@rank=0,step=4,place=collective.launched,n=10,generation=1",
+        "kill@rank=2,step=6,place=joint.before,generation=2",
+    )
+    rough = tmp_path / "rough"
+    run("sharded.py", tmp_path, 4, *places(rough), *keys, flags=FIXED, faults=";".join(kills))
+    expected = bits(tmp_path / "calm/lines", event="step")
+    assert len(expected) == 48
+    assert bits(rough / "lines", event="step") == expected
+
+    late = tmp_path / "late"
+    kill = "kill@rank=3,step=5,place=joint.after"
+    run("sharded.py", tmp_path, 4, *places(late), *keys, "late=5:1", flags=FIXED, faults=kill)
+    found = bits(late / "lines", event="step")
+    assert lines(late / "lines", event="step", generation=1), "nothing was late"
+    # Completed in the next world, where nothing is written down. The end of this one may have
+    # reached other ranks in the same all-reduce; if all, the step was taken again.
+    completed = {key for key in expected if key not in found}
+    assert completed < {(5, rank) for rank in range(4)}
+    assert found | {key: expected[key] for key in completed} == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", ["twice=", "hold=3"])
+def test_a_step_is_completed_whatever_it_wrote(tmp_path, keys):
+    """With copies, because of two optimizers; and without a write, by its gradients."""
+    run("sharded.py", tmp_path, 4, *places(tmp_path / "calm"), "steps=12", keys)
+    late = [*places(tmp_path / "late"), "steps=12", keys, "late=4:1,3"]
+    run("sharded.py", tmp_path, 4, *late, flags=FIXED)
+    expected = bits(tmp_path / "calm/lines", event="step")
+    found = bits(tmp_path / "late/lines", event="step")
+    assert lines(tmp_path / "late/lines", event="step", generation=1), "nothing was late"
+    missed = {key: expected[key] for key in expected if key not in found}
+    assert found | missed == expected
+    assert len(missed) <= 2
+
+
+def kept(directory: Path, size: int) -> int:
+    """The step of the newest snapshot that all workers have reported; -1 if there is none."""
+    last = {line["rank"]: line["step"] for line in lines(directory, event="kept")}
+    return min(last.values()) if len(last) == size else -1
+
+
+def test_a_part_that_no_worker_has_comes_from_memory(tmp_path):
+    """One replica; its snapshots are copied behind the training, where tensors are large."""
+    keys = ["steps=20", "large=100001", "dropout="]
+    run("sharded.py", tmp_path, 2, *places(tmp_path / "calm"), *keys)
+    words = [*places(tmp_path), *keys, "first=0.2"]
+    job = subprocess.Popen(
+        command("sharded.py", 2, "--max-restarts 3", *words),
+        cwd=tmp_path,
+        env=environ(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with job:
+        found = tmp_path / "lines"
+        poll_for(lambda: kept(found, 2) > 2, what="snapshots of two workers", timeout=100)
+        newest = kept(found, 2)
+        os.kill(lines(found, event="step", rank=1)[0]["pid"], signal.SIGKILL)
+        _, said = job.communicate(timeout=100)
+    assert job.returncode == 0, said
+    again = min(line["step"] for line in lines(found, event="step", generation=1))
+    assert again >= newest
+    assert f"continues from step {again}, from snapshots in memory: no worker has part 1" in said
+    expected = bits(tmp_path / "calm/lines", event="step")
+    assert bits(found, event="step", generation=1) == {
+        key: value for key, value in expected.items() if key[0] >= again
+    }
+    assert bits(found, event="step", generation=0).items() <= expected.items()
+    assert checker.main([str(tmp_path / "ledger"), "--samples", "160"]) == 0
+
+
+#: Snapshots fail.
+FORGETFUL = "raise@place=snapshot.copy,generation=any"
+
+
+@pytest.mark.slow
+def test_a_part_that_no_worker_has_comes_from_the_checkpoint(tmp_path):
+    said = run(
+        "sharded.py",
+        tmp_path,
+        2,
+        *places(tmp_path),
+        "steps=12",
+        "every=4",
+        flags="--max-restarts 3",
+        faults=f"kill@rank=1,step=6,place=collective.before,n=3;{FORGETFUL}",
+    )
+    assert "no whole replica: " in said
+    assert "from the checkpoint of step 4: no worker has part 1 of the state at step 6" in said
+    again = lines(tmp_path / "lines", event="step", generation=1)
+    assert min(line["step"] for line in again) == 4
+
+
+@pytest.mark.slow
+def test_without_a_checkpoint_a_lost_part_means_to_begin_again(tmp_path):
+    faults = f"kill@rank=1,step=6,place=collective.before,n=3;{FORGETFUL}"
+    words = [*places(tmp_path), "steps=12"]
+    said = run("sharded.py", tmp_path, 2, *words, flags="--max-restarts 3", faults=faults)
+    assert "this worker is replaced, and training begins at step 0" in said
+    found = lines(tmp_path / "lines", event="step")
+    last = max(line["generation"] for line in found)
+    assert {line["step"] for line in found if line["generation"] == last} == set(range(12))
+
+
+@pytest.mark.slow
+def test_a_replica_that_leaves_stores_its_state(tmp_path):
+    words = [*places(tmp_path), "steps=4000", "every=100000", "slow=0.02"]
+    job = subprocess.Popen(command("sharded.py", 2, "", *words), cwd=tmp_path, env=environ())
+    try:
+        poll_for(lambda: lines(tmp_path / "lines", event="step"), what="a step", timeout=100)
+    finally:
+        job.terminate()
+        code = job.wait(60)
+    assert code == 143
+    last = max(line["step"] for line in lines(tmp_path / "lines", event="step"))
+    (stored,) = (tmp_path / "orders/checkpoints").glob("*step*")
+    assert f"-step{last + 1}-" in stored.name
