@@ -1,1 +1,12 @@
-"""Agent process: one per node, it starts, watches and stops the workers of the node."""
+"""Agent process: one per node, it starts, watches and stops the workers of the node.
+
+guard              from a config to an exit code; the process around the agent
+agent              the loop: next event, decide (lifecycle/), perform
+wiring             the parts the loop works with: how they are opened and closed
+failure_report     the sentences about failures and recoveries
+preflight          the `--preflight` check
+lifecycle/         decides what the node does; workers/: starts, watches and stops its workers
+spawn/             the zygote and other ways to start processes; output/: logs and terminal
+watch/             hangs and timers; telemetry/: events, progress and metrics
+server/            import paths of release 0.2
+"""

@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from torchelastic.agent.main import run_job
+from torchelastic.agent.guard import run_job
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.system.linux import die_with_parent
 

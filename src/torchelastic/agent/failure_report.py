@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from torchelastic.config import Entry, LaunchConfig
+from torchelastic.events import words
 from torchelastic.events.failure import Failure, signal_name
+from torchelastic.rendezvous import root_cause
 from torchelastic.rendezvous.world import World
 from torchelastic.worker import orders
 
 _WIDTH = 60
-#: A list of a thousand nodes or failures helps nobody.
+#: Most nodes and failures that are listed: a job may have thousands.
 _NAMES_SHOWN = 8
 _FAILURES_SHOWN = 16
 #: Characters of an error message that are shown in one line.
@@ -42,8 +44,9 @@ _ENTRY_FLAGS = {"script": (), "module": ("-m",), "program": ("--no-python",)}
 
 
 def command_for_others(config: LaunchConfig, entry: Entry) -> str:
-    """The command that starts the other nodes; empty for one node or a Python function."""
-    if config.max_nodes == 1 or entry.kind not in _ENTRY_FLAGS:
+    """The command that starts the other nodes; empty for one node, a Python function, or a platform
+    that starts them."""
+    if config.max_nodes == 1 or config.incarnation or entry.kind not in _ENTRY_FLAGS:
         return ""
     least, most = config.min_nodes, config.max_nodes
     flags = {
@@ -77,7 +80,7 @@ def exit_words(exitcode: int) -> str:
     return f"exit code {exitcode} ({words})" if words else f"exit code {exitcode}"
 
 
-def beginning(begins: orders.Begins, *, best_step: int, resident: bool) -> str:
+def beginning(begins: orders.Begins, *, best_step: int, in_process: bool) -> str:
     """The warning about a training that starts at step 0; empty: none.
 
     `best_step` is the furthest step of the job. Workers inside `train` hold the state
@@ -100,7 +103,7 @@ def beginning(begins: orders.Begins, *, best_step: int, resident: bool) -> str:
         )
     if begins.stored:
         return ""
-    holders = "workers" if resident else "nodes"
+    holders = "workers" if in_process else "nodes"
     return (
         f"No checkpoint directory is set: if all {holders} are lost at once, training restarts at "
         f"step 0.{advice}"
@@ -126,10 +129,27 @@ def world_sentence(world: World) -> str:
     """`generation 4: 4 workers on 2 nodes (node-a, node-b): rank 2 …; 1 of 3 restarts used`."""
     names = listed([node.name for node in world.nodes], world.count)
     spares = f", spare: {listed(world.spares, world.spare_count)}" if world.spares else ""
+    who = words.worker_count(world.size, world.replica)
     return (
-        f"generation {world.generation}: {_counted(world.size, 'worker')} on "
-        f"{_counted(world.count, 'node')} ({names}){spares}: {one_line(world.reason)}"
+        f"generation {world.generation}: {who} on {words.counted(world.count, 'node')} "
+        f"({names}){spares}: {one_line(world.reason)}"
     )
+
+
+def is_cause_known(over: World) -> bool:
+    """Return whether the failure that ended a generation is more than the loss of a peer, which
+    its connections may show before its agent sees it end."""
+    return over.cause is None or not root_cause.waited_for_others(over.cause)
+
+
+def why_over(over: World, following: World | None = None) -> str:
+    """Return why a generation is over, with the first failure as the world that follows knows
+    it."""
+    cause = following.cause if following is not None else None
+    is_newer = cause is not None and cause.generation == over.generation
+    if cause is None or not is_newer or is_cause_known(over) or root_cause.waited_for_others(cause):
+        return over.reason
+    return cause.sentence()
 
 
 def job_failed(world: World, *, name: str = "job") -> str:
@@ -151,8 +171,8 @@ def failures_block(title: str, cause: Failure | None, others: Sequence[Failure])
         lines += ["Failed independently:", *_others(causes)]
     if fell:
         lines += ["Failed as a consequence:" if cause else "Failures:", *_others(fell)]
-    elif cause is not None:
-        lines += ["Nothing else failed as a consequence."]
+    elif cause is not None and not causes:
+        lines += ["No other failures."]
     return "\n".join(["", *lines, border])
 
 
@@ -213,7 +233,3 @@ def listed(names: Sequence[str], count: int) -> str:
     shown = names[:_NAMES_SHOWN]
     more = count - len(shown)
     return ", ".join(shown) + (f" and {more:,} more" if more > 0 else "")
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

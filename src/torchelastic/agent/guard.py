@@ -7,14 +7,23 @@ The guard does nothing else and imports next to nothing: little in it can fail.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import NoReturn
 
+from torchelastic.config import OWN_ETCD, Entry, LaunchConfig
+from torchelastic.errors import (
+    TorchElasticError,
+    VoteOutdated,
+    exitcode_of,
+)
 from torchelastic.system import cgroup, linux
 
 #: What the agent gets when the guard is gone. Its default action ends a process, which is right
@@ -31,6 +40,72 @@ FORWARDED = frozenset(
         signal.SIGUSR2,
     }
 )
+
+
+def run_job(config: LaunchConfig, entry: Entry, *, outcome: Path | None = None) -> int:
+    """Run this node's part of a job to its end; `outcome` is where to write how it ended."""
+    signals = [signal.Signals[name] for name in config.signals_to_handle]
+    try:
+        with _with_etcd(config) as complete:
+            return guarded(lambda: _run_agent(complete, entry, outcome), also=signals)
+    except TorchElasticError as error:
+        return _fail(error, outcome)
+
+
+@contextlib.contextmanager
+def _with_etcd(config: LaunchConfig) -> Iterator[LaunchConfig]:
+    """The config with the endpoint of a local etcd, if it asks for one.
+
+    The guard owns the server: the agent's children are killed at the end of a generation.
+    """
+    if config.rdzv_endpoint != OWN_ETCD:
+        yield config
+        return
+    from torchelastic.rendezvous.etcd.local_server import EtcdServer
+
+    with EtcdServer() as server:
+        yield dataclasses.replace(config, rdzv_endpoint=server.get_endpoint())
+
+
+def _run_agent(config: LaunchConfig, entry: Entry, outcome: Path | None) -> int:
+    # Imported after the fork: the guard stays small.
+    import asyncio
+
+    from torchelastic.agent.agent import Agent
+    from torchelastic.agent.telemetry.reporter import set_up_log
+    from torchelastic.agent.wiring import Parts
+
+    console = set_up_log()
+    try:
+        while True:
+            try:
+                parts = Parts(config, entry, prints_failure=outcome is None)
+                ended = asyncio.run(Agent(parts).run())
+                break
+            except VoteOutdated as error:
+                print(f"[torchelastic] {error}", file=sys.stderr)
+    except TorchElasticError as error:
+        return _fail(error, outcome)
+    finally:
+        console.drain()
+    if outcome is not None:
+        ended.write(outcome)
+    return ended.exitcode
+
+
+def _fail(error: TorchElasticError, outcome: Path | None) -> int:
+    """Report an error that ended the job early; return the exit code."""
+    exitcode = exitcode_of(error)
+    if outcome is None:
+        print(f"torchelastic run: error: {error}", file=sys.stderr)
+    else:
+        from torchelastic.agent.agent import JobOutcome
+
+        JobOutcome(exitcode, str(error)).write(outcome)
+    return exitcode
+
+
+# --- the guard -----------------------------------------------------------------------------------
 
 
 def is_under_nohup() -> bool:

@@ -16,7 +16,7 @@ from torchelastic.errors import SpawnError
 from torchelastic.events.failure import last_lines
 
 #: Seconds a check may take.
-LIMIT = 300.0
+CHECK_TIMEOUT = 300.0
 #: Seconds before the next check; twice as many each time.
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0
 #: Bytes of its output that are kept, and lines of it that are shown.
@@ -73,7 +73,7 @@ async def check(
         with open(os.devnull, "rb", buffering=0) as null, os.fdopen(theirs, "wb") as given:
             streams = (null.fileno(), given.fileno(), given.fileno())
             shell = ["/bin/sh", "-c", command]
-            exitcode = await run_program(shell, env, streams, helpers, LIMIT)
+            exitcode = await run_program(shell, env, streams, helpers, CHECK_TIMEOUT)
         read()
     except SpawnError as error:
         return f"could not be started ({error})", ()
@@ -83,6 +83,8 @@ async def check(
     if exitcode == 0:
         return None
     how = (
-        f"took longer than {LIMIT:g} s" if exitcode is None else f"failed ({exit_words(exitcode)})"
+        f"took longer than {CHECK_TIMEOUT:g} s"
+        if exitcode is None
+        else f"failed ({exit_words(exitcode)})"
     )
     return how, last_lines(output.decode(errors="replace"))

@@ -18,7 +18,7 @@ def warnings(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_a_failure_is_told_once(caplog):
+def test_a_failure_is_reported_once(caplog):
     for _ in range(3):
         with observing("Reading the moon"):
             raise ValueError("clouds")

@@ -92,7 +92,8 @@ def test_who_failed_by_itself_did_not_fall_because_of_the_first():
     assert "Failed independently:\n  rank 3 on node-b" in text
     assert "boom\nFailed as a consequence:\n  rank 0 on node-a" in text
     text = failure_report.job_failed(replace(WORLD, consequences=(same,)))
-    assert "boom\nNothing else failed as a consequence.\n" in text
+    assert "Failed as a consequence" not in text
+    assert "No other failures" not in text
 
 
 def test_a_killed_worker_has_no_traceback_and_says_so():
@@ -104,7 +105,7 @@ def test_a_killed_worker_has_no_traceback_and_says_so():
     assert "  error_file: <N/A>\n" in text
     assert "  traceback : none: the worker ended without a Python exception\n" in text
     assert "  step" not in text
-    assert "Nothing else failed as a consequence." in text
+    assert "No other failures." in text
 
 
 def test_what_the_agent_has_found_out_and_the_worker_s_last_lines():
@@ -184,6 +185,27 @@ def test_world_sentence():
     )
 
 
+LOST_PEER = replace(CAUSE, rank=0, message="lost a peer: Connection closed by peer", alive=True)
+OVER = replace(WORLD, phase="over", cause=LOST_PEER, reason="rank 0 on node-a lost a peer")
+
+
+@pytest.mark.parametrize(
+    ("over", "following", "reason"),
+    [
+        (OVER, None, OVER.reason),
+        (OVER, replace(OVER, generation=4, phase="running", cause=CAUSE), CAUSE.sentence()),
+        (OVER, replace(OVER, generation=4, phase="running", cause=None), OVER.reason),
+        (OVER, replace(OVER, phase="closed"), OVER.reason),
+        (OVER, replace(OVER, cause=replace(CAUSE, generation=2)), OVER.reason),
+        (replace(OVER, cause=CAUSE, reason="boom"), replace(OVER, cause=LOST_PEER), "boom"),
+        (replace(OVER, cause=None, reason="b failed"), replace(OVER, cause=CAUSE), "b failed"),
+    ],
+    ids=["too late", "known", "a leave", "only that", "of an older one", "a cause", "a node"],
+)
+def test_the_end_of_a_generation_names_the_cause_once_it_is_known(over, following, reason):
+    assert failure_report.why_over(over, following) == reason
+
+
 def test_many_nodes_are_counted_not_listed():
     world = WORLD.with_nodes(place(f"n{number}") for number in range(4096))
     told = "8,192 workers on 4,096 nodes (n0, n1, n2, n3, n4, n5, n6, n7 and 4,088 more)"
@@ -216,6 +238,8 @@ def test_one_line():
         ),
         (Entry("script", "train.py"), {"max_nodes": 1}, ""),
         (Entry("function", "/tmp/call"), {}, ""),
+        # Nobody types this for the pods of a Job.
+        (Entry("script", "train.py"), {"incarnation": "a pod"}, ""),
     ],
 )
 def test_the_command_that_other_nodes_need(entry, changes, expected):
@@ -270,6 +294,6 @@ ADVICE = (
         ),
     ],
 )
-def test_what_is_said_of_a_training_that_begins(step, stored, best_step, resident, said):
+def test_the_message_about_a_training_that_begins(step, stored, best_step, resident, said):
     begins = Begins(3, step, stored)
-    assert failure_report.beginning(begins, best_step=best_step, resident=resident) == said
+    assert failure_report.beginning(begins, best_step=best_step, in_process=resident) == said

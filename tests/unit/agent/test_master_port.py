@@ -35,11 +35,11 @@ def client(port: int) -> TCPStore:
 async def test_a_script_that_has_the_port_written_down_meets_the_store_of_its_generation():
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in "12"]
     config = one_node("static")
-    seat = await meet(config, "a", SystemClock(), print)
+    node = await meet(config, "a", SystemClock(), print)
     try:
         for generation, store in enumerate(stores):
             world = {"generation": generation, "store": f"127.0.0.1:{store.port}"}
-            await seat.store.put(WORLD_KEY, world)
+            await node.store.put(WORLD_KEY, world)
             port = int(config.rdzv_endpoint.rpartition(":")[2])
             worker = await within(PATIENCE, asyncio.to_thread(client, port))
             value = f"{generation}" + "x" * 1_000_000
@@ -49,19 +49,19 @@ async def test_a_script_that_has_the_port_written_down_meets_the_store_of_its_ge
                 found = await within(PATIENCE, asyncio.to_thread(end.get, "key"))
                 assert found == value.encode()
     finally:
-        await seat.close(0.0)
+        await node.close(0.0)
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 @story
 async def test_without_a_world_or_elsewhere_it_is_a_stranger(backend):
     config = one_node(backend)
-    seat = await meet(config, "a", SystemClock(), print)
+    node = await meet(config, "a", SystemClock(), print)
     try:
         if backend == "c10d":
-            await seat.store.put(WORLD_KEY, {"store": config.rdzv_endpoint})
+            await node.store.put(WORLD_KEY, {"store": config.rdzv_endpoint})
         async with stranger(int(config.rdzv_endpoint.rpartition(":")[2])) as torch:
             torch.say(TORCH_STORE)
             assert await torch.end() == b""
     finally:
-        await seat.close(0.0)
+        await node.close(0.0)

@@ -10,7 +10,7 @@ import pytest
 from tests.process.jobs import alive
 from tests.support import poll_for
 from torchelastic.agent import preflight
-from torchelastic.events.failure import MOST_LINES
+from torchelastic.events.failure import LOG_LINES_LIMIT
 
 
 def checked(command: str) -> tuple[str, tuple[str, ...]] | None:
@@ -47,7 +47,7 @@ def test_what_it_started_is_killed_and_not_waited_for():
 
 
 def test_a_check_that_does_not_end_is_killed(monkeypatch):
-    monkeypatch.setattr(preflight, "LIMIT", 0.2)
+    monkeypatch.setattr(preflight, "CHECK_TIMEOUT", 0.2)
     assert checked("echo waiting for the driver; sleep 600") == (
         "took longer than 0.2 s",
         ("waiting for the driver",),
@@ -56,7 +56,7 @@ def test_a_check_that_does_not_end_is_killed(monkeypatch):
 
 def test_of_long_output_the_end_is_kept():
     _, lines = checked("yes line | head -n 100000; echo last; exit 1")
-    assert (len(lines), lines[-1]) == (MOST_LINES, "last")
+    assert (len(lines), lines[-1]) == (LOG_LINES_LIMIT, "last")
 
 
 def test_it_is_tried_again_after_longer_and_longer_pauses(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 
 from tests.unit.agent.support import place
 from torchelastic.agent.server import LocalElasticAgent, RunResult, WorkerSpec, WorkerState
-from torchelastic.compat.release02.rendezvous_registry import get_rendezvous_handler
+from torchelastic.compat.release02.rendezvous_api import get_rendezvous_handler
 from torchelastic.config import Std
 from torchelastic.errors import ConfigError
 from torchelastic.rendezvous import RendezvousParameters
@@ -48,7 +48,7 @@ def test_workers_have_no_place_until_a_world_gives_them_one():
     assert {(worker.world_size, worker.role_world_size) for worker in group.workers} == {(5, 5)}
 
 
-def test_a_rendezvous_of_somebody_else_is_refused_in_a_sentence():
+def test_a_rendezvous_of_another_job_is_refused_with_a_reason():
     with pytest.raises(ConfigError, match="object is not a rendezvous handler of torchelastic"):
         LocalElasticAgent(spec(rdzv_handler=object()))
 

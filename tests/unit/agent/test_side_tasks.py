@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchelastic import side_tasks
-from torchelastic.side_tasks import BEST_EFFORT, ESSENTIAL, POLICY, RESTARTABLE, SideTasks
+from torchelastic.side_tasks import BEST_EFFORT, ESSENTIAL, POLICY, RESTARTABLE, SideTasks, TaskSet
 
 PACKAGE = Path(side_tasks.__file__).parent
 
@@ -89,7 +89,7 @@ def test_what_a_failure_costs(name, failures, fatal, started):
     assert len(said) == (failures > 0 and POLICY[name] != ESSENTIAL), "it is said once"
 
 
-def test_what_is_said_of_a_failure():
+def test_the_message_of_a_failure():
     _, said, _ = play((failing(3), "sampling"))
     [sentence] = said
     assert sentence.startswith("sampling failed: ValueError: failure 1 (test_side_tasks.py, line ")
@@ -101,7 +101,7 @@ def test_a_task_that_fails_again_waits_longer(pauses):
     assert [seconds for seconds in pauses if seconds] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
 
 
-def test_a_task_that_has_run_for_a_while_begins_anew(pauses, monkeypatch):
+def test_a_task_that_has_run_for_a_while_begins_again(pauses, monkeypatch):
     monkeypatch.setattr(side_tasks, "STEADY", -1.0)
     told, _, _ = play((failing(7), "store-host"))
     assert told == []
@@ -132,9 +132,11 @@ def test_the_table():
     assert best_effort == {
         "dashboard",
         "event-shipping",
+        "health",
         "hang-watchdog",
         "inspection-socket",
         "metrics",
+        "preemption",
         "sampling",
         "script-watchdog",
         "snapshot-copies",
@@ -147,3 +149,30 @@ def test_the_table():
     files = [path for path in PACKAGE.rglob("*.py") if path.name != "side_tasks.py"]
     text = "".join(path.read_text() for path in files)
     assert [name for name in POLICY if f'"{name}"' not in text] == []
+
+
+def test_a_task_set_keeps_what_runs_and_reports_what_fails():
+    async def run():
+        errors, ended = [], []
+        tasks = TaskSet(errors.append)
+
+        async def slow():
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append("slow")
+                raise ValueError("ignored")
+
+        assert await tasks.start(failing(0)(), "quick") == 1
+        with pytest.raises(ValueError, match="failure 1"):
+            await tasks.start(failing(1)(), "fails")
+        kept = [tasks.add(asyncio.create_task(slow())) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert {*tasks} == {*kept}
+        assert [str(error) for error in errors] == ["failure 1"]
+        await tasks.close()
+        assert ended == ["slow", "slow"]
+        assert len(tasks) == 0
+        await tasks.close()
+
+    asyncio.run(run())

@@ -1,6 +1,6 @@
-"""The resident workers of one node: an event in, a new state and commands out. Pure.
+"""The in-process workers of one node: an event in, a new state and commands out. Pure.
 
-Resident workers have called `torchelastic.train`; they outlive their generation, so this machine
+In-process workers have called `torchelastic.train`; they outlive their generation, so this machine
 stops none of them to start another. A worker's life:
 
                   train was called             a world has a place for it
@@ -15,88 +15,44 @@ its workers and has ended.
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from torchelastic.agent.lifecycle import script
+from torchelastic.agent.lifecycle.in_process_state import (
+    InProcessPhase,
+    InProcessState,
+    Status,
+    Worker,
+)
 from torchelastic.agent.lifecycle.script import (
     SIGINT,
     SIGKILL,
     SIGTERM,
-    LeaseLost,
-    LeaveRequested,
     Rejoin,
-    Report,
+    ReportMember,
     Stop,
-    StoreLost,
     Tell,
-    WorkerFailed,
-    WorkersGone,
-    WorkerSucceeded,
-    WorkersUp,
-    WorldSeen,
 )
 from torchelastic.errors import EXIT_FAILED, EXIT_RENDEZVOUS_LOST, EXIT_SIGNAL_BASE
-from torchelastic.events.failure import Failure, signal_name
+from torchelastic.events.failure import Failure
 from torchelastic.records import replace
+from torchelastic.rendezvous import replicas
 from torchelastic.rendezvous.world import World
 from torchelastic.worker import orders
 
 #: Starts in a row that exit before `train` is called; another one would fail the same way.
 MOST_TRIES = 3
-#: Failures a node reports; a world with so many is over anyway.
+#: Most failures that a node reports: a world with this many is over anyway.
 MOST_FAILURES = 64
-
-
-class Status(enum.Enum):
-    """The status of a worker."""
-
-    STARTING = "starting"
-    STANDING = "standing"
-    TRAINING = "training"
-    FINISHED = "finished"
-    GONE = "gone"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Worker:
-    """The state of one local rank."""
-
-    status: Status
-    #: The last world it was told to enter.
-    generation: int = -1
-    #: The first step of its first world since it stood, if the others were to continue there.
-    begins: int = -1
-    #: The generation it was told to stop and has not stopped yet; -1: none. Whether it may finish
-    #: its step first.
-    stopping: int = -1
-    through: bool = False
-    #: The error it has reported; it is alive and waits for the end of its world.
-    broken: Failure | None = None
-    #: The number of steps after which its data ended; -1: it has not.
-    finished: int = -1
-    #: The generation for which it has reported its step, and that step.
-    paused: int = -1
-    entered: int = -1
-    #: Starts in a row that exited before `train` was called.
-    tries: int = 0
-
-
-class Phase(enum.Enum):
-    """The phase of the node."""
-
-    SERVING = "serving"
-    STOPPING = "stopping"
-    ENDED = "ended"
 
 
 # --- its own events and commands; the others are those of `script` -------------------------------
 
 
 @dataclass(frozen=True)
-class Said:
+class WorkerMessage:
     """A worker has sent a message on its channel."""
 
     local_rank: int
@@ -115,91 +71,65 @@ class Spawn:
     local_rank: int
 
 
-Event = script.Event | Said | LeaveOverdue
-Command = script.Command | Spawn
+@dataclass(frozen=True)
+class Kill:
+    """Kill a worker, with this as its failure."""
+
+    local_rank: int
+    why: str
 
 
-# --- state ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class InProcessState:
-    """Everything that decides what this node does next."""
-
-    node: str
-    #: The node's name, for people.
-    name: str = ""
-    phase: Phase = Phase.SERVING
-    workers: Mapping[int, Worker] = field(default_factory=dict)
-    #: The latest world.
-    world: World | None = None
-    #: The generation last reported to be gone from here.
-    gone: int = -1
-    failures: tuple[Failure, ...] = ()
-    #: The signal this node leaves by, 0 while it stays.
-    leaving: int = 0
-    #: When its workers are killed then, by this machine's monotonic clock.
-    deadline: float | None = None
-    #: The lease was lost: join anew once the workers have stopped.
-    rejoin: bool = False
-    exitcode: int | None = None
-    reason: str = ""
-
-    @property
-    def is_terminal(self) -> bool:
-        return self.phase is Phase.ENDED
-
-    @property
-    def generation(self) -> int:
-        """The latest world a worker here was told to enter."""
-        return max((worker.generation for worker in self.workers.values()), default=-1)
-
-    def having(self, *statuses: Status) -> list[int]:
-        """Local ranks of the workers with one of these statuses."""
-        return [rank for rank, worker in self.workers.items() if worker.status in statuses]
-
-    def sentence(self) -> str:
-        """Describe what this node is doing."""
-        counts = [f"{len(ranks)} {s.value}" for s in Status if (ranks := self.having(s))]
-        return f"{self.phase.value}: workers {', '.join(counts) or 'none'}"
+Event = script.Event | WorkerMessage | LeaveOverdue
+Command = script.Command | Spawn | Kill
 
 
 Step = tuple[InProcessState, list[Command]]
 
 
 def take_over(state: script.ScriptState, name: str) -> Step:
-    """Take over from `script` when the job's workers turn out to be resident."""
-    running = state.phase in (script.Phase.STARTING, script.Phase.RUNNING)
+    """Take over from `script` when all workers of the job have called `torchelastic.train`."""
+    running = state.phase in (script.ScriptPhase.STARTING, script.ScriptPhase.RUNNING)
     standing = Worker(status=Status.STANDING, generation=state.generation - 1)
     workers = {
         rank: standing if running else Worker(status=Status.GONE) for rank in range(state.nproc)
     }
     taken = InProcessState(
-        node=state.node, name=name, workers=workers, world=state.world, leaving=state.leaving
+        node=state.node,
+        name=name,
+        workers=workers,
+        world=state.world,
+        place=state.place,
+        leaving=state.leaving,
+        deadline=state.deadline,
+        why=state.why,
     )
     taken, commands = _start_missing(taken)
     return taken, [*commands, _report(taken)]
 
 
 def alone(node: str, name: str) -> InProcessState:
-    """A process that is its own node: one worker, on its way to `train`."""
+    """The state of a process that is its own node: one worker, which will call `train`."""
     return InProcessState(node=node, name=name, workers={0: Worker(status=Status.STARTING)})
 
 
 def handle(state: InProcessState, event: Event) -> Step:
     """Handle one event: the whole state machine."""
-    if state.phase is Phase.STOPPING:
+    if state.phase is InProcessPhase.STOPPING:
         return _while_stopping(state, event)
     handler = HANDLERS.get(type(event))
     if handler is None or state.is_terminal:
         raise script.InvalidTransition(f"{event} while {state.sentence()}")
-    return handler(state, event)
+    state, commands = handler(state, event)
+    if state.allotted in (-1, state.place) or state.phase is not InProcessPhase.SERVING:
+        return state, commands
+    state, more = _take_place(state)
+    return state, [*commands, *more]
 
 
 # --- what a world calls for ----------------------------------------------------------------------
 
 
-def _world(state: InProcessState, event: WorldSeen) -> Step:
+def _world(state: InProcessState, event: script.WorldSeen) -> Step:
     """Running: enter. Pausing: ask. Over: stop. Waiting: stop, start missing ones. Closed: end."""
     world = event.world
     state = replace(state, world=world)
@@ -229,7 +159,8 @@ def _enter(state: InProcessState, world: World) -> Step:
             if worker.status is Status.STANDING:
                 entered = replace(entered, begins=-1 if world.after is None else world.after + 1)
             state = _with(state, local_rank, entered)
-            commands.append(Tell(local_rank, _order(state, world, local_rank, rank)))
+            order = _enter_order(world, state.node, local_rank, rank)
+            commands.append(Tell(local_rank, order))
         elif rank is not None:
             state, more = _report_missing(state, world, local_rank, rank)
             commands += more
@@ -256,22 +187,6 @@ def _say_again(state: InProcessState, world: World) -> Step:
     return state, commands
 
 
-def _order(state: InProcessState, world: World, local_rank: int, rank: int) -> orders.Enter:
-    node = world.find(state.node)
-    assert node is not None
-    return orders.Enter(
-        generation=world.generation,
-        rank=rank,
-        size=world.size,
-        store=world.store,
-        local_rank=node.local_ranks.index(local_rank),
-        local_size=node.nproc,
-        node_rank=node.node_rank,
-        nodes=world.count,
-        after=world.after,
-    )
-
-
 def _report_missing(state: InProcessState, world: World, local_rank: int, rank: int) -> Step:
     """Report a worker that the world expects but that has died: its failure ends this world."""
     died_of = [one for one in state.failures if one.local_rank == local_rank and not one.alive]
@@ -293,7 +208,8 @@ def _report_missing(state: InProcessState, world: World, local_rank: int, rank: 
 
 
 def _ask(state: InProcessState, world: World) -> Step:
-    state, entering = _enter(state, world)  # one never seen running: the others wait there
+    # This node may not have seen the world in phase running: the others wait for its workers.
+    state, entering = _enter(state, world)
     training = state.having(Status.TRAINING)
     asked = [rank for rank in training if state.workers[rank].generation == world.generation]
     state, commands = _answer_for_all(state)
@@ -313,38 +229,26 @@ def _world_over(state: InProcessState, world: World) -> Step:
 
 
 def _halt(state: InProcessState, local_rank: int, world: World, generation: int) -> Step:
-    """End a generation for a worker: at the agreed step if there is one, else at once."""
-    order: orders.Order = orders.Over(generation, world.reason)
-    if _is_done(world):
-        if not _came_too_late(state.workers[local_rank], world):
-            order = orders.Over(generation, world.reason, finished=True, through=world.after)
-    elif world.after is not None:
-        order = orders.Through(generation, world.after)
+    """End a generation for a worker."""
+    worker = state.workers[local_rank]
+    order = _end_order(world, generation, worker.begins)
     through = isinstance(order, orders.Through)
-    worker = replace(state.workers[local_rank], stopping=generation, through=through)
+    worker = replace(worker, stopping=generation, through=through)
     return _with(state, local_rank, worker), [Tell(local_rank, order)]
-
-
-def _is_done(world: World | None) -> TypeGuard[World]:
-    """True if the training is done."""
-    return world is not None and world.phase == "over" and world.ending == "finished"
-
-
-def _came_too_late(worker: Worker, world: World) -> bool:
-    """True if the data ended before this worker's first step: it has no peers in its world, and its
-    script must not continue with an untrained state."""
-    return world.after is not None and world.after + 1 < worker.begins
 
 
 # --- what workers say ----------------------------------------------------------------------------
 
 
-def _said(state: InProcessState, event: Said) -> Step:
-    """Enlisted: it stands. Entered, stopped: noted; the last one's word is reported to the leader.
-    Finished: so is the training."""
+def _said(state: InProcessState, event: WorkerMessage) -> Step:
+    """Enlisted: the worker can enter a world. Entered, stopped: note it, and report to the leader
+    once all have. Finished: report that the training is done."""
     rank, worker = event.local_rank, state.workers[event.local_rank]
     match event.report:
-        case orders.Enlisted() if worker.status is Status.STARTING:
+        case orders.Enlisted(mesh) if worker.status is Status.STARTING:
+            if why := _mesh_misfit(state, mesh):
+                unfit = replace(worker, tries=MOST_TRIES)
+                return _with(state, rank, unfit), [Tell(rank, orders.Closed(why))]
             standing = replace(worker, status=Status.STANDING, tries=0)
             state = _with(state, rank, standing)
             return state, [_report(state)]
@@ -376,14 +280,14 @@ def _answer_for_all(state: InProcessState) -> Step:
 
 def _stopped(state: InProcessState, local_rank: int) -> Step:
     worker, world = state.workers[local_rank], state.world
-    finished = _is_done(world) and not _came_too_late(worker, world)
+    finished = _is_done(world) and not _came_too_late(worker.begins, world)
     status = Status.FINISHED if finished else Status.STANDING
     worker = replace(worker, status=status, stopping=-1, through=False, broken=None, finished=-1)
     return _when_stopped(_with(state, local_rank, worker))
 
 
 def _when_stopped(state: InProcessState) -> Step:
-    """Once nothing of the generation goes on here: say so, join anew, or leave."""
+    """Report gone, rejoin or leave once all workers of the generation have stopped."""
     world = state.world
     if any(worker.stopping >= 0 for worker in state.workers.values()):
         return state, []
@@ -404,8 +308,8 @@ def _when_stopped(state: InProcessState) -> Step:
 # --- ends of workers -----------------------------------------------------------------------------
 
 
-def _succeeded(state: InProcessState, event: WorkerSucceeded) -> Step:
-    """After the training: done when it was the last. Before its end: a failure all the same."""
+def _succeeded(state: InProcessState, event: script.WorkerSucceeded) -> Step:
+    """After the training: end once all have. Before its end: a failure, too."""
     worker = state.workers[event.local_rank]
     if worker.status is Status.FINISHED:
         state = _with(state, event.local_rank, replace(worker, status=Status.GONE))
@@ -419,7 +323,7 @@ def _succeeded(state: InProcessState, event: WorkerSucceeded) -> Step:
         exitcode=0,
         message="the worker exited (exit code 0) before the training was done",
     )
-    return _failed(state, WorkerFailed(failure))
+    return _failed(state, script.WorkerFailed(failure))
 
 
 def _when_all_done(state: InProcessState) -> Step:
@@ -434,8 +338,8 @@ def _rank(state: InProcessState, local_rank: int) -> int:
     return rank if rank is not None else -1
 
 
-def _failed(state: InProcessState, event: WorkerFailed) -> Step:
-    """A living worker's error: reported. A dead one: reported, and another one started for it."""
+def _failed(state: InProcessState, event: script.WorkerFailed) -> Step:
+    """Report it; replace a worker that has exited."""
     failure = event.failure
     if failure.local_rank not in state.workers or failure.pid < 0:
         return state, []
@@ -463,7 +367,7 @@ def _failed(state: InProcessState, event: WorkerFailed) -> Step:
 
 
 def _replace(state: InProcessState, failure: Failure) -> Step:
-    """A replacement for a dead worker, unless none would live or the node is about to go."""
+    """Replace a worker that has exited, unless too many failed to start or the node leaves."""
     if state.leaving:
         return state, []
     if state.workers[failure.local_rank].tries < MOST_TRIES:
@@ -475,7 +379,7 @@ def _replace(state: InProcessState, failure: Failure) -> Step:
     if not waited_for and world is not None and world.count > 1:
         reason = f"its workers cannot train: {failure.message}"
         stopping, commands = _stop(state, SIGKILL, EXIT_FAILED, reason)
-        return stopping, [Report({"leaving": reason}), *commands]
+        return stopping, [ReportMember({"leaving": reason}), *commands]
     generation = world.generation if world is not None else 0
     fatal = replace(failure, fatal=True, generation=generation)
     state = replace(state, failures=(*state.failures, fatal))
@@ -490,27 +394,57 @@ def _start(state: InProcessState, local_rank: int) -> Step:
 
 def _start_missing(state: InProcessState) -> Step:
     commands: list[Command] = []
+    if state.place < 0:
+        return state, []
     for rank in state.having(Status.GONE):
         state, more = _start(state, rank)
         commands += more
     return state, commands
 
 
+# --- replicas ------------------------------------------------------------------------------------
+
+
+def _mesh_misfit(state: InProcessState, mesh: int) -> str:
+    """Return why a worker's mesh does not fit the replicas of the job; empty if it does."""
+    job, nproc = state.world.replica if state.world is not None else 0, len(state.workers)
+    return replicas.mesh_misfit(mesh, nproc, flag=job if job > nproc else 0, job=job)
+
+
+def _place_allotted(state: InProcessState, event: script.PlaceAllotted) -> Step:
+    """Take the place in a replica, once the workers are in no world."""
+    return replace(state, allotted=event.place), []
+
+
+def _take_place(state: InProcessState) -> Step:
+    """Start the workers, again if they have started with another place."""
+    # A starting worker is killed only when it is up: its report would be taken for its successor's.
+    if state.leaving or state.having(Status.STARTING, Status.TRAINING, Status.FINISHED):
+        return state, []
+    state, commands = replace(state, place=state.allotted), list[Command]()
+    for rank in state.having(Status.STANDING):
+        state = _with(state, rank, replace(state.workers[rank], status=Status.STARTING))
+        why = f"the node moves to place {state.place} of its replica"
+        commands.append(Kill(rank, why))
+    state, more = _start_missing(state)
+    return state, [*commands, *more, _report(state, place=state.place)]
+
+
 # --- leaving and ending --------------------------------------------------------------------------
 
 
-def _leave(state: InProcessState, event: LeaveRequested) -> Step:
-    """Announce it; go at the next step boundary. A second interrupt kills."""
+def _leave(state: InProcessState, event: script.LeaveRequested) -> Step:
+    """Announce it, and leave at the next step boundary; a second SIGINT kills the workers."""
     if state.leaving:
         return _leave_overdue(state, LeaveOverdue()) if event.signum == SIGINT else (state, [])
-    state = replace(state, leaving=event.signum, deadline=event.deadline)
-    announce = _report(state, leaving=signal_name(event.signum))
+    state = replace(state, leaving=event.signum, deadline=event.deadline, why=event.why)
+    announce = _report(state, leaving=event.why)
     state, commands = _when_stopped(state)
     return state, [announce, *commands]
 
 
 def _dismiss(state: InProcessState) -> Step:
-    """Nobody trains here any more: send the workers home."""
+    """End the workers: no world trains here any more."""
     leave = orders.Leave(state.leaving, state.deadline)
     farewell: list[Command] = [Tell(rank, leave) for rank in state.having(Status.STANDING)]
     # A worker outside `train` does not read orders: it gets a signal.
@@ -521,16 +455,16 @@ def _dismiss(state: InProcessState) -> Step:
 
 
 def _left(state: InProcessState) -> str:
-    return f"left the job ({signal_name(state.leaving)})"
+    return f"left the job ({state.why})"
 
 
 def _leave_overdue(state: InProcessState, event: LeaveOverdue) -> Step:
-    """Kill."""
+    """Kill the workers."""
     return _stop(state, SIGKILL, EXIT_SIGNAL_BASE + state.leaving, _left(state))
 
 
-def _lease_lost(state: InProcessState, event: LeaseLost) -> Step:
-    """Others go on without us: the workers stop, keep their memory, and join anew."""
+def _lease_lost(state: InProcessState, event: script.LeaseLost) -> Step:
+    """Stop the workers, which keep their state, and rejoin: the others continue without it."""
     commands: list[Command] = []
     for local_rank in state.having(Status.TRAINING):
         worker = state.workers[local_rank]
@@ -541,27 +475,27 @@ def _lease_lost(state: InProcessState, event: LeaseLost) -> Step:
     return state, [*commands, *more]
 
 
-def _store_lost(state: InProcessState, event: StoreLost) -> Step:
+def _store_lost(state: InProcessState, event: script.StoreLost) -> Step:
     """Stop, and end when the workers are gone."""
     return _stop(state, SIGTERM, EXIT_RENDEZVOUS_LOST, event.reason)
 
 
 def _stop(state: InProcessState, signum: int, exitcode: int, reason: str) -> Step:
-    state = replace(state, phase=Phase.STOPPING, exitcode=exitcode, reason=reason)
+    state = replace(state, phase=InProcessPhase.STOPPING, exitcode=exitcode, reason=reason)
     return state, [Stop(signum)]
 
 
 def _while_stopping(state: InProcessState, event: Event) -> Step:
-    """Nothing matters any more but the end of the workers, and a user who wants it at once."""
+    """Wait for the exit of the workers; a SIGINT kills them."""
     match event:
-        case WorkersGone():
-            return replace(state, phase=Phase.ENDED), []
-        case LeaveOverdue() | LeaveRequested(signum=2):
+        case script.WorkersGone():
+            return replace(state, phase=InProcessPhase.ENDED), []
+        case LeaveOverdue() | script.LeaveRequested(signum=2):
             return state, [Stop(SIGKILL)]
-        case WorkerFailed(failure) if failure.told and not failure.stopped:
+        case script.WorkerFailed(failure) if failure.told and not failure.stopped:
             failures = (*state.failures, failure)
-            return replace(state, failures=failures), [Report({"failures": failures})]
-        case WorldSeen(world) if world.phase == "closed" and not state.leaving:
+            return replace(state, failures=failures), [ReportMember({"failures": failures})]
+        case script.WorldSeen(world) if world.phase == "closed" and not state.leaving:
             return replace(state, world=world), []
     return state, []
 
@@ -578,22 +512,69 @@ def _with(state: InProcessState, local_rank: int, worker: Worker) -> InProcessSt
     return replace(state, workers={**state.workers, local_rank: worker})
 
 
-def _report(state: InProcessState, **changes: Any) -> Report:
+def _report(state: InProcessState, **changes: Any) -> ReportMember:
     """The report of this node, with these changes."""
     standing = tuple(sorted(state.having(Status.STANDING, Status.TRAINING)))
     starting = len(state.having(Status.STARTING))
-    return Report({"resident": True, "standing": standing, "starting": starting, **changes})
+    if state.world is not None and state.world.replica:
+        changes["replica"] = state.world.replica
+    return ReportMember({"resident": True, "standing": standing, "starting": starting, **changes})
 
 
 #: The handler of each event in a serving node; `docs/concepts/states.md` is generated from it.
 HANDLERS: dict[type, Callable[[InProcessState, Any], Step]] = {
-    WorldSeen: _world,
-    Said: _said,
-    WorkerSucceeded: _succeeded,
-    WorkerFailed: _failed,
-    LeaveRequested: _leave,
+    script.WorldSeen: _world,
+    WorkerMessage: _said,
+    script.WorkerSucceeded: _succeeded,
+    script.WorkerFailed: _failed,
+    script.LeaveRequested: _leave,
     LeaveOverdue: _leave_overdue,
-    LeaseLost: _lease_lost,
-    StoreLost: _store_lost,
-    WorkersUp: _ignore,
+    script.LeaseLost: _lease_lost,
+    script.StoreLost: _store_lost,
+    script.WorkersUp: _ignore,
+    script.PlaceAllotted: _place_allotted,
 }
+
+
+# --- orders --------------------------------------------------------------------------------------
+
+
+def _enter_order(world: World, node: str, local_rank: int, rank: int) -> orders.Enter:
+    """The order to enter a world."""
+    place = world.find(node)
+    assert place is not None
+    return orders.Enter(
+        generation=world.generation,
+        rank=rank,
+        size=world.size,
+        store=world.store,
+        local_rank=place.local_ranks.index(local_rank),
+        local_size=place.nproc,
+        node_rank=place.node_rank,
+        nodes=world.count,
+        after=world.after,
+        replica=world.replica,
+    )
+
+
+def _end_order(world: World, generation: int, begins: int) -> orders.Over | orders.Through:
+    """The order to end a generation: at the agreed step if there is one, else at once. `begins` is
+    the first step of the worker, if it is known."""
+    if _is_done(world):
+        if _came_too_late(begins, world):
+            return orders.Over(generation, world.reason)
+        return orders.Over(generation, world.reason, finished=True, through=world.after)
+    if world.after is not None:
+        return orders.Through(generation, world.after)
+    return orders.Over(generation, world.reason)
+
+
+def _is_done(world: World | None) -> TypeGuard[World]:
+    """True if the training is done."""
+    return world is not None and world.phase == "over" and world.ending == "finished"
+
+
+def _came_too_late(begins: int, world: World) -> bool:
+    """True if the data ended before a worker's first step: it has no peers in its world, and its
+    script must not continue with an untrained state."""
+    return world.after is not None and world.after + 1 < begins

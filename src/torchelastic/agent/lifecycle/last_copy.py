@@ -1,6 +1,6 @@
-"""Decide whether a worker that does not leave a world which is over may be killed. Pure.
+"""Decide whether to kill a worker that does not leave a world that is over. Pure.
 
-Killing it at once frees its node for the next world. But if no other worker can go on with its
+Killing it at once frees its node for the next world. But if no other worker can continue with its
 state, steps that all ranks have finished would be lost: then the job waits for it.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copy:
+class LiveCopy:
     """The state held by a living worker."""
 
     #: The last world it was told to enter.
@@ -25,15 +25,15 @@ class Copy:
     doomed: bool = False
 
 
-def is_usable(copy: Copy, generation: int) -> bool:
-    """True if the world after `generation` can go on from this copy."""
+def is_usable(copy: LiveCopy, generation: int) -> bool:
+    """True if the world after `generation` can continue from this copy."""
     if copy.step is None or copy.frozen or copy.doomed:
         return False
     return copy.generation > generation or (copy.generation == generation and copy.stopped)
 
 
 def may_be_killed(
-    own: Copy, others: Iterable[Copy], *, elsewhere: bool, waited: float, limit: float
+    own: LiveCopy, others: Iterable[LiveCopy], *, elsewhere: bool, waited: float, limit: float
 ) -> bool:
     """True if a worker that has not left its world for `waited` seconds may be killed.
 

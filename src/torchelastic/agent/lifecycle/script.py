@@ -27,7 +27,7 @@ from torchelastic.worker import orders
 SIGINT, SIGKILL, SIGTERM = 2, 9, 15
 
 
-class Phase(enum.Enum):
+class ScriptPhase(enum.Enum):
     """The phase of the node's workers."""
 
     IDLE = "idle"
@@ -72,6 +72,8 @@ class WorkerEnlisted:
     """A worker has called `torchelastic.train`: it could outlive its generation."""
 
     local_rank: int
+    #: The number of workers in its mesh; 0: it made none.
+    mesh: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,22 @@ class WorkerCanSave:
     """A worker can store its state before it leaves."""
 
     local_rank: int
+    #: Only together with workers of other nodes, which have to continue until then.
+    together: bool = False
+
+
+@dataclass(frozen=True)
+class WorkerSaved:
+    """A worker that stores its state together with others has done so, or given up."""
+
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class PlaceAllotted:
+    """The leader has allotted this node a place in its replica."""
+
+    place: int
 
 
 @dataclass(frozen=True)
@@ -88,11 +106,17 @@ class WorkersGone:
 
 @dataclass(frozen=True)
 class LeaveRequested:
-    """A signal (or notice) asks this node to leave."""
+    """A signal or a preemption notice asks this node to leave."""
 
     signum: int
     #: When its workers are killed, by this machine's monotonic clock.
     deadline: float | None = None
+    #: The notice; empty for a signal.
+    notice: str = ""
+
+    @property
+    def why(self) -> str:
+        return self.notice or signal_name(self.signum)
 
 
 @dataclass(frozen=True)
@@ -114,6 +138,8 @@ Event = (
     | WorkerFailed
     | WorkerEnlisted
     | WorkerCanSave
+    | WorkerSaved
+    | PlaceAllotted
     | WorkersGone
     | LeaveRequested
     | LeaseLost
@@ -125,7 +151,7 @@ Event = (
 
 
 @dataclass(frozen=True)
-class Start:
+class StartWorkers:
     """Start the workers of this world."""
 
     world: World
@@ -150,7 +176,7 @@ class Tell:
 
 
 @dataclass(frozen=True)
-class Report:
+class ReportMember:
     """Change what this node's member record says."""
 
     changes: dict[str, Any]
@@ -164,7 +190,7 @@ class Rejoin:
     gone: int
 
 
-Command = Start | Stop | Tell | Report | Rejoin
+Command = StartWorkers | Stop | Tell | ReportMember | Rejoin
 
 
 # --- state ---------------------------------------------------------------------------------------
@@ -174,7 +200,7 @@ Command = Start | Stop | Tell | Report | Rejoin
 class ScriptState:
     """Everything that decides what this node does next."""
 
-    phase: Phase = Phase.IDLE
+    phase: ScriptPhase = ScriptPhase.IDLE
     #: The generation whose workers run here, or ran last.
     generation: int = -1
     #: Local ranks that have not succeeded yet.
@@ -182,17 +208,24 @@ class ScriptState:
     nproc: int = 1
     #: Local ranks that have called `torchelastic.train`.
     enlisted: frozenset[int] = frozenset()
-    #: Local ranks that can store their state before they leave.
+    #: The sizes of their meshes.
+    meshes: frozenset[int] = frozenset()
+    #: The place of this node in its replica; -1: it has none yet.
+    place: int = 0
+    #: Local ranks that can store their state before they leave, and those of them that do so
+    #: together with other nodes. While the latter are not done, the leave is not announced.
     savers: frozenset[int] = frozenset()
+    together: frozenset[int] = frozenset()
     #: Failures of this generation here, in the order they happened.
     failures: tuple[Failure, ...] = ()
     #: The latest world: it decides what to do once the workers are gone.
     world: World | None = None
     #: The signal this node leaves by, 0 while it stays.
     leaving: int = 0
-    #: When its workers are killed then.
+    #: When its workers are killed then, and why it leaves.
     deadline: float | None = None
-    #: The lease was lost: join anew once the workers are gone.
+    why: str = ""
+    #: The lease was lost: rejoin once the workers are gone.
     rejoin: bool = False
     node: str = ""
     exitcode: int | None = None
@@ -200,15 +233,19 @@ class ScriptState:
 
     @property
     def is_terminal(self) -> bool:
-        return self.phase is Phase.ENDED
+        return self.phase is ScriptPhase.ENDED
 
     def sentence(self) -> str:
         """Describe what this node is doing."""
-        if self.phase is Phase.IDLE and self.world is not None and self.world.phase == "running":
+        if (
+            self.phase is ScriptPhase.IDLE
+            and self.world is not None
+            and self.world.phase == "running"
+        ):
             if self.world.place(self.node) is None:
                 return f"waiting beside generation {self.world.generation}"
             return f"done with generation {self.generation}, waiting for the others"
-        if self.phase is Phase.IDLE:
+        if self.phase is ScriptPhase.IDLE:
             return "waiting for a world"
         return f"{self.phase.value}, generation {self.generation}"
 
@@ -245,12 +282,12 @@ def _act_on_world(state: ScriptState) -> Step:
     if world.phase == "closed":
         return _end(state, world.exitcode, world.reason), []
     if world.has_ended_for(state.node):
-        return state, [Report({"gone": world.generation})]
+        return state, [ReportMember({"gone": world.generation})]
     if world.phase != "running" or world.place(state.node) is None:
         return state, []
     if world.generation <= state.generation or state.rejoin:  # declared lost: that world will end
         return state, []
-    if world.resident:  # `has_turned_resident`: `in_process` takes over
+    if world.resident:  # `is_in_process`: `in_process` takes over
         return state, []
     return _begin(state, world)
 
@@ -258,14 +295,16 @@ def _act_on_world(state: ScriptState) -> Step:
 def _begin(state: ScriptState, world: World) -> Step:
     state = replace(
         state,
-        phase=Phase.STARTING,
+        phase=ScriptPhase.STARTING,
         generation=world.generation,
         running=frozenset(range(state.nproc)),
         failures=(),
         enlisted=frozenset(),
+        meshes=frozenset(),
         savers=frozenset(),
+        together=frozenset(),
     )
-    return state, [Start(world)]
+    return state, [StartWorkers(world)]
 
 
 def _world_while_busy(state: ScriptState, event: WorldSeen) -> Step:
@@ -280,25 +319,28 @@ def _world_while_busy(state: ScriptState, event: WorldSeen) -> Step:
 
 
 def _world_while_stopping(state: ScriptState, event: WorldSeen) -> Step:
-    """Remember it until the workers are gone; say who puts the state into storage."""
+    """Remember it until the workers are gone; tell them whether this node stores the state."""
     world = event.world
     state = replace(state, world=world)
     running = world.phase == "running" and world.generation == state.generation
     if not state.leaving or running or world.generation < state.generation:
         return state, []
-    return state, _tell_to_leave(state, saves=world.saver == state.node)
+    # Without the other nodes, nothing is saved together any more.
+    late = _announce(state) if state.together else []
+    state = replace(state, together=frozenset())
+    return state, [*late, *_tell_to_leave(state, saves=world.saver == state.node)]
 
 
 # --- what workers do -----------------------------------------------------------------------------
 
 
 def _up(state: ScriptState, event: WorkersUp) -> Step:
-    """They run."""
+    """Note that the workers run."""
     if event.generation != state.generation:
         return state, []
     if not state.running:  # they succeeded before their start was reported
         return _stop(state, SIGTERM)
-    return replace(state, phase=Phase.RUNNING), []
+    return replace(state, phase=ScriptPhase.RUNNING), []
 
 
 def _ignore(state: ScriptState, event: Event) -> Step:
@@ -307,53 +349,83 @@ def _ignore(state: ScriptState, event: Event) -> Step:
 
 
 def _succeeded(state: ScriptState, event: WorkerSucceeded) -> Step:
-    """The last one: stop what they left behind, then report done."""
+    """Once all have succeeded: stop what they left behind, then report done."""
     if event.generation != state.generation:
         return state, []
     running = state.running - {event.local_rank}
     state = replace(state, running=running)
     if state.enlisted:
         return _failed(state, _gone_home(state))
-    if running or state.phase is Phase.STARTING:
+    if running or state.phase is ScriptPhase.STARTING:
         return state, []
     return _stop(state, SIGTERM)  # nothing to stop but what the workers left behind
 
 
 def _enlisted(state: ScriptState, event: WorkerEnlisted) -> Step:
-    """The last one: report it; when all nodes have, the leader makes the world resident."""
-    state = replace(state, enlisted=state.enlisted | {event.local_rank})
+    """Once all have: report it. When all nodes have, the leader makes the world in-process."""
+    state = replace(
+        state,
+        enlisted=state.enlisted | {event.local_rank},
+        meshes=state.meshes | {event.mesh},
+    )
     if len(state.running) < state.nproc:
         return _failed(state, _gone_home(state))
+    if len(state.meshes) > 1:
+        sizes = " and ".join(map(str, sorted(state.meshes)))
+        message = f"the workers of this node made meshes of different sizes: {sizes}"
+        return _failed(state, _fatal(state, event.local_rank, 1, message))
     if len(state.enlisted) < state.nproc:
         return state, []
-    return state, [Report({"resident": True, "standing": tuple(range(state.nproc))})]
+    report = {"resident": True, "standing": tuple(range(state.nproc))}
+    if event.mesh:
+        report["replica"] = event.mesh
+    return state, [ReportMember(report)]
+
+
+def _place_allotted(state: ScriptState, event: PlaceAllotted) -> Step:
+    """Take the place in a replica."""
+    return replace(state, place=event.place), [ReportMember({"place": event.place})]
 
 
 def _can_save(state: ScriptState, event: WorkerCanSave) -> Step:
-    """Note it."""
-    return replace(state, savers=state.savers | {event.local_rank}), []
+    """Note that the worker can store its state."""
+    together = state.together | ({event.local_rank} if event.together else set())
+    return replace(state, savers=state.savers | {event.local_rank}, together=together), []
+
+
+def _saved(state: ScriptState, event: WorkerSaved) -> Step:
+    """Once all are done that store it together with other nodes: announce the leave."""
+    is_last = state.leaving and state.together == {event.local_rank}
+    state = replace(state, together=state.together - {event.local_rank})
+    return state, [*_announce(state), *_tell_to_leave(state, saves=False)] if is_last else []
 
 
 def _gone_home(state: ScriptState) -> WorkerFailed:
     """Fail the generation: some workers wait in `train` for others that have exited."""
     ended = min(set(range(state.nproc)) - state.running)
-    rank = state.world.rank(state.node, ended) if state.world is not None else None
+    message = "the worker exited without calling torchelastic.train while others wait in it"
+    return _fatal(state, ended, 0, message)
+
+
+def _fatal(state: ScriptState, local_rank: int, exitcode: int, message: str) -> WorkerFailed:
+    """A failure that another start would repeat."""
+    rank = state.world.rank(state.node, local_rank) if state.world is not None else None
     failure = Failure(
         generation=state.generation,
         node=state.node,
         rank=-1 if rank is None else rank,
-        local_rank=ended,
+        local_rank=local_rank,
         pid=0,
-        exitcode=0,
-        message="the worker exited without calling torchelastic.train while others wait in it",
+        exitcode=exitcode,
+        message=message,
         fatal=True,
     )
     return WorkerFailed(failure)
 
 
-def has_turned_resident(state: ScriptState) -> bool:
+def is_in_process(state: ScriptState) -> bool:
     """True if the job's workers outlive their generation: `in_process` takes over."""
-    steady = state.phase in (Phase.IDLE, Phase.STARTING, Phase.RUNNING)
+    steady = state.phase in (ScriptPhase.IDLE, ScriptPhase.STARTING, ScriptPhase.RUNNING)
     return steady and state.world is not None and state.world.resident
 
 
@@ -363,36 +435,36 @@ def _failed(state: ScriptState, event: WorkerFailed) -> Step:
         return state, []
     failures = (*state.failures, event.failure)
     state, commands = _stop(replace(state, failures=failures), SIGTERM)
-    return state, [Report({"failures": failures}), *commands]
+    return state, [ReportMember({"failures": failures}), *commands]
 
 
 def _failed_while_stopping(state: ScriptState, event: WorkerFailed) -> Step:
-    """Report it, too: a consequence, or another cause."""
+    """Report it, too: it may be the cause."""
     failures = (*state.failures, event.failure)
-    return replace(state, failures=failures), [Report({"failures": failures})]
+    return replace(state, failures=failures), [ReportMember({"failures": failures})]
 
 
 def _gone(state: ScriptState, event: WorkersGone) -> Step:
-    """Report gone; then end, join anew or do what the latest world says."""
+    """Report gone; then end, rejoin or do what the latest world says."""
     report: dict[str, Any] = {"gone": state.generation, "resident": False, "standing": ()}
     succeeded = not state.running and not state.failures
     if succeeded:
         report["done"] = state.generation
-    state = replace(state, phase=Phase.IDLE)
+    state = replace(state, phase=ScriptPhase.IDLE)
     if state.leaving:
-        return _left(state)
+        return _left(state), _announce(state) if state.together else []
     if state.exitcode is not None:
-        return replace(state, phase=Phase.ENDED), []
-    first: list[Command] = [Report(report)]
+        return replace(state, phase=ScriptPhase.ENDED), []
+    first: list[Command] = [ReportMember(report)]
     if state.rejoin:
-        # The record moves to the next host: no worker here is resident any more.
-        first = [Report({"resident": False, "standing": ()}), Rejoin(state.generation)]
+        # The record moves to the next host: no worker here is in-process any more.
+        first = [ReportMember({"resident": False, "standing": ()}), Rejoin(state.generation)]
     state, commands = _act_on_world(state)
     return replace(state, rejoin=False), [*first, *commands]
 
 
 def _stop(state: ScriptState, signum: int) -> Step:
-    return replace(state, phase=Phase.STOPPING), [Stop(signum)]
+    return replace(state, phase=ScriptPhase.STOPPING), [Stop(signum)]
 
 
 # --- leaving and ending --------------------------------------------------------------------------
@@ -400,25 +472,28 @@ def _stop(state: ScriptState, signum: int) -> Step:
 
 def _leave_while_idle(state: ScriptState, event: LeaveRequested) -> Step:
     """Announce it and end."""
-    state, commands = _left(replace(state, leaving=event.signum))
-    return state, [_announce(event), *commands]
+    state = _left(replace(state, leaving=event.signum, why=event.why))
+    return state, _announce(state)
 
 
 def _leave_while_busy(state: ScriptState, event: LeaveRequested) -> Step:
-    """Announce it and pass the signal on at once, or when those who can store the state have; end
-    when the workers are gone."""
+    """Announce it (last, if the state is stored together with other nodes), and send the workers
+    the signal, after those that can store the state have done so; end when they are gone."""
     # Tell them before their peers could exit. A signal would end them, or wait with them for a
     # collective that never ends.
     savers = state.savers & state.running
     state = replace(
         state,
-        phase=Phase.STOPPING,
+        phase=ScriptPhase.STOPPING,
         leaving=event.signum,
         deadline=event.deadline,
+        why=event.why,
         savers=savers,
+        together=state.together & savers,
     )
     told = _tell_to_leave(state, saves=None)
-    return state, [*told, _announce(event), Stop(event.signum, told=savers)]
+    announced = [] if state.together else _announce(state)
+    return state, [*told, *announced, Stop(event.signum, told=savers)]
 
 
 def _tell_to_leave(state: ScriptState, *, saves: bool | None) -> list[Command]:
@@ -427,34 +502,41 @@ def _tell_to_leave(state: ScriptState, *, saves: bool | None) -> list[Command]:
 
 
 def _leave_while_stopping(state: ScriptState, event: LeaveRequested) -> Step:
-    """The same, once; a second interrupt kills."""
+    """Announce it, once; a second SIGINT kills the workers."""
     if state.leaving:
         return state, [Stop(SIGKILL)] if event.signum == SIGINT else []
-    state = replace(state, leaving=event.signum, savers=frozenset())  # they are ending already
-    return state, [_announce(event), Stop(event.signum)]
+    # The workers that could store the state are already ending.
+    state = replace(
+        state,
+        leaving=event.signum,
+        deadline=event.deadline,
+        why=event.why,
+        savers=frozenset(),
+        together=frozenset(),
+    )
+    return state, [*_announce(state), Stop(event.signum)]
 
 
-def _announce(event: LeaveRequested) -> Report:
-    return Report({"leaving": signal_name(event.signum)})
+def _announce(state: ScriptState) -> list[Command]:
+    return [ReportMember({"leaving": state.why})]
 
 
-def _left(state: ScriptState) -> Step:
-    name = signal_name(state.leaving)
-    return _end(state, EXIT_SIGNAL_BASE + state.leaving, f"left the job ({name})"), []
+def _left(state: ScriptState) -> ScriptState:
+    return _end(state, EXIT_SIGNAL_BASE + state.leaving, f"left the job ({state.why})")
 
 
 def _lease_lost_while_idle(state: ScriptState, event: LeaseLost) -> Step:
-    """Join anew."""
+    """Rejoin."""
     return state, [Rejoin(state.generation)]
 
 
 def _lease_lost_while_busy(state: ScriptState, event: LeaseLost) -> Step:
-    """Kill the workers, since others go on without us; then join anew."""
+    """Kill the workers, since the others continue without this node; then rejoin."""
     return _stop(replace(state, rejoin=True), SIGKILL)
 
 
 def _lease_lost_while_stopping(state: ScriptState, event: LeaseLost) -> Step:
-    """Join anew once the workers are gone."""
+    """Rejoin once the workers are gone."""
     return replace(state, rejoin=True), []
 
 
@@ -466,47 +548,53 @@ def _store_lost_while_idle(state: ScriptState, event: StoreLost) -> Step:
 def _store_lost_while_busy(state: ScriptState, event: StoreLost) -> Step:
     """Stop, and end when the workers are gone."""
     lost = replace(state, exitcode=EXIT_RENDEZVOUS_LOST, reason=event.reason)
-    if state.phase is Phase.STOPPING:
+    if state.phase is ScriptPhase.STOPPING:
         return lost, []
     return _stop(lost, SIGTERM)
 
 
 def _end(state: ScriptState, exitcode: int, reason: str) -> ScriptState:
-    return replace(state, phase=Phase.ENDED, exitcode=exitcode, reason=reason)
+    return replace(state, phase=ScriptPhase.ENDED, exitcode=exitcode, reason=reason)
 
 
 #: The handler of each event in each phase; `docs/concepts/states.md` is generated from it.
-TRANSITIONS: dict[tuple[Phase, type], Callable[[ScriptState, Any], Step]] = {
-    (Phase.IDLE, WorldSeen): _world_while_idle,
-    (Phase.IDLE, WorkerFailed): _ignore,
-    (Phase.IDLE, LeaveRequested): _leave_while_idle,
-    (Phase.IDLE, LeaseLost): _lease_lost_while_idle,
-    (Phase.IDLE, StoreLost): _store_lost_while_idle,
-    (Phase.STARTING, WorldSeen): _world_while_busy,
-    (Phase.STARTING, WorkersUp): _up,
-    (Phase.STARTING, WorkerSucceeded): _succeeded,
-    (Phase.STARTING, WorkerFailed): _failed,
-    (Phase.STARTING, LeaveRequested): _leave_while_busy,
-    (Phase.STARTING, LeaseLost): _lease_lost_while_busy,
-    (Phase.STARTING, StoreLost): _store_lost_while_busy,
-    (Phase.STARTING, WorkerEnlisted): _enlisted,
-    (Phase.STARTING, WorkerCanSave): _can_save,
-    (Phase.RUNNING, WorldSeen): _world_while_busy,
-    (Phase.RUNNING, WorkerEnlisted): _enlisted,
-    (Phase.RUNNING, WorkerCanSave): _can_save,
-    (Phase.RUNNING, WorkerSucceeded): _succeeded,
-    (Phase.RUNNING, WorkerFailed): _failed,
-    (Phase.RUNNING, LeaveRequested): _leave_while_busy,
-    (Phase.RUNNING, LeaseLost): _lease_lost_while_busy,
-    (Phase.RUNNING, StoreLost): _store_lost_while_busy,
-    (Phase.STOPPING, WorldSeen): _world_while_stopping,
-    (Phase.STOPPING, WorkersUp): _ignore,
-    (Phase.STOPPING, WorkerEnlisted): _ignore,
-    (Phase.STOPPING, WorkerCanSave): _ignore,
-    (Phase.STOPPING, WorkerSucceeded): _ignore,
-    (Phase.STOPPING, WorkerFailed): _failed_while_stopping,
-    (Phase.STOPPING, WorkersGone): _gone,
-    (Phase.STOPPING, LeaveRequested): _leave_while_stopping,
-    (Phase.STOPPING, LeaseLost): _lease_lost_while_stopping,
-    (Phase.STOPPING, StoreLost): _store_lost_while_busy,
+TRANSITIONS: dict[tuple[ScriptPhase, type], Callable[[ScriptState, Any], Step]] = {
+    (ScriptPhase.IDLE, WorldSeen): _world_while_idle,
+    (ScriptPhase.IDLE, PlaceAllotted): _place_allotted,
+    (ScriptPhase.IDLE, WorkerFailed): _ignore,
+    (ScriptPhase.IDLE, WorkerSaved): _ignore,
+    (ScriptPhase.IDLE, LeaveRequested): _leave_while_idle,
+    (ScriptPhase.IDLE, LeaseLost): _lease_lost_while_idle,
+    (ScriptPhase.IDLE, StoreLost): _store_lost_while_idle,
+    (ScriptPhase.STARTING, WorldSeen): _world_while_busy,
+    (ScriptPhase.STARTING, WorkersUp): _up,
+    (ScriptPhase.STARTING, WorkerSucceeded): _succeeded,
+    (ScriptPhase.STARTING, PlaceAllotted): _place_allotted,
+    (ScriptPhase.STARTING, WorkerFailed): _failed,
+    (ScriptPhase.STARTING, LeaveRequested): _leave_while_busy,
+    (ScriptPhase.STARTING, LeaseLost): _lease_lost_while_busy,
+    (ScriptPhase.STARTING, StoreLost): _store_lost_while_busy,
+    (ScriptPhase.STARTING, WorkerEnlisted): _enlisted,
+    (ScriptPhase.STARTING, WorkerCanSave): _can_save,
+    (ScriptPhase.RUNNING, WorldSeen): _world_while_busy,
+    (ScriptPhase.RUNNING, WorkerEnlisted): _enlisted,
+    (ScriptPhase.RUNNING, WorkerCanSave): _can_save,
+    (ScriptPhase.RUNNING, WorkerSucceeded): _succeeded,
+    (ScriptPhase.RUNNING, PlaceAllotted): _place_allotted,
+    (ScriptPhase.RUNNING, WorkerFailed): _failed,
+    (ScriptPhase.RUNNING, LeaveRequested): _leave_while_busy,
+    (ScriptPhase.RUNNING, LeaseLost): _lease_lost_while_busy,
+    (ScriptPhase.RUNNING, StoreLost): _store_lost_while_busy,
+    (ScriptPhase.STOPPING, WorldSeen): _world_while_stopping,
+    (ScriptPhase.STOPPING, WorkersUp): _ignore,
+    (ScriptPhase.STOPPING, WorkerEnlisted): _ignore,
+    (ScriptPhase.STOPPING, WorkerCanSave): _ignore,
+    (ScriptPhase.STOPPING, WorkerSaved): _saved,
+    (ScriptPhase.STOPPING, WorkerSucceeded): _ignore,
+    (ScriptPhase.STOPPING, PlaceAllotted): _place_allotted,
+    (ScriptPhase.STOPPING, WorkerFailed): _failed_while_stopping,
+    (ScriptPhase.STOPPING, WorkersGone): _gone,
+    (ScriptPhase.STOPPING, LeaveRequested): _leave_while_stopping,
+    (ScriptPhase.STOPPING, LeaseLost): _lease_lost_while_stopping,
+    (ScriptPhase.STOPPING, StoreLost): _store_lost_while_busy,
 }

@@ -10,13 +10,13 @@ from typing import Any, Protocol, TypeVar
 KEPT, LONGEST = 32, 160
 
 
-class State(Protocol):
+class PhasedState(Protocol):
     """A state that can say in which phase it is."""
 
     def sentence(self) -> str: ...
 
 
-S = TypeVar("S", bound=State)
+S = TypeVar("S", bound=PhasedState)
 
 
 class Transitions:

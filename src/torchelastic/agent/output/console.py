@@ -20,7 +20,7 @@ from torchelastic.agent.output.terminal_text import one_line, plain
 #: Bytes that wait for a reader; lines beyond that are lost.
 MOST_BYTES = 256 * 1024
 #: Seconds the reader has for the rest, when the agent ends.
-PATIENCE = 2.0
+DRAIN_TIMEOUT = 2.0
 #: The width of a terminal that does not report one.
 _COLUMNS = 80
 
@@ -94,11 +94,11 @@ class Console(logging.Handler):
 
     # --- who is slow -----------------------------------------------------------------------------
 
-    def drain(self, patience: float = PATIENCE) -> None:
-        """Wait up to `patience` seconds until the rest is written."""
+    def drain(self, timeout: float = DRAIN_TIMEOUT) -> None:
+        """Wait up to `timeout` seconds until the rest is written."""
         writer = self._writer
         if writer is not None:
-            writer.join(patience)
+            writer.join(timeout)
 
     def _written(self, output: NonblockingWriter, data: bytes) -> bytes:
         """Write as much as possible now; return the rest."""

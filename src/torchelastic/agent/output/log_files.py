@@ -26,7 +26,7 @@ from torchelastic.agent.output.output_stream import OutputStream
 from torchelastic.agent.output.tee import TAIL, LineFile, Tee
 from torchelastic.config import LaunchConfig, Std, std_for
 from torchelastic.errors import ConfigError
-from torchelastic.events.failure import MOST_LINES, last_lines
+from torchelastic.events.failure import LOG_LINES_LIMIT, last_lines
 
 log = logging.getLogger(__name__)
 
@@ -227,7 +227,9 @@ class GenerationLogs:
         told = [lines for text in texts if (lines := last_lines(text, besides))]
         if len(told) < 2:
             return told[0] if told else ()
-        return last_lines("\n".join(line for lines in told for line in lines[-MOST_LINES // 2 :]))
+        return last_lines(
+            "\n".join(line for lines in told for line in lines[-LOG_LINES_LIMIT // 2 :])
+        )
 
     async def drained(self, timeout: float) -> None:
         """The workers are gone: wait until all they wrote is in the files and on the console.

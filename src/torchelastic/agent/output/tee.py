@@ -25,7 +25,7 @@ COPY_LIMIT = 64 * 1024 * 1024
 TAIL = 16 * 1024
 
 
-class Lines:
+class LineSplitter:
     """Cuts bytes into lines, at line feeds and carriage returns; whatever bytes they are.
 
     A progress bar that only ever returns the carriage is shown as one line per state.
@@ -208,8 +208,8 @@ class Tee:
         self._prefix = None if prefix is None else os.fsencode(prefix)
         self._console = console
         self._filtered = filtered
-        self._shown_lines = Lines()
-        self._filtered_lines = Lines()
+        self._shown_lines = LineSplitter()
+        self._filtered_lines = LineSplitter()
         self._path = path
         self._waits_for_room = False
         self._ended = False
@@ -242,7 +242,7 @@ class Tee:
         return self._tail
 
     def _take_in(self) -> None:
-        for _ in range(_LAST_READS):  # bounded: a process may write for ever
+        for _ in range(_LAST_READS):  # bounded: a process may write forever
             if self._ended or not self._on_readable():
                 break
 

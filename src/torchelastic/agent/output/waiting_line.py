@@ -42,12 +42,12 @@ class WaitingLine:
         self._what = ""
         self._until: float | None = None
 
-    def show(self, what: str, patience: float | None = None) -> bool:
-        """Show `what` with a countdown of `patience` seconds; False if there is no terminal."""
+    def show(self, what: str, timeout: float | None = None) -> bool:
+        """Show `what` with a countdown of `timeout` seconds; False if there is no terminal."""
         if not self._screen.is_terminal:
             return False
         self._what = what
-        self._until = None if patience is None else self._clock.now() + patience
+        self._until = None if timeout is None else self._clock.now() + timeout
         self._draw()
         return True
 

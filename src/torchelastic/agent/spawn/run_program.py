@@ -12,7 +12,7 @@ from torchelastic.agent.spawn.processes import start_program
 from torchelastic.system import linux
 
 #: Seconds for a killed program to exit: it may wait for a disk.
-KILLED = 5.0
+KILL_TIMEOUT = 5.0
 
 
 async def run_program(
@@ -52,4 +52,4 @@ async def run_program(
     finally:  # after a cancellation, too
         if not ended.done():
             kill()
-            await asyncio.wait({ended}, timeout=KILLED)
+            await asyncio.wait({ended}, timeout=KILL_TIMEOUT)

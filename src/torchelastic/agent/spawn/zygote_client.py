@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 MESSAGE_LIMIT = 64 * 1024
 #: Seconds that a fork may take, on a very busy machine.
-ANSWER_LIMIT = 30.0
+ANSWER_TIMEOUT = 30.0
 #: CPU seconds in which Python reaches our code; see `_stop_the_wrong_program`.
-START_LIMIT = 0.5
+START_CPU_LIMIT = 0.5
 
 #: Variables that take effect during imports: a worker and the zygote must have the same values.
 #: (`TORCHELASTIC_` are ours, and read later.)
@@ -169,7 +169,7 @@ class Zygote:
                 logger.debug("cannot send to the zygote: %s", error)
         while True:
             try:
-                answer = await asyncio.wait_for(self._receive(), ANSWER_LIMIT)
+                answer = await asyncio.wait_for(self._receive(), ANSWER_TIMEOUT)
             except asyncio.TimeoutError:
                 self._give_up()
                 raise SpawnError(self.aside) from None
@@ -238,7 +238,7 @@ class Zygote:
 
     def _give_up(self) -> None:
         """Stop using it: it is frozen, or the machine is. Plain processes still start."""
-        self.aside = f"the zygote has not answered for {ANSWER_LIMIT:g} s"
+        self.aside = f"the zygote has not answered for {ANSWER_TIMEOUT:g} s"
         self._kill()
 
     def _kill(self) -> None:
@@ -316,4 +316,4 @@ def _stop_the_wrong_program() -> None:
     If Python did not import our `sitecustomize`, the zygote would run the user's program beside
     the workers. The limit is less than it takes to import torch.
     """
-    signal.setitimer(signal.ITIMER_PROF, START_LIMIT)
+    signal.setitimer(signal.ITIMER_PROF, START_CPU_LIMIT)

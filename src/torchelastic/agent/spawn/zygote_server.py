@@ -1,7 +1,8 @@
 """Inside the zygote: import once, then be copied for every worker.
 
 The zygote is `python -u train.py`, held up while it starts (`startup`). `serve` imports what every
-worker would import, forks on request, and returns in the copies, which go on to be train.py.
+worker would import, forks on request, and returns in the copies, which then run train.py and are
+indistinguishable from a plain process.
 
 Copying a process that has torch takes milliseconds, so some copies are made ahead: *preforks*,
 which wait for the request that makes them a worker.
@@ -16,26 +17,32 @@ before a prefork becomes the agent's child.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import glob
 import importlib
 import json
+import multiprocessing
 import os
+import runpy
 import select
 import signal
 import socket
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BufferedReader, FileIO, TextIOWrapper
 from typing import Any, NoReturn
 
 from torchelastic import env, torch_versions
-from torchelastic.agent.spawn import zygote_child
-from torchelastic.system import linux
+from torchelastic.agent.spawn.processes import redirect
+from torchelastic.system import helper_signals, linux
 from torchelastic.system.cgroup import Cgroup
+from torchelastic.worker import bootstrap
 
 #: The last one speeds up a worker's first optimizer or DDP.
 MODULES = ("torch", "torch.distributed", "torch._dynamo")
@@ -49,11 +56,14 @@ MESSAGE_LIMIT = 64 * 1024
 DESCRIPTOR_LIMIT = 8
 #: Seconds without a request before preforks are made: starting workers need the CPU.
 QUIET = 0.5
+#: What torch begins with in releases that do not seed at random.
+CONSTANT_SEED = 67280421310721
 
 
 def serve(descriptor: int) -> None:
     """Make a worker for every request on this socket; returns in the workers, and only there."""
-    signal.setitimer(signal.ITIMER_PROF, 0)  # see `zygote._stop_the_wrong_program`
+    signal.setitimer(signal.ITIMER_PROF, 0)  # see `zygote_client._stop_the_wrong_program`
+    helper_signals.block()
     agent = os.getppid()
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
@@ -62,7 +72,7 @@ def serve(descriptor: int) -> None:
     env_changes = _warm_up(control, config["preload"])
     linux.outlive_parent()  # the closed socket tells, and leaves time to clean up
     descriptors = _Server(control, agent, config["blanks"]).run()
-    zygote_child.become(descriptors, agent, env_changes)
+    become(descriptors, agent, env_changes)
 
 
 def _send(control: socket.socket, **answer: Any) -> None:
@@ -221,7 +231,7 @@ def _warm_up(control: socket.socket, preload: Iterable[str]) -> dict[str, str | 
     before = env.snapshot()
     with _path_of_main():
         told += import_all(preload)
-    _settle()
+    _prepare_to_fork()
     if reason := unfit_to_fork():
         _step_aside(control, reason)
     _send(control, seconds=time.monotonic() - began, warnings=told)
@@ -268,7 +278,7 @@ def changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, st
     return {name: after.get(name) for name in names if before.get(name) != after.get(name)}
 
 
-def _settle() -> None:
+def _prepare_to_fork() -> None:
     """Make copies cheap and whole.
 
     One throw-away fork makes OpenBLAS, which starts threads when it is imported, give them up.
@@ -355,3 +365,116 @@ def _fork_and_leave(to_zygote: socket.socket) -> None:
             os._exit(0)
     while os.getppid() == between:
         time.sleep(0.0001)
+
+
+# --- becoming a worker ---------------------------------------------------------------------------
+
+
+def become(descriptors: Sequence[int], agent: int, env_changes: Mapping[str, str | None]) -> None:
+    """Turn a copy of the zygote into this worker; exit the process if that fails."""
+    try:
+        linux.die_with_parent(agent)
+        os.setsid()
+        helper_signals.unblock()
+        request = _read(descriptors[0])
+        _take_streams(descriptors[1:4])
+        inherited = dict(zip(request["inherited"], descriptors[4:], strict=True))
+        _take_environment(request["env"], env_changes, inherited)
+        if request["cgroup"]:
+            Cgroup(request["cgroup"]).join()
+        if request["cpus"] is not None:
+            os.sched_setaffinity(0, request["cpus"])
+        _take_command(request["command"], request["args"])
+        _reseed()
+        if "triton" in sys.modules:
+            # Python collects nothing that is frozen when it ends, and nanobind, which is below
+            # triton, prints a page about whatever is left.
+            atexit.register(gc.unfreeze)
+    except BaseException as error:
+        traceback.print_exc()
+        bootstrap.report(error, error.__traceback__)
+        os._exit(1)
+    bootstrap.attach()
+    if request["module"]:
+        _run_here(request["module"])
+
+
+def _read(descriptor: int) -> dict[str, Any]:
+    with open(descriptor, "rb") as file:
+        file.seek(0)  # the agent, with the same open file, has written to its end
+        request: dict[str, Any] = json.load(file)
+        return request
+
+
+def _take_streams(descriptors: Sequence[int]) -> None:
+    """Standard input, output and error, and Python's objects for them.
+
+    The objects stay the same, since loggers made by imports hold them, but forget what they have
+    found out about the zygote's streams.
+    """
+    redirect((descriptors[0], descriptors[1], descriptors[2]))
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for number, stream in enumerate((sys.__stdin__, sys.__stdout__, sys.__stderr__)):
+        if isinstance(stream, TextIOWrapper):
+            _renew(stream, number)
+
+
+def _renew(stream: TextIOWrapper, number: int) -> None:
+    """Set up one stream as Python does at its start with `-u`."""
+    raw = FileIO(number, "wb" if number else "rb", closefd=False)
+    raw.name = stream.name
+    TextIOWrapper.__init__(
+        stream,
+        raw if number else BufferedReader(raw),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        newline="\n",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def _take_environment(
+    wanted: Mapping[str, str],
+    env_changes: Mapping[str, str | None],
+    inherited: Mapping[str, int],
+) -> None:
+    """Set the requested environment, plus the changes that imports have made."""
+    values: dict[str, str | None] = {**wanted, **env_changes}
+    values.update((name, str(descriptor)) for name, descriptor in inherited.items())
+    env.replace({name: value for name, value in values.items() if value is not None})
+
+
+def _take_command(command: Sequence[str], args: Sequence[str]) -> None:
+    """`sys.argv[0]` is as Python wants it to be already."""
+    sys.argv[1:] = args
+    sys.orig_argv[:] = command
+    linux.write_command_line(command)
+
+
+def _reseed() -> None:
+    """Reseed the generators that a new process would seed at random."""
+    torch = sys.modules["torch"]
+    if torch.initial_seed() != CONSTANT_SEED:
+        torch.default_generator.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    multiprocessing.current_process().authkey = os.urandom(32)
+
+
+def _run_here(module: str) -> NoReturn:
+    """Run a helper module of ours instead of the zygote's program."""
+    exitcode = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        exitcode = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        traceback.print_exc()
+        bootstrap.report(error, error.__traceback__)
+        exitcode = 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exitcode)

@@ -3,7 +3,7 @@
 reporter           writes events and the lines on stderr
 progress_sampler   how far the workers are, about once a second
 shipper            sends this node's events to the leader
-collector          the leader's side: writes the events of all nodes to collected_log
+collector          the leader's side: writes the events of all nodes to one file
 clock_offset       the leader's clock, and how often to ship; pure
 straggler_watch    slow nodes, found by the leader
 metrics_server     `--metrics-address`; metrics_request: whether a scraper may read it, pure

@@ -20,12 +20,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from torchelastic.agent.telemetry.clock_offset import BATCH, LONGEST_LINE
-from torchelastic.agent.telemetry.collected_log import CollectedLog
 from torchelastic.best_effort import observing
 from torchelastic.clock import Clock
 from torchelastic.errors import WireError
+from torchelastic.events.append_file import AppendFile
+from torchelastic.events.rotation import rotate
 from torchelastic.transport import frames
 from torchelastic.transport.frames import Message, by_kind
 from torchelastic.transport.link import Link
@@ -39,7 +41,7 @@ MOST_AGENTS = 8192
 #: Nothing is known of an agent.
 NOTHING = -1.0
 #: Seconds to write the last lines, when this node ends.
-LAST_WRITE = 2.0
+LAST_WRITE_TIMEOUT = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,45 @@ class LogCollector:
         for agent in list(self._agents):
             agent.link.abort()
         if self._writing is not None:
-            done, _ = await asyncio.wait({self._writing}, timeout=LAST_WRITE)
+            done, _ = await asyncio.wait({self._writing}, timeout=LAST_WRITE_TIMEOUT)
             if not done:
                 return  # the disk hangs, and the thread with it: it still has the file
         self._log.close()
+
+
+# --- the file ------------------------------------------------------------------------------------
+
+
+MAX_BYTES = 64 * 1024 * 1024
+#: Bytes kept of the part before the last.
+KEPT_BYTES = MAX_BYTES // 4
+
+
+class CollectedLog:
+    """The events of all agents in one file, rotated when it is full; important events are kept
+    longest (`events.rotation`). Used by one thread at a time. A full disk costs lines, never the
+    job."""
+
+    def __init__(
+        self, path: Path, *, max_bytes: int = MAX_BYTES, kept_bytes: int = KEPT_BYTES
+    ) -> None:
+        self.path = path
+        #: Failed writes.
+        self.dropped = 0
+        self._max_bytes, self._kept_bytes = max_bytes, kept_bytes
+        self._file = AppendFile(path)
+
+    def write(self, lines: bytes) -> None:
+        """Append whole lines."""
+        try:
+            self._file.append(lines)
+            if self._file.size > self._max_bytes:
+                self._file.close()
+                rotate(self.path, self._kept_bytes)
+        except OSError as error:
+            self.dropped += 1
+            if self.dropped == 1:
+                logger.warning("Collected events are lost: cannot write %s (%s).", self.path, error)
+
+    def close(self) -> None:
+        self._file.close()

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 MODULE = "torchelastic.dashboard"
 #: Seconds it has to show the end of the job to open browsers.
-GRACE = 3.0
+LAST_PAGE_TIMEOUT = 3.0
 #: Bytes that are read at a time; its lines are shorter.
 READ_BYTES = 64 * 1024
 
@@ -68,7 +68,7 @@ class DashboardProcess:
                 pid = start_program(command, env=env, streams=streams, prepare=_prepare)
             except SpawnError as error:
                 ours.close()
-                logger.warning("Could not start the dashboard: %s The job goes on.", error)
+                logger.warning("Could not start the dashboard: %s The job continues.", error)
                 return set()
         ours.setblocking(False)
         self._channel, self._pidfd = ours, os.pidfd_open(pid)
@@ -93,9 +93,9 @@ class DashboardProcess:
                 told = told or _heard(line)
         await asyncio.wait({self._ended})
         if "error" in told:
-            say(f"no dashboard at {self._config.dashboard}: {told['error']}; the job goes on")
+            say(f"no dashboard at {self._config.dashboard}: {told['error']}; the job continues")
         else:
-            say(f"the dashboard exited: {exit_words(self._ended.result())}; the job goes on")
+            say(f"the dashboard exited: {exit_words(self._ended.result())}; the job continues")
 
     async def close(self) -> None:
         """Stop it, after open browsers have seen the end of the job."""
@@ -103,7 +103,7 @@ class DashboardProcess:
             return
         with contextlib.suppress(OSError):  # it has ended
             self._channel.shutdown(socket.SHUT_WR)
-        await asyncio.wait({self._ended}, timeout=GRACE)
+        await asyncio.wait({self._ended}, timeout=LAST_PAGE_TIMEOUT)
         if not self._ended.done():
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             await asyncio.wait({self._ended})

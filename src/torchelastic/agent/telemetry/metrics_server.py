@@ -1,39 +1,31 @@
 """`--metrics-address`: serve Prometheus metrics over HTTP.
 
-Scrapers must not slow the job down. So connections are taken one by one with a pause in between,
-few are open at a time and none for long, the newest replaces the oldest, and the page is made in a
-thread, at most once a second.
+Scrapers must not slow the job down: the page is made in a thread, at most once a second.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from collections.abc import Callable
-from functools import partial
 
 from torchelastic.agent.telemetry import metrics_request
+from torchelastic.agent.telemetry.short_answers import BACKLOG, Background, ShortAnswers
 from torchelastic.config import LaunchConfig, format_endpoint, parse_endpoint
 from torchelastic.errors import ConfigError
 from torchelastic.events.log import EventLog
 from torchelastic.events.record import Record
 from torchelastic.metrics import prometheus
 from torchelastic.metrics.job_metrics import JobMetrics
-from torchelastic.side_tasks import Work
 from torchelastic.transport import http, http_socket
 from torchelastic.transport.addresses import loopback_addresses
 from torchelastic.transport.credentials import read_secret
 
 logger = logging.getLogger(__name__)
 
-#: Connections at a time, and those the kernel queues.
-MOST_CONNECTIONS, BACKLOG = 8, 8
-#: Seconds between two connections, for one connection, and for which a page is reused.
-GAP, PATIENCE, FRESH = 0.02, 5.0, 1.0
-
-Background = Callable[[Work, str], object]
+#: Seconds for which a page is reused.
+FRESH = 1.0
 
 
 class MetricsServer:
@@ -43,8 +35,7 @@ class MetricsServer:
         self._host, self._port = parse_endpoint(config.metrics_address)
         self._token = _load_token(config)
         self._metrics: JobMetrics | None = JobMetrics()
-        self._listeners: list[socket.socket] = []
-        self._talks: dict[asyncio.Task[None], None] = {}
+        self._server = ShortAnswers(self._response)
         self._pages: dict[str, tuple[float, bytes]] = {}
         self._rendering = asyncio.Lock()
 
@@ -71,55 +62,22 @@ class MetricsServer:
         if missing := prometheus.missing():
             say(missing)
             return
+        address = (loopback_addresses(self._host)[:1] or (self._host,))[0]
         try:
-            self._listeners = await self._listen()
+            listener = await http_socket.listen(address, self._port, BACKLOG)
         except OSError as error:
             where = format_endpoint(self._host, self._port)
-            say(f"no metrics at {where}: {error.strerror or error}")
+            say(
+                f"no metrics at {where}: {error.strerror or error}; the job continues without "
+                "them. Choose another --metrics-address."
+            )
             return
-        for listener in self._listeners:
-            background(partial(self._accept, listener), "metrics")
-        host, port = self._listeners[0].getsockname()[:2]
+        self._server.open(listener, background, "metrics")
+        host, port = listener.getsockname()[:2]
         say(f"metrics at http://{format_endpoint(host, port)}{metrics_request.PATH}")
 
     async def close(self) -> None:
-        for talk in list(self._talks):
-            talk.cancel()
-        await asyncio.gather(*self._talks, return_exceptions=True)
-        for listener in self._listeners:
-            listener.close()
-
-    async def _listen(self) -> list[socket.socket]:
-        addresses = loopback_addresses(self._host)[:1] or (self._host,)
-        return [await http_socket.listen(addresses[0], self._port, BACKLOG)]
-
-    # --- scrapers --------------------------------------------------------------------------------
-
-    async def _accept(self, listener: socket.socket) -> None:
-        async for connection in http_socket.accepted(listener):
-            if len(self._talks) >= MOST_CONNECTIONS:
-                next(iter(self._talks)).cancel()  # the oldest
-            talk = asyncio.create_task(self._talk(connection), name="scraper")
-            self._talks[talk] = None
-            talk.add_done_callback(lambda done: self._talks.pop(done))
-            await asyncio.sleep(GAP)
-
-    async def _talk(self, connection: socket.socket) -> None:
-        with connection:
-            try:
-                await asyncio.wait_for(self._answer(connection), PATIENCE)
-            except (OSError, asyncio.TimeoutError) as error:
-                logger.debug("a scraper disconnected: %r", error)
-            except Exception:  # nothing awaits this task
-                logger.exception("Could not answer a scraper.")
-
-    async def _answer(self, connection: socket.socket) -> None:
-        head = await http_socket.receive_head(connection)
-        if head is None:
-            return
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(connection, await self._response(http.parse(head)))
-        connection.shutdown(socket.SHUT_WR)
+        await self._server.close()
 
     async def _response(self, request: http.Request | None) -> bytes:
         status = metrics_request.status_for(request, self._token)

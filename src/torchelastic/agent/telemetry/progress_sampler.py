@@ -16,7 +16,7 @@ from torchelastic.clock import Clock
 from torchelastic.events.types import CheckpointStored, Progress
 from torchelastic.worker import orders
 from torchelastic.worker.optimizer_steps import UNKNOWN
-from torchelastic.worker.status_page import Shown
+from torchelastic.worker.status_page import ShownStatus
 from torchelastic.worker_counters import stalls
 
 #: Seconds between two looks: at first, and at most.
@@ -36,12 +36,14 @@ def interval(age: float, nodes: int) -> float:
     return min(by_age * max(1.0, nodes / FULL_RATE_NODES), LONGEST)
 
 
-def progress_of(shown: Iterable[Shown], reported: Sequence[Reported] = ()) -> dict[int, Progress]:
+def progress_of(
+    shown: Iterable[ShownStatus], reported: Sequence[Reported] = ()
+) -> dict[int, Progress]:
     """By generation: the combined progress of a node's workers."""
     ones = list(shown)
     stepping = {(one.generation, one.rank) for one in ones}
     others = [one for one in reported if (one.generation, one.rank) not in stepping]
-    by_generation: dict[int, list[Shown]] = {}
+    by_generation: dict[int, list[ShownStatus]] = {}
     for one in sorted((*ones, *map(_without_steps, others)), key=lambda one: one.rank):
         if one.generation >= 0:
             by_generation.setdefault(one.generation, []).append(one)
@@ -68,12 +70,12 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _without_steps(one: Reported) -> Shown:
+def _without_steps(one: Reported) -> ShownStatus:
     """The status of a worker that has no status page: it reports no steps."""
-    return Shown(one.generation, one.rank, -1, 0.0, (0.0,) * len(stalls.KINDS))
+    return ShownStatus(one.generation, one.rank, -1, 0.0, (0.0,) * len(stalls.KINDS))
 
 
-def _progress(ones: Sequence[Shown], metrics: Mapping[str, float | None]) -> Progress:
+def _progress(ones: Sequence[ShownStatus], metrics: Mapping[str, float | None]) -> Progress:
     sums = [round(sum(parts), 6) for parts in zip(*(one.stalled for one in ones), strict=True)]
     return Progress(
         ranks=[one.rank for one in ones],
@@ -102,7 +104,7 @@ class ProgressSampler:
         self._tell = tell
         self._clock = clock
         #: The statuses that have been reported.
-        self._told: set[Shown] = set()
+        self._told: set[ShownStatus] = set()
         #: The last checkpoint that has not been reported, and its generation.
         self._stored: tuple[int, CheckpointStored] | None = None
         self._generation = -1
@@ -123,7 +125,7 @@ class ProgressSampler:
         )
         self._stored = (generation, event)
 
-    def look(self, shown: Iterable[Shown], reported: Sequence[Reported] = ()) -> None:
+    def look(self, shown: Iterable[ShownStatus], reported: Sequence[Reported] = ()) -> None:
         """Report what is new. Also called when workers stop: the next generation overwrites the
         status page."""
         seen = set(shown)

@@ -16,14 +16,14 @@ from torchelastic.agent.workers.supervisor import WorkerExit
 from torchelastic.best_effort import quiet
 from torchelastic.clock import Clock
 from torchelastic.config import LaunchConfig
-from torchelastic.errors import EXIT_FAILED, EXIT_RENDEZVOUS_LOST
+from torchelastic.errors import EXIT_FAILED, EXIT_RENDEZVOUS_LOST, FAILED
 from torchelastic.events import types as events
 from torchelastic.events import words
 from torchelastic.events.analysis.goodput import Goodput, GoodputFold
 from torchelastic.events.analysis.last_failure import FAILURES
 from torchelastic.events.failure import Failure
 from torchelastic.events.log import EventLog, read_files
-from torchelastic.rendezvous.forming import SAY_EVERY, limit
+from torchelastic.rendezvous.forming import REPEAT_INTERVAL, time_limit
 from torchelastic.rendezvous.membership.backend import RendezvousBackend
 from torchelastic.rendezvous.restart_policy import Kind
 from torchelastic.rendezvous.world import Member, World
@@ -33,6 +33,9 @@ logger = logging.getLogger("torchelastic")
 
 #: Seconds a node looks for the others before it logs that.
 JOINING_QUIET = 5.0
+#: Seconds that the line about a generation that is over waits for the cause to be known. Nothing
+#: else waits for it.
+CAUSE_TIMEOUT = 0.5
 
 
 def set_up_log(name: str = "") -> Console:
@@ -96,7 +99,9 @@ class Reporter:
         self._prints_failure = prints_failure
         self.name = ""
         #: The last generation that was reported, and whether a signal ends the job here.
-        self._told, self._leaving = -1, False
+        self._told, self._told_replica, self._leaving = -1, 0, False
+        #: The last generation that was reported as over, and the reason.
+        self._told_over = -1, ""
         #: The furthest step the job had reached before this world, and warnings given at starts.
         self._best_step = -1
         self._beginnings: set[str] = set()
@@ -105,6 +110,9 @@ class Reporter:
         self.line = WaitingLine(_screen(), clock)
         #: Logs, after a while, that this node looks for the others.
         self._joining: asyncio.TimerHandle | None = None
+        #: A world that is over because a worker lost a peer, and when to log it anyway.
+        self._over: World | None = None
+        self._saying_over: asyncio.TimerHandle | None = None
         self._clock = clock
         self._for_others = for_others
         #: When to log the command for the other nodes again.
@@ -142,9 +150,9 @@ class Reporter:
         if config.max_nodes == 1:
             return
         what = f"looking for job {config.run_id} at {config.rdzv_endpoint}"
-        patience = config.wait_for_nodes or None  # 0: for ever
+        patience = config.wait_for_nodes or None  # 0: forever
         if not self.line.show(what, patience):
-            said = f"{what}{limit(patience)}"
+            said = f"{what}{time_limit(patience)}"
             self._joining = asyncio.get_running_loop().call_later(JOINING_QUIET, logger.info, said)
 
     def joined(self, name: str, backend: RendezvousBackend) -> None:
@@ -193,6 +201,12 @@ class Reporter:
         again, self._leaving = self._leaving, True
         self.signal(signal, "leaving the job", again=again)
 
+    def preempted(self, reason: str, seconds: float) -> None:
+        """Report a preemption notice, because of which this node leaves."""
+        self._leaving = True
+        logger.info("%s: leaving the job; the workers have %.0f s", reason, seconds)
+        self._log.emit(events.Leaving(reason=reason))
+
     def signal(self, name: str, action: str, *, again: bool = False) -> None:
         if not again:
             logger.info("%s: %s", name, action)
@@ -232,23 +246,44 @@ class Reporter:
 
     def world_seen(self, world: World) -> None:
         self._best_step = world.ledger.best_step
+        self._say_over(world)
         if world.phase != "waiting":
             self.line.clear()
         if world.phase == "running":
             self._world_runs(world)
         elif world.phase == "over":
-            logger.info("generation %d is over: %s", world.generation, world.reason)
+            self._ends(world)
         elif world.phase == "pausing":
             logger.info("generation %d ends at the next step: %s", world.generation, world.reason)
         elif world.phase == "waiting":
             self._waits(world)
 
+    def _ends(self, world: World) -> None:
+        """Log why a generation is over; if only the loss of a peer is known, a moment later."""
+        self._over = world
+        if failure_report.is_cause_known(world):
+            self._say_over()
+        else:
+            loop = asyncio.get_running_loop()
+            self._saying_over = loop.call_later(CAUSE_TIMEOUT, self._say_over)
+
+    def _say_over(self, following: World | None = None) -> None:
+        if self._saying_over is not None:
+            self._saying_over.cancel()
+        over, self._over, self._saying_over = self._over, None, None
+        if over is not None:
+            reason, (generation, told) = failure_report.why_over(over, following), self._told_over
+            new = reason.removeprefix(f"{told}; ") if generation == over.generation else reason
+            logger.info("generation %d is over: %s", over.generation, new)
+            self._told_over = over.generation, reason
+
     def _world_runs(self, world: World) -> None:
-        if world.generation == self._told:
-            return  # the same world, whose workers turned out to be resident
-        self._told = world.generation
+        if (world.generation, world.replica) == (self._told, self._told_replica):
+            return  # the same world, whose workers have all called `train`
+        if world.generation != self._told:
+            logger.info("%s%s", failure_report.world_sentence(world), self._beside(world))
+        self._told, self._told_replica = world.generation, world.replica
         names = [node.name for node in world.nodes]
-        logger.info("%s%s", failure_report.world_sentence(world), self._beside(world))
         formed = events.WorldFormed(
             nodes=names,
             size=world.size,
@@ -258,6 +293,7 @@ class Reporter:
             spares=list(world.spares),
             held={one.name: one.sentence() for one in world.held if one.seconds},
             count=world.count,
+            replica=world.replica,
         )
         self._log.emit(formed, generation=world.generation)
 
@@ -271,18 +307,18 @@ class Reporter:
         is_full = world.count >= self._config.max_nodes
         if is_full or self.name in world.spares or world.spare_count > len(world.spares):
             return "; this node waits as a spare"
-        return "; this node joined late and warms up for a later world"
+        return "; this node warms up and joins the next generation"
 
     def _waits(self, world: World) -> None:
         if self._config.min_nodes == 1 and not world.count:
             return  # a job that needs one node waits for no other
         missing = failure_report.listed(world.missing, world.missing_count)
         missing = f"; missing: {missing}" if missing else ""
-        what = world.reason.removesuffix(limit(world.patience))
+        what = world.reason.removesuffix(time_limit(world.patience))
         if not self.line.show(f"{what}{missing}", world.patience):
             logger.info("%s%s", world.reason, missing)
         if not world.enough and self._for_others and self._clock.now() >= self._say_command_at:
-            self._say_command_at = self._clock.now() + SAY_EVERY
+            self._say_command_at = self._clock.now() + REPEAT_INTERVAL
             logger.info("start the other nodes with: %s", self._for_others)
         waiting = events.Waiting(
             need=self._config.min_nodes,
@@ -306,7 +342,9 @@ class Reporter:
 
     def standby_started(self, local_rank: int, pid: int, seconds: float) -> None:
         logger.info(
-            "local rank %d: worker started (pid %d), on standby for a later world", local_rank, pid
+            "local rank %d: worker started (pid %d); it joins the next world once it is ready",
+            local_rank,
+            pid,
         )
         started = events.StandbyStarted(local_rank=local_rank, worker_pid=pid, seconds=seconds)
         self._log.emit(started)
@@ -317,9 +355,9 @@ class Reporter:
         )
         self._log.emit(training, generation=up.generation)
 
-    def begins(self, begins: orders.Begins, *, resident: bool) -> None:
+    def begins(self, begins: orders.Begins, *, in_process: bool) -> None:
         """Warn, once per text, that training starts at step 0 or could have to."""
-        told = failure_report.beginning(begins, best_step=self._best_step, resident=resident)
+        told = failure_report.beginning(begins, best_step=self._best_step, in_process=in_process)
         if told and told not in self._beginnings:
             self._beginnings.add(told)
             logger.warning(told)
@@ -370,13 +408,14 @@ class Reporter:
 
     def ended(self, exitcode: int | None, reason: str, world: World | None) -> None:
         self._stop_joining()
+        self._say_over(world)
         ended = events.JobEnded(
             exitcode=exitcode if exitcode is not None else EXIT_FAILED,
             reason=reason,
             cause=_as_json(world.cause) if world is not None else None,
         )
         self._log.emit(ended, generation=world.generation if world is not None else None)
-        if exitcode == EXIT_FAILED and world is not None:
+        if exitcode in FAILED and world is not None:
             if self._prints_failure:
                 show(failure_report.job_failed(world, name=self._entry))
         elif self._leaving and self._told < 0:

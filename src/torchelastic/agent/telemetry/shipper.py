@@ -50,13 +50,13 @@ SETTLING, SETTLING_MORE = 1.0, 0.002
 #: Seconds after which a node looks for a new leader anyway, and after shipping failed.
 LOOK_AGAIN, TRY_AGAIN = 60.0, 2.0
 #: Seconds the leader has to answer a connection, and to take a batch: all nodes may send at once.
-CONNECT_LIMIT, PATIENCE = 5.0, 60.0
+CONNECT_TIMEOUT, BATCH_TIMEOUT = 5.0, 60.0
 #: Clock measurements before the first batch, whose times are not corrected later.
 CLOCK_SAMPLES = 4
 _NOT_REACHED = (OSError, EOFError, asyncio.TimeoutError, NoAnswer, RendezvousError, ConfigError)
 
 
-class Sink(Protocol):
+class EventReceiver(Protocol):
     """The receiver of events."""
 
     async def begin(self) -> Heard: ...
@@ -103,16 +103,14 @@ class RemoteSink:
     async def _answer(self) -> Heard:
         # Not `wait_for`, which before Python 3.12 may lose a cancellation.
         frame = self._link.next_frame()
-        done, _ = await asyncio.wait({frame}, timeout=PATIENCE)
+        done, _ = await asyncio.wait({frame}, timeout=BATCH_TIMEOUT)
         if not done:
             raise TimeoutError("The leader does not accept events.")
-        answer = frames.parse(frame.result(), ANSWERS)
-        assert isinstance(answer, Heard)
-        return answer
+        return frames.parse(frame.result(), ANSWERS)
 
 
 @dataclass(frozen=True)
-class Leader:
+class LeaderAddress:
     """The leading node, its agent's address and its name."""
 
     node: str = ""
@@ -144,7 +142,7 @@ class LogShipper:
         #: Nodes of the world; 0 before the first.
         self._nodes = 0
         #: The leader, and the task that ships to it.
-        self._leader = Leader()
+        self._leader = LeaderAddress()
         self._talk: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
         #: A world has begun; there are records to ship; all are shipped; ship without delay.
@@ -222,7 +220,7 @@ class LogShipper:
     def _is_shipping(self) -> bool:
         return self._talk is not None and not self._talk.done()
 
-    async def _find(self) -> Leader | None:
+    async def _find(self) -> LeaderAddress | None:
         """The leader; None if there is none."""
         assert self._backend is not None
         try:
@@ -231,7 +229,7 @@ class LogShipper:
         except RendezvousError as error:
             logger.debug("cannot find the leader: %s", error)
             return None
-        leader = Leader(node, str(member.get("peer", "")), str(member.get("name", "")))
+        leader = LeaderAddress(node, str(member.get("peer", "")), str(member.get("name", "")))
         return leader if leader.peer else None
 
     async def _stored(self, key: str) -> Mapping[str, Any]:
@@ -240,7 +238,7 @@ class LogShipper:
         item = (await self._backend.store.get(key)).items.get(key)
         return item.value if item is not None else {}
 
-    async def _turn_to_leader(self, leader: Leader) -> None:
+    async def _turn_to_leader(self, leader: LeaderAddress) -> None:
         if self._talk is not None:
             self._talk.cancel()
             await asyncio.wait({self._talk})
@@ -271,13 +269,13 @@ class LogShipper:
     async def _call(self, peer: str) -> Link:
         assert self._backend is not None
         place = Endpoint.at(peer, self._job, self._backend.credentials)
-        link, answer = await connect_once(place, purpose=frames.EVENTS, timeout=CONNECT_LIMIT)
+        link, answer = await connect_once(place, purpose=frames.EVENTS, timeout=CONNECT_TIMEOUT)
         if not isinstance(answer, frames.Welcome):
             link.abort()
             raise ConnectionError("the peer did not answer as a torchelastic agent")
         return link
 
-    async def _ship(self, sink: Sink, *, leads: bool) -> None:
+    async def _ship(self, sink: EventReceiver, *, leads: bool) -> None:
         offset, upto = Offset(), NOTHING
         for _ in range(CLOCK_SAMPLES):
             sent = self._clock.now()
@@ -293,7 +291,9 @@ class LogShipper:
             await _first_of(None, self._news.wait(), sink.ended)
             await _first_of(linger(self._nodes), self._hurry.wait(), sink.ended)
 
-    async def _ship_rest(self, sink: Sink, offset: Offset, upto: float, *, leads: bool) -> float:
+    async def _ship_rest(
+        self, sink: EventReceiver, offset: Offset, upto: float, *, leads: bool
+    ) -> float:
         """Ship all records later than `upto`; return the time up to which all are shipped."""
         while upto < self._floor:
             behind, floor = _later_than(upto, self._path), self._floor
@@ -306,7 +306,7 @@ class LogShipper:
         return upto
 
     async def _ship_all(
-        self, sink: Sink, offset: Offset, records: Sequence[Record], *, leads: bool
+        self, sink: EventReceiver, offset: Offset, records: Sequence[Record], *, leads: bool
     ) -> float:
         upto = 0.0
         while records:

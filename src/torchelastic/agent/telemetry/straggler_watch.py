@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence, Set
 
 from torchelastic.best_effort import observing
-from torchelastic.events.analysis.stragglers import Finding, Stragglers
+from torchelastic.events.analysis.stragglers import StragglerReport, Stragglers
 from torchelastic.events.log import EventLog
 from torchelastic.events.record import Record
 from torchelastic.events.types import Joined, Progress, Straggler
@@ -83,7 +83,7 @@ class StragglerWatch:
             named = self._stragglers.named.values()
             self._replace(generation, {finding.node for finding in named})
 
-    def _tell(self, generation: int, findings: Sequence[Finding]) -> None:
+    def _tell(self, generation: int, findings: Sequence[StragglerReport]) -> None:
         if findings:
             named = [one.event(self._names.get(one.node, one.node)) for one in findings]
             self._say(generation, named)

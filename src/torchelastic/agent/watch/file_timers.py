@@ -15,8 +15,9 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from torchelastic.errors import ConfigError
+from torchelastic.system.shared_memory import printable
 from torchelastic.timer.file_based_local_timer import LINE, FileTimerRequest, open_pipe, parse
-from torchelastic.timer.timer_table import Timer, printable
+from torchelastic.timer.timer_table import Timer
 
 logger = logging.getLogger(__name__)
 

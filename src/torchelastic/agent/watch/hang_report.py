@@ -7,9 +7,9 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from torchelastic.agent.watch.inspector import Found
+from torchelastic.agent.watch.inspector import WorldActivity
 from torchelastic.events import types as events
-from torchelastic.events.analysis.hangs import Judgement, event_of, judge
+from torchelastic.events.analysis.hangs import HangDiagnosis, diagnose, event_of
 
 logger = logging.getLogger(__name__)
 
@@ -22,30 +22,30 @@ class HangReport:
 
     def __init__(
         self,
-        look: Callable[[], Awaitable[Found]],
+        look: Callable[[], Awaitable[WorldActivity]],
         tell: Callable[[int, events.Hang], None],
     ) -> None:
         self._look, self._tell = look, tell
-        self._looking: asyncio.Task[Found] | None = None
+        self._looking: asyncio.Task[WorldActivity] | None = None
         self._began = 0.0
-        self._told: Found | None = None
+        self._told: WorldActivity | None = None
 
-    def begin(self) -> asyncio.Task[Found]:
+    def begin(self) -> asyncio.Task[WorldActivity]:
         """Start looking, unless that has just been done."""
         if self._looking is None or time.monotonic() - self._began > FRESH:
             self._began = time.monotonic()
             self._looking = asyncio.ensure_future(self._look_safely())
         return self._looking
 
-    async def _look_safely(self) -> Found:
+    async def _look_safely(self) -> WorldActivity:
         """Look; an error here must not end the job."""
         try:
             return await self._look()
         except Exception:
             logger.exception("Could not find out what the ranks are doing.")
-            return Found()
+            return WorldActivity()
 
-    async def found(self, generation: int) -> Found:
+    async def found(self, generation: int) -> WorldActivity:
         """Return the findings for this world, within seconds."""
         found = await asyncio.shield(self.begin())
         if found.generation >= generation:
@@ -53,10 +53,10 @@ class HangReport:
         self._looking = None  # the last findings are from an earlier world
         return await asyncio.shield(self.begin())
 
-    def judge(self, found: Found) -> Judgement:
-        return judge(found.doings, found.unheard)
+    def diagnose(self, found: WorldActivity) -> HangDiagnosis:
+        return diagnose(found.doings, found.unheard)
 
-    def tell(self, found: Found) -> None:
+    def tell(self, found: WorldActivity) -> None:
         """Report the findings, once."""
         if found is not self._told and found.doings:
             self._told = found

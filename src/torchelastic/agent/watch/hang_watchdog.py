@@ -15,13 +15,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torchelastic.agent.lifecycle.in_process import InProcessState, Status
-from torchelastic.agent.lifecycle.last_copy import Copy, is_usable, may_be_killed
+from torchelastic.agent.lifecycle.in_process_state import InProcessState, Status
+from torchelastic.agent.lifecycle.last_copy import LiveCopy, is_usable, may_be_killed
 from torchelastic.agent.watch.hang_report import HangReport
 from torchelastic.agent.watch.stack_reader import NOTHING, answered, is_frozen
 from torchelastic.agent.workers.pool import WorkerPool
 from torchelastic.best_effort import observing
 from torchelastic.events.analysis.hangs import where
+from torchelastic.side_tasks import TaskSet
+from torchelastic.system import devices
 from torchelastic.worker import orders
 
 logger = logging.getLogger(__name__)
@@ -31,26 +33,26 @@ LEARNED_FACTOR, LEARNED_FLOOR = 10.0, 600.0
 #: Entering a world and its first step build, load and compile things: the limit of each is this
 #: many times longer. Not for a frozen process.
 FIRST_STEP_FACTOR = 10.0
-#: Seconds before its time is up that a worker is asked, and all ranks are looked at.
+#: Seconds before its time is up at which a worker is asked and all ranks are inspected.
 BEFOREHAND = 0.3
 #: Seconds a worker has to answer.
-ANSWER = 0.05
+ANSWER_TIMEOUT = 0.05
 #: Seconds after "the generation is over" in which a worker that waits for others must be free.
-FREED = 0.1
+FREED_TIMEOUT = 0.1
 #: Seconds to wait for the only copy of the state, where no limit is given.
-PATIENCE = 600.0
+ONLY_COPY_TIMEOUT = 600.0
 #: A hang in which all ranks wait is reported after this many times the limit; no rank is killed.
 ALL_WAIT = 2.0
 #: Seconds between two looks.
 LOOK = 1.0
-#: Seconds a replacement leaves the CPU to survivors of a failure, and between two looks.
-RECOVERY, RECOVERY_LOOK = 1.0, 0.01
+#: Seconds a replacement leaves the CPUs to survivors of a failure, and between two looks.
+RECOVERY_TIMEOUT, RECOVERY_LOOK = 1.0, 0.005
 
 Doing = Literal["waiting", "stuck", "working", "silent", "frozen"]
 
 
 @dataclass
-class Pace:
+class WorkerPace:
     """The progress of one worker."""
 
     generation: int = -1
@@ -88,7 +90,7 @@ class Pace:
         return f"no progress for {now - self.entered_at:.1f} s{way}"
 
 
-def limit_for(pace: Pace, given: float | None, *, frozen: bool = False) -> float | None:
+def limit_for(pace: WorkerPace, given: float | None, *, frozen: bool = False) -> float | None:
     """Seconds the worker's step, or its way into the world, may take; None: no limit."""
     if given == 0:
         return None
@@ -112,17 +114,17 @@ def verdict(doing: Doing, stack: str, missing: str) -> str:
 
 @dataclass
 class HangWatchdog:
-    """The hang watchdog of one node's resident workers."""
+    """The hang watchdog of one node's in-process workers."""
 
     workers: WorkerPool
     report: HangReport
     #: `--progress-timeout`: seconds, 0 for none, None to learn it.
     limit: float | None = None
-    #: Asks whether another node can go on after a generation; and logs what the job waits for.
+    #: Asks whether another node can continue after a generation; and logs what the job waits for.
     others_can_go_on: Callable[[int], Awaitable[bool]] | None = None
     say: Callable[[str], None] = logger.warning
-    _paces: dict[int, Pace] = field(default_factory=dict)
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _paces: dict[int, WorkerPace] = field(default_factory=dict)
+    _tasks: TaskSet = field(default_factory=TaskSet)
 
     async def run(self, state: Callable[[], InProcessState]) -> None:
         """Watch for as long as the agent runs."""
@@ -132,8 +134,7 @@ class HangWatchdog:
                 due = [at for rank in training if (at := await self._look(rank)) is not None]
                 await asyncio.sleep(min(max(0.0, min(due, default=LOOK)), LOOK))
         except asyncio.CancelledError:
-            for task in self._tasks:
-                task.cancel()
+            self._tasks.cancel()
             raise
 
     async def _look(self, local_rank: int) -> float | None:
@@ -163,7 +164,7 @@ class HangWatchdog:
         with observing("Explaining a hang"):
             self.report.tell(found)
             stack = next((one.stack for one in found.doings if one.rank == rank), NOTHING)
-            judged = self.report.judge(found)
+            judged = self.report.diagnose(found)
             missing = judged.text if rank in judged.missing else ""
         does = verdict(doing, stack, missing)
         since = self._paces[local_rank].words(time.monotonic())
@@ -177,7 +178,7 @@ class HangWatchdog:
         if pace.told or not late or self.workers.rank(local_rank) != 0:
             return
         found = await self.report.found(self.workers.generation(local_rank))
-        judged = self.report.judge(found)
+        judged = self.report.diagnose(found)
         if not judged.missing and self._time_left(local_rank) is not None:
             self.report.tell(found)
             pace.told = judged.text
@@ -187,7 +188,7 @@ class HangWatchdog:
         pid = self.workers.pid(local_rank)
         if seen is None or pid is None:
             return None
-        pace = self._paces.setdefault(local_rank, Pace())
+        pace = self._paces.setdefault(local_rank, WorkerPace())
         generation = self.workers.generation(local_rank)
         if generation == seen[0]:
             pace.saw(*seen, self.workers.first_step(local_rank))
@@ -199,15 +200,18 @@ class HangWatchdog:
         return None if limit is None else pace.entered_at + limit - time.monotonic()
 
     async def recovered(self, state: Callable[[], InProcessState]) -> None:
-        """Wait until a worker here has committed a step in a later world, or none can form yet."""
-        failed = state().generation
+        """Wait until a replacement does not hold up the survivors of a failure: each worker that
+        trains has a CPU, one has committed a step in a later world, or none can form yet."""
+        failed, cpus = state().generation, devices.cpus()
         begun: int | None = None
-        deadline = time.monotonic() + RECOVERY
+        deadline = time.monotonic() + RECOVERY_TIMEOUT
         while time.monotonic() < deadline:
             now = state()
-            if now.world is not None and now.world.phase == "waiting":
+            training = now.having(Status.TRAINING)
+            waits = now.world is not None and now.world.phase == "waiting"
+            if waits or len(training) <= cpus:
                 return
-            for local_rank in now.having(Status.TRAINING):
+            for local_rank in training:
                 generation, step, _ = self.workers.progress(local_rank) or (-1, -1, 0.0)
                 if generation > failed and begun is not None and step > begun:
                     return
@@ -220,16 +224,13 @@ class HangWatchdog:
     def told_over(self, local_rank: int, *, finished: bool = False) -> None:
         """Check that a worker leaves a generation that is over; kill it if it does not.
 
-        With `finished` the training is done, and no world goes on from its state.
+        With `finished` the training is done, and no world continues from its state.
         """
-        seeing = self._see_freed(local_rank, finished)
-        task = asyncio.create_task(seeing, name="see-freed")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._see_freed(local_rank, finished), "see-freed")
 
     async def _see_freed(self, local_rank: int, finished: bool) -> None:
         pid, generation = self.workers.pid(local_rank), self.workers.generation(local_rank)
-        began, pause, stuck, said = time.monotonic(), FREED, 0, False
+        began, pause, stuck, said = time.monotonic(), FREED_TIMEOUT, 0, False
 
         def is_there() -> bool:
             """True if the process lives and is still in that world."""
@@ -258,7 +259,7 @@ class HangWatchdog:
                 pause = LOOK
 
     async def _may_be_killed(self, local_rank: int, waited: float) -> bool:
-        own, limit = self._copy(local_rank), self._patience(local_rank)
+        own, limit = self._copy(local_rank), self._only_copy_timeout(local_rank)
         others = [self._copy(rank) for rank in self.workers.alive if rank != local_rank]
         if may_be_killed(own, others, elsewhere=False, waited=waited, limit=limit):
             return True
@@ -267,12 +268,12 @@ class HangWatchdog:
             elsewhere = await self.others_can_go_on(own.generation)
         return may_be_killed(own, others, elsewhere=elsewhere, waited=waited, limit=limit)
 
-    def _patience(self, local_rank: int) -> float:
-        pace = self._paces.get(local_rank, Pace())
-        return limit_for(pace, self.limit, frozen=True) or PATIENCE
+    def _only_copy_timeout(self, local_rank: int) -> float:
+        pace = self._paces.get(local_rank, WorkerPace())
+        return limit_for(pace, self.limit, frozen=True) or ONLY_COPY_TIMEOUT
 
     def _say_waiting(self, local_rank: int, doing: Doing, pid: int) -> bool:
-        step, limit = self._copy(local_rank).step, self._patience(local_rank)
+        step, limit = self._copy(local_rank).step, self._only_copy_timeout(local_rank)
         wake = f" To resume it: kill -CONT {pid}." if doing == "frozen" else ""
         self.say(
             f"Rank {self.workers.rank(local_rank)} is {doing} and has the only copy of the state "
@@ -284,10 +285,10 @@ class HangWatchdog:
         """True if a worker here has the state of a generation that is over, and is free."""
         return any(is_usable(self._copy(rank), generation) for rank in self.workers.alive)
 
-    def _copy(self, local_rank: int) -> Copy:
+    def _copy(self, local_rank: int) -> LiveCopy:
         generation = self.workers.generation(local_rank)
         shown = self.workers.doing(local_rank, generation)
-        return Copy(
+        return LiveCopy(
             generation=generation,
             step=shown.step if shown is not None else None,
             stopped=self.workers.has_stopped(local_rank),
@@ -301,7 +302,7 @@ class HangWatchdog:
         """Ask a worker what it is doing."""
         if is_frozen(self.workers.pid(local_rank)):
             return "frozen"
-        pong = await answered(self.workers, local_rank, ANSWER)
+        pong = await answered(self.workers, local_rank, ANSWER_TIMEOUT)
         return "silent" if pong is None else _doing(pong)
 
 

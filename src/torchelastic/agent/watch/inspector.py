@@ -3,12 +3,12 @@
     agent                                   every other agent of the world
     which generation                   ->
                                        <-   what its ranks do in that, one JSON object a line
-    who can go on after a generation   ->
+    who can continue after a generation ->
                                        <-   whether a rank there can: it has the state, and is free
 
-All of them together have two seconds: who has not answered by then is named. A reader changes
-nothing, and what goes wrong in it ends nothing; connections are those of all agents, greeted and
-with the job's secret where it has one.
+All agents together have two seconds: those that have not answered by then are named. Inspecting
+changes nothing, and its errors end nothing. Connections are authenticated like all connections
+between agents.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from typing import Protocol, TypeVar
 
 from torchelastic.agent.watch.stack_reader import NOTHING, Stacks
 from torchelastic.errors import WireError
-from torchelastic.events.analysis.hangs import Doing
+from torchelastic.events.analysis.hangs import RankActivity
 from torchelastic.rendezvous.membership.backend import RendezvousBackend
 from torchelastic.rendezvous.world import World, WorldNode
+from torchelastic.side_tasks import TaskSet
 from torchelastic.transport import frames
 from torchelastic.transport.connect import Endpoint, connect_once
 from torchelastic.transport.frames import Message, by_kind
@@ -37,11 +38,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: Seconds that this node's workers have for their stacks, and all other agents for their answers.
-HERE, THERE = 1.5, 2.0
+STACKS_TIMEOUT, AGENTS_TIMEOUT = 1.5, 2.0
 #: Nodes that are asked, and how many of them at a time.
 MOST_NODES, AT_A_TIME = 512, 64
 #: Bytes of an answer.
-ANSWER = 1 << 20
+ANSWER_BYTES = 1 << 20
 #: Agents that are connected at a time, to ask. Each has as long as it waits for an answer.
 MOST_PEERS = 64
 
@@ -82,22 +83,22 @@ ASKED, TOLD = by_kind(Which, CanGoOn), by_kind(These, GoesOn)
 
 
 @dataclass(frozen=True)
-class Found:
+class WorldActivity:
     """The findings about a world's ranks."""
 
     generation: int = -1
-    doings: tuple[Doing, ...] = ()
+    doings: tuple[RankActivity, ...] = ()
     #: Names of the nodes that did not answer, and the number of unnamed ones.
     unheard: tuple[str, ...] = field(default=())
 
 
-class Watched(Protocol):
+class InspectedWorkers(Protocol):
     """The part of `WorkerPool` used here, beside what `Stacks` uses."""
 
     @property
     def alive(self) -> tuple[int, ...]: ...
 
-    def doing(self, local_rank: int, generation: int) -> Doing | None: ...
+    def doing(self, local_rank: int, generation: int) -> RankActivity | None: ...
 
 
 class Inspector:
@@ -105,7 +106,7 @@ class Inspector:
 
     def __init__(
         self,
-        workers: Watched,
+        workers: InspectedWorkers,
         stacks: Stacks,
         *,
         node: str,
@@ -119,7 +120,7 @@ class Inspector:
         self._can_go_on = can_go_on
         self._backend: RendezvousBackend | None = None
         self._peers: set[Link] = set()
-        self._answers: set[asyncio.Task[None]] = set()
+        self._answers = TaskSet()
 
     def open(self, backend: RendezvousBackend) -> None:
         """Answer other agents from now on."""
@@ -130,21 +131,18 @@ class Inspector:
         """Stop answering."""
         for link in self._peers:
             link.abort()
-        for task in self._answers:
-            task.cancel()
-        if self._answers:
-            await asyncio.wait(self._answers)
+        await self._answers.close()
 
     # --- here ------------------------------------------------------------------------------------
 
-    async def here(self, generation: int) -> list[Doing]:
+    async def here(self, generation: int) -> list[RankActivity]:
         """Return what this node's ranks are doing."""
         shown = {rank: self._workers.doing(rank, generation) for rank in self._workers.alive}
         known = {local: doing for local, doing in shown.items() if doing is not None}
         reading = {
             local: asyncio.create_task(self._stacks.of(local), name="stack") for local in known
         }
-        seen = await _outcomes(reading.values(), HERE)
+        seen = await _outcomes(reading.values(), STACKS_TIMEOUT)
         stacks = dict(zip(reading, seen, strict=True))
         # Again: one that was asked for its stack shows what torch has counted for it, too.
         shown = {local: self._workers.doing(local, generation) for local in known}
@@ -155,27 +153,29 @@ class Inspector:
 
     # --- everywhere ------------------------------------------------------------------------------
 
-    async def everywhere(self) -> Found:
+    async def everywhere(self) -> WorldActivity:
         """Return what all ranks of the current world are doing."""
         world = self._world()
         if world is None:
-            return Found()
+            return WorldActivity()
         others = [item for item in world.nodes if item.node != self._node][:MOST_NODES]
         turn = asyncio.Semaphore(AT_A_TIME)
         asking = [
             asyncio.create_task(self._there(item, world.generation, turn), name=item.name)
             for item in others
         ]
-        own, told = await asyncio.gather(self.here(world.generation), _outcomes(asking, THERE))
+        own, told = await asyncio.gather(
+            self.here(world.generation), _outcomes(asking, AGENTS_TIMEOUT)
+        )
         doings = [doing for one in (own, *told) if one is not None for doing in one]
         silent = [item.name for item, one in zip(others, told, strict=True) if one is None]
         if (unasked := world.count - len(world.nodes) + _left_out(world)) > 0:
             silent.append(f"{unasked} more nodes")
         ranks = tuple(sorted(doings, key=lambda doing: doing.rank))
-        return Found(world.generation, ranks, tuple(silent))
+        return WorldActivity(world.generation, ranks, tuple(silent))
 
     async def others_can_go_on(self, generation: int) -> bool:
-        """True if a rank on another node has the state of a generation and is free to go on."""
+        """True if a rank on another node has the state of a generation and is free to continue."""
         world, turn = self._world(), asyncio.Semaphore(AT_A_TIME)
         nodes = world.nodes if world is not None else ()
         pending = {
@@ -183,7 +183,7 @@ class Inspector:
             for item in nodes[:MOST_NODES]
             if item.node != self._node
         }
-        deadline = time.monotonic() + THERE
+        deadline = time.monotonic() + AGENTS_TIMEOUT
         try:
             while pending and (left := deadline - time.monotonic()) > 0:
                 done, pending = await asyncio.wait(
@@ -203,18 +203,18 @@ class Inspector:
 
     async def _there(
         self, item: WorldNode, generation: int, turn: asyncio.Semaphore
-    ) -> list[Doing]:
+    ) -> list[RankActivity]:
         """Return what the ranks of another node are doing."""
         async with turn:
             _, lines = await self._ask(item.peer, Which(generation))
-            return [Doing.from_json(json.loads(line)) for line in lines.splitlines()]
+            return [RankActivity.from_json(json.loads(line)) for line in lines.splitlines()]
 
     async def _ask(self, peer: str, question: Message) -> tuple[Message, bytes]:
         """Return the answer, and the bytes that follow it."""
         if self._backend is None or not peer:
             raise ConnectionError("the agent has no known address")
         place = Endpoint.at(peer, self._job, self._backend.credentials)
-        link, answer = await connect_once(place, purpose=frames.DOINGS, timeout=THERE)
+        link, answer = await connect_once(place, purpose=frames.DOINGS, timeout=AGENTS_TIMEOUT)
         try:
             if not isinstance(answer, frames.Welcome):
                 raise ConnectionError("the peer did not answer as a torchelastic agent")
@@ -233,7 +233,7 @@ class Inspector:
             link.close()
             return
         self._peers.add(link)
-        leave = asyncio.get_running_loop().call_later(THERE, link.abort)
+        leave = asyncio.get_running_loop().call_later(AGENTS_TIMEOUT, link.abort)
 
         def left(_: object) -> None:
             leave.cancel()
@@ -250,9 +250,7 @@ class Inspector:
             link.close()
             return
         assert isinstance(asked, Which)
-        task = asyncio.create_task(self._answer(link, asked.generation), name="doings")
-        self._answers.add(task)
-        task.add_done_callback(self._answers.discard)
+        task = self._answers.start(self._answer(link, asked.generation), "doings")
         link.ended.add_done_callback(lambda _: task.cancel())
         link.deliver_to(_refuse_more)
 
@@ -264,10 +262,10 @@ class Inspector:
             link.close()
 
 
-def lines_of(doings: Iterable[Doing]) -> bytes:
+def lines_of(doings: Iterable[RankActivity]) -> bytes:
     """One JSON line each; without stacks if that would be too long."""
     lines = [json.dumps(doing.to_json()).encode() for doing in doings]
-    if sum(map(len, lines)) > ANSWER:
+    if sum(map(len, lines)) > ANSWER_BYTES:
         short = [replace(doing, stack="omitted: too long") for doing in doings]
         lines = [json.dumps(doing.to_json()).encode() for doing in short]
     return b"\n".join(lines)
@@ -302,8 +300,8 @@ def _outcome(task: asyncio.Task[T]) -> T | None:
     return task.result()
 
 
-def to_json(found: Found) -> dict[str, object]:
-    """For another process."""
+def to_json(found: WorldActivity) -> dict[str, object]:
+    """Return it as JSON for another process."""
     return {
         "generation": found.generation,
         "doings": [doing.to_json() for doing in found.doings],
@@ -311,12 +309,12 @@ def to_json(found: Found) -> dict[str, object]:
     }
 
 
-def from_json(data: dict[str, object]) -> Found:
+def from_json(data: dict[str, object]) -> WorldActivity:
     """Raises `ValueError` if it is invalid."""
     doings, unheard, generation = data.get("doings"), data.get("unheard"), data.get("generation")
     if not isinstance(doings, Sequence) or not isinstance(unheard, Sequence):
         raise ValueError("The answer has no list of ranks.")
     if not isinstance(generation, int):
         raise ValueError("The answer has no generation.")
-    found = tuple(Doing.from_json(one) for one in doings)
-    return Found(generation, found, tuple(str(name) for name in unheard))
+    found = tuple(RankActivity.from_json(one) for one in doings)
+    return WorldActivity(generation, found, tuple(str(name) for name in unheard))

@@ -17,7 +17,8 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchelastic.agent.watch.inspector import Found, Inspector, from_json, to_json
+from torchelastic.agent.watch.inspector import Inspector, WorldActivity, from_json, to_json
+from torchelastic.side_tasks import TaskSet
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +26,11 @@ SOCKET_FILE = "agent.sock"
 #: The query.
 STACKS = b"stacks\n"
 #: Seconds an agent may take: it asks the others, which have two seconds.
-PATIENCE = 10.0
+ANSWER_TIMEOUT = 10.0
 #: Bytes of an answer.
 MOST_BYTES = 64 << 20
 #: Seconds a client has to send its query, and clients at a time.
-_QUERY_LIMIT, _MOST_CLIENTS = 5.0, 16
+_QUERY_TIMEOUT, _MOST_CLIENTS = 5.0, 16
 
 
 class QuerySocket:
@@ -39,7 +40,7 @@ class QuerySocket:
         self._path = directory / SOCKET_FILE
         self._inspector = inspector
         self._server: asyncio.AbstractServer | None = None
-        self._clients: set[asyncio.Task[None]] = set()
+        self._clients = TaskSet()
 
     async def open(self) -> None:
         """Listen. A failure is logged, and the job runs without the socket."""
@@ -54,10 +55,7 @@ class QuerySocket:
         if self._server is None:
             return
         self._server.close()
-        for task in self._clients:
-            task.cancel()
-        if self._clients:
-            await asyncio.wait(self._clients)
+        await self._clients.close()
         self._path.unlink(missing_ok=True)
 
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -70,15 +68,14 @@ class QuerySocket:
         except (OSError, ValueError, asyncio.TimeoutError) as error:
             logger.debug("a query failed: %r", error)
         finally:
-            self._clients.discard(task)
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asked = await asyncio.wait_for(reader.readline(), _QUERY_LIMIT)
+        asked = await asyncio.wait_for(reader.readline(), _QUERY_TIMEOUT)
         if asked == STACKS:
             found = await self._inspector.everywhere()
             writer.write(json.dumps(to_json(found)).encode() + b"\n")
-            await asyncio.wait_for(writer.drain(), _QUERY_LIMIT)
+            await asyncio.wait_for(writer.drain(), _QUERY_TIMEOUT)
 
 
 def _bound(path: Path) -> socket.socket:
@@ -110,10 +107,10 @@ def _is_ours(end: socket.socket) -> bool:
     return struct.unpack("3i", packed)[1] in (os.geteuid(), 0)
 
 
-def ask(directory: Path) -> Found:
+def ask(directory: Path) -> WorldActivity:
     """Ask the agent of this directory what all ranks do; `OSError` if it cannot answer."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
-        end.settimeout(PATIENCE)
+        end.settimeout(ANSWER_TIMEOUT)
         with _short(directory / SOCKET_FILE) as address:
             end.connect(address)
         end.sendall(STACKS)

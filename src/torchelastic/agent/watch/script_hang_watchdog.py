@@ -18,16 +18,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from torchelastic.agent.watch.hang_report import HangReport
-from torchelastic.agent.watch.hang_watchdog import Pace, limit_for, verdict
+from torchelastic.agent.watch.hang_watchdog import WorkerPace, limit_for, verdict
 from torchelastic.agent.watch.stack_reader import is_frozen
 from torchelastic.agent.workers.step_counts import CountedSteps
-from torchelastic.events.analysis.hangs import Doing, Judgement
+from torchelastic.events.analysis.hangs import HangDiagnosis, RankActivity
 
 #: Seconds between two looks.
 LOOK = 1.0
 
 
-class Watched(Protocol):
+class WatchedScripts(Protocol):
     """The part of `WorkerPool` used here."""
 
     stopping: bool
@@ -53,13 +53,13 @@ class Watched(Protocol):
 
 @dataclass
 class ScriptHangWatchdog:
-    """Watches one node's workers until they turn out to be resident."""
+    """Watches the workers of one node's script, until they call `torchelastic.train`."""
 
-    workers: Watched
+    workers: WatchedScripts
     report: HangReport
     #: As for `HangWatchdog`.
     limit: float | None = None
-    _paces: dict[int, Pace] = field(default_factory=dict)
+    _paces: dict[int, WorkerPace] = field(default_factory=dict)
     #: The last report, and since when there was no progress.
     _said: tuple[str, float] = ("", 0.0)
 
@@ -79,7 +79,7 @@ class ScriptHangWatchdog:
         seen, pid = self._seen(local_rank), self.workers.pid(local_rank)
         if seen is None or pid is None:
             return False
-        pace = self._paces.setdefault(local_rank, Pace())
+        pace = self._paces.setdefault(local_rank, WorkerPace())
         pace.saw(*seen)
         frozen = is_frozen(pid)
         if self.limit is None and not frozen and self._may_be_ended(local_rank):
@@ -88,7 +88,7 @@ class ScriptHangWatchdog:
         return limit is not None and time.monotonic() > pace.entered_at + limit and not pace.told
 
     def _seen(self, local_rank: int) -> tuple[int, int, float, int] | None:
-        """The worker's progress, as `Pace.saw` takes it."""
+        """The worker's progress, as `WorkerPace.saw` takes it."""
         if (seen := self._committed(local_rank)) is not None:
             return (*seen, self.workers.first_step(local_rank))
         counted = self.workers.counted.seen(local_rank)
@@ -110,7 +110,7 @@ class ScriptHangWatchdog:
         still = {local: doing for local, doing in mine.items() if self._is_overdue(local)}
         if not still or found.generation != self.workers.generation(min(still)):
             return
-        judged = self.report.judge(found)
+        judged = self.report.diagnose(found)
         causes = {local: doing for local, doing in still.items() if is_cause(doing, judged)}
         ended = {local: doing for local, doing in causes.items() if self._may_be_ended(local)}
         said = (judged.text, self._paces[min(still)].entered_at)
@@ -129,11 +129,11 @@ class ScriptHangWatchdog:
                 self.workers.kill(local, f"{since}: {_verdict(doing, judged)}", doing.stack)
 
 
-def _verdict(doing: Doing, judged: Judgement) -> str:
+def _verdict(doing: RankActivity, judged: HangDiagnosis) -> str:
     missing = judged.text if doing.rank in judged.missing else ""
     return verdict("frozen" if doing.frozen else "working", doing.stack, missing)
 
 
-def is_cause(doing: Doing | None, judged: Judgement) -> bool:
+def is_cause(doing: RankActivity | None, judged: HangDiagnosis) -> bool:
     """True if this rank keeps the others waiting."""
     return doing is not None and (doing.frozen or (judged.waited and doing.rank in judged.missing))

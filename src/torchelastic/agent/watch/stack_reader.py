@@ -32,9 +32,9 @@ from torchelastic.worker import orders, stack_dump
 logger = logging.getLogger(__name__)
 
 #: Seconds that py-spy may take, and bytes of a stack that are read.
-PY_SPY_LIMIT, STACK_BYTES = 2.0, 1 << 16
+PY_SPY_TIMEOUT, STACK_BYTES = 2.0, 1 << 16
 #: Seconds that a worker has to write its stacks, and a control thread to answer; between two looks.
-WRITTEN, ANSWER, LOOK = 1.0, 0.2, 0.005
+STACKS_TIMEOUT, ANSWER_TIMEOUT, LOOK = 1.0, 0.2, 0.005
 
 FROZEN = "it is frozen: no stack could be read"
 NOTHING = "no stack could be read"
@@ -74,7 +74,7 @@ async def stack_of(pid: int | None, helpers: set[int]) -> str:
         command = [program, "dump", "--nonblocking", "--pid", str(pid)]
         with open(os.devnull, "r+b", buffering=0) as null:
             streams = (null.fileno(), memory, null.fileno())
-            running = run_program(command, env.snapshot(), streams, helpers, PY_SPY_LIMIT)
+            running = run_program(command, env.snapshot(), streams, helpers, PY_SPY_TIMEOUT)
             is_read = await running is not None
         return os.pread(memory, STACK_BYTES, 0).decode(errors="replace") if is_read else ""
     except SpawnError as error:
@@ -87,15 +87,17 @@ async def stack_of(pid: int | None, helpers: set[int]) -> str:
 class Workers(Protocol):
     """The part of `WorkerPool` used here."""
 
-    pongs: dict[int, orders.Pong]
-
     @property
     def helpers(self) -> set[int]: ...
 
     def pid(self, local_rank: int) -> int | None: ...
 
-    def is_resident(self, local_rank: int) -> bool:
+    def is_in_process(self, local_rank: int) -> bool:
         """True if a control thread answers for it."""
+        ...
+
+    def pong(self, local_rank: int) -> orders.Pong | None:
+        """Its last answer to a `Ping`."""
         ...
 
     def stack_memory(self, local_rank: int) -> int | None: ...
@@ -116,7 +118,7 @@ async def answered(workers: Workers, local_rank: int, seconds: float) -> orders.
     workers.tell(local_rank, orders.Ping(number))
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        pong = workers.pongs.get(local_rank)
+        pong = workers.pong(local_rank)
         if pong is not None and pong.number >= number:
             return pong
         await asyncio.sleep(0.002)
@@ -148,13 +150,13 @@ class Stacks:
 
     async def _told(self, local_rank: int) -> str:
         """Have the control thread write the stack; empty if there is none or it is late."""
-        if not self._workers.is_resident(local_rank):
+        if not self._workers.is_in_process(local_rank):
             return ""
         descriptor = os.memfd_create("torchelastic-stack", os.MFD_CLOEXEC)
         try:
             self._workers.tell(local_rank, orders.Dump(), [descriptor])
             # Orders are obeyed one by one: the answer comes when it is written.
-            pong = await answered(self._workers, local_rank, ANSWER)
+            pong = await answered(self._workers, local_rank, ANSWER_TIMEOUT)
             return _end_of(descriptor, 0) if pong is not None else ""
         finally:
             os.close(descriptor)
@@ -192,7 +194,7 @@ async def written_stack(pid: int, memory: int) -> str:
             and not _signals(main, "SigBlk")
         )
 
-    await _until(is_written, WRITTEN)
+    await _until(is_written, STACKS_TIMEOUT)
     return _end_of(memory, stack_dump.STACKS_AT)
 
 

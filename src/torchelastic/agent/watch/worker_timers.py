@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 LOOK = 0.25
 #: Seconds that a worker has to write its stacks, and between two looks at them. After this many
 #: looks without a change they are complete, even if the worker is busy.
-WRITTEN, LOOK_AGAIN, SAME = 5.0, 0.02, 25
+STACKS_TIMEOUT, LOOK_AGAIN, UNCHANGED_LOOKS = 5.0, 0.02, 25
 
 
 @dataclass(frozen=True)
-class Watched:
+class TimedWorker:
     """A worker that has timers."""
 
     pid: int
@@ -58,7 +58,7 @@ class Timers:
     """Watches the workers' timer tables and their requests for torch's timers."""
 
     def __init__(self) -> None:
-        self._watched: dict[int, Watched] = {}
+        self._watched: dict[int, TimedWorker] = {}
         self._file: FileTimers | None = None
         #: From the first timer on.
         self._some = asyncio.Event()
@@ -78,7 +78,7 @@ class Timers:
             os.close(descriptor)
             return
         self.ended(local_rank)
-        self._watched[local_rank] = Watched(pid, descriptor, int(signum))
+        self._watched[local_rank] = TimedWorker(pid, descriptor, int(signum))
         self._some.set()
 
     def take_also(self, file: FileTimers) -> None:
@@ -190,7 +190,7 @@ def _may_be_sent(signum: object) -> bool:
 # --- stacks --------------------------------------------------------------------------------------
 
 
-async def _stack(watched: Watched, helpers: set[int]) -> str:
+async def _stack(watched: TimedWorker, helpers: set[int]) -> str:
     """The stacks of the worker's threads, written by itself or read by py-spy."""
     if is_frozen(watched.pid):
         return await stack_of(watched.pid, helpers) or FROZEN
@@ -198,15 +198,15 @@ async def _stack(watched: Watched, helpers: set[int]) -> str:
     return written or await stack_of(watched.pid, helpers) or NOTHING
 
 
-async def _written_stack(watched: Watched) -> str:
+async def _written_stack(watched: TimedWorker) -> str:
     """Have the worker write its stacks by a signal; the thread that gets it stops there."""
     begin = max(os.fstat(watched.descriptor).st_size, STACKS_AT)
     try:
         os.kill(watched.pid, watched.signum)
     except ProcessLookupError:
         return ""
-    size, same, deadline = begin, 0, time.monotonic() + WRITTEN
-    while same < SAME and time.monotonic() < deadline:
+    size, same, deadline = begin, 0, time.monotonic() + STACKS_TIMEOUT
+    while same < UNCHANGED_LOOKS and time.monotonic() < deadline:
         await asyncio.sleep(LOOK_AGAIN)
         before, size = size, os.fstat(watched.descriptor).st_size
         same = same + 1 if size == before > begin else 0

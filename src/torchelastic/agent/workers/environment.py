@@ -24,6 +24,8 @@ def node_env(environ: Mapping[str, str], config: LaunchConfig) -> dict[str, str]
     # way into every world; 1 s is enough for a name that is only logged.
     env.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     env["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(config.signals_to_handle)
+    if config.shared_signals:
+        env["TORCHELASTIC_SHARED_SIGNALS"] = ",".join(config.shared_signals)
     return env
 
 
@@ -56,6 +58,10 @@ def worker_env(
         TORCHELASTIC_START=world.start,
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
+    if config.replica_size:
+        env["TORCHELASTIC_REPLICA_SIZE"] = str(config.replica_size)
+    if config.nodes_per_replica > 1:
+        env["TORCHELASTIC_REPLICA_PLACE"] = str(node.node_rank % config.nodes_per_replica)
     if config.virtual_local_rank:
         env.update(_one_device(base, local_rank))
     return env
@@ -73,18 +79,19 @@ def _store_shown(config: LaunchConfig, world: World, node: WorldNode) -> str:
 
 
 def standby_env(
-    base: Mapping[str, str], config: LaunchConfig, world: World, local_rank: int
+    base: Mapping[str, str], config: LaunchConfig, world: World, local_rank: int, place: int
 ) -> dict[str, str]:
     """The environment of a worker that starts beside a world, to enter a later one.
 
-    Its ranks are those of a last node; `torchelastic.train` sets the real ones.
+    Its ranks are those of a last node; `torchelastic.train` sets the real ones. `place` is that of
+    the node in its replica.
     """
     nproc, role = config.nproc_per_node, config.role
     node = WorldNode(
         node="",
         name="",
         addr="",
-        node_rank=world.count,
+        node_rank=world.count + place,
         nproc=nproc,
         role=role,
         first_rank=world.size,

@@ -1,8 +1,8 @@
 """Find out whether a worker was killed because memory ran out, and how certain that is.
 
 An out-of-memory kill looks like any `kill -9`. But the kernel counts such kills before it kills, in
-the container (cgroup) and on the machine, and its log, where readable, names the process. `Memory`
-reads these; the pure `memory_hint` puts them into words.
+the container (cgroup) and on the machine, and its log, where readable, names the process.
+`OomKills` reads these; the pure `memory_hint` puts them into words.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-class Memory:
+class OomKills:
     """Follows the kernel's counts. One kill explains one worker's exit."""
 
     def __init__(self, sources: Sources | None = None) -> None:

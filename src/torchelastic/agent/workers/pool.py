@@ -6,38 +6,37 @@ It reports what happens to them as events; `lifecycle` decides what to do.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from signal import SIGTERM
 from typing import Any
 
 from torchelastic.agent import failure_report
 from torchelastic.agent.lifecycle import in_process, script
 from torchelastic.agent.output import log_files
-from torchelastic.agent.snapshot_service import Snapshots
-from torchelastic.agent.spawn.factory import ProcessFactory
+from torchelastic.agent.spawn.helper_processes import ProcessFactory
 from torchelastic.agent.telemetry.progress_sampler import ProgressSampler
 from torchelastic.agent.telemetry.reporter import Reporter
 from torchelastic.agent.watch.stack_reader import is_frozen
 from torchelastic.agent.watch.worker_timers import Timers
 from torchelastic.agent.workers import numa
 from torchelastic.agent.workers.environment import entry_for, standby_env, worker_env
-from torchelastic.agent.workers.oom import Facts, Memory, memory_hint
+from torchelastic.agent.workers.oom import Facts, OomKills, memory_hint
 from torchelastic.agent.workers.reported_metrics import MetricTables
 from torchelastic.agent.workers.step_counts import CountedSteps
 from torchelastic.agent.workers.supervisor import Supervisor, WorkerExit, WorkerSpawn
+from torchelastic.agent.workers.worker_record import WorkerRecord
 from torchelastic.best_effort import observing
 from torchelastic.clock import Clock
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.errors import SpawnError
-from torchelastic.events.analysis.hangs import WORLD, Collective, Doing
+from torchelastic.events.analysis.hangs import WORLD, Collective, RankActivity
 from torchelastic.events.failure import Failure
 from torchelastic.metrics import metric_table
 from torchelastic.rendezvous.world import World
 from torchelastic.snapshot import messages
+from torchelastic.snapshot.node.snapshot_service import Snapshots
 from torchelastic.system import linux
 from torchelastic.system.cgroup import Cgroup
 from torchelastic.transport.auth import Secret
@@ -48,7 +47,7 @@ from torchelastic.worker.bootstrap import TOLD_MESSAGE, TOLD_TRACEBACK, result_p
 logger = logging.getLogger(__name__)
 
 #: Seconds to wait for the last output of exited workers.
-LAST_WORDS = 2.0
+LAST_OUTPUT_TIMEOUT = 2.0
 
 
 class WorkerPool:
@@ -93,38 +92,15 @@ class WorkerPool:
         self._metric_tables = MetricTables()
         #: Set when they are told to stop: their exits are not failures then.
         self.stopping = False
-        #: Local ranks that were already exiting at that time.
-        self._ending: set[int] = set()
-        #: Local ranks we killed because they did not leave a world that was over.
-        self._cut_off: set[int] = set()
         #: The kernel's out-of-memory counts.
-        self._memory = Memory()
-        #: Local ranks that have left their world since they were told that it is over.
-        self._stopped: set[int] = set()
-        #: Those that were told that the training is done.
-        self._done: set[int] = set()
-        #: By local rank: the generation and the rank each worker has now.
-        self._places: dict[int, tuple[int, int]] = {}
-        #: By local rank: the generation it was told to enter, and when, until it leaves that.
-        self._told_to_enter: dict[int, tuple[int, float]] = {}
-        #: By local rank: the generation in which it reported to train, until it leaves that.
-        self._inside: dict[int, int] = {}
-        self._steps: dict[int, int] = {}
-        #: Errors that workers sent on their channels: the only source if log files are off.
-        self._last_words_of: dict[int, error_file.ErrorRecord] = {}
-        #: Why we killed a worker, and its stack.
-        self._verdicts: dict[int, error_file.ErrorRecord] = {}
-        self._logs_of: dict[int, log_files.GenerationLogs] = {}
-        #: Memory that outlives a worker, for its replacement.
-        self._status_pages: dict[int, int] = {}
-        #: By local rank: the progress of the worker before it.
-        self.inherited: dict[int, tuple[int, int, float]] = {}
+        self._memory = OomKills()
+        self._records = {
+            local_rank: WorkerRecord(local_rank) for local_rank in range(config.nproc_per_node)
+        }
         #: Optimizer steps of workers that report no steps.
         self.counted = CountedSteps()
-        #: The last answer to a `Ping`.
-        self.pongs: dict[int, orders.Pong] = {}
-        #: Local ranks for which a control thread answers.
-        self._resident: set[int] = set()
+        #: The newest generation in which a worker here was seen to have taken a step.
+        self._trained = -1
         #: Global rank -> path of the function's pickled result.
         self.results: dict[int, str] = {}
 
@@ -140,19 +116,70 @@ class WorkerPool:
     @property
     def best_step(self) -> int:
         """The highest step a worker has reported, without counted optimizer steps."""
-        steps = (self._told_step(local_rank) for local_rank in self._places)
+        steps = (record.newest_step() for record in self._records.values())
         return max((step for step in steps if step is not None), default=-1)
+
+    @property
+    def newest_trained(self) -> int:
+        """The newest generation in which a worker here has taken a step."""
+        generations = [self._trained, self.counted.newest]
+        for record in self._records.values():
+            seen = record.progress()
+            if seen is not None and seen[1] > record.first_step():
+                generations.append(seen[0])
+        self._trained = max(generations)
+        return self._trained
+
+    @property
+    def newest_held(self) -> int:
+        """The newest generation whose state a worker here holds: one that has entered a step."""
+        return max(map(self._held, self.alive), default=-1)
+
+    @property
+    def blank(self) -> tuple[int, ...]:
+        """The workers that do not hold the state of that generation."""
+        newest = self.newest_held
+        return tuple(rank for rank in self.alive if self._held(rank) < newest)
+
+    def _held(self, local_rank: int) -> int:
+        record = self._records[local_rank]
+        own = record.progress()
+        return own[0] if own and own != record.inherited else -1
 
     def pid(self, local_rank: int) -> int | None:
         return self._supervisor.pid(local_rank)
 
-    def is_resident(self, local_rank: int) -> bool:
+    def is_in_process(self, local_rank: int) -> bool:
         """True if it has called `torchelastic.train`, and a control thread answers for it."""
-        return local_rank in self._resident
+        return self._records[local_rank].in_process
 
     def rank(self, local_rank: int) -> int:
         """The rank in the world it is in, or was told to enter."""
-        return self._places[local_rank][1]
+        return self._records[local_rank].rank
+
+    def generation(self, local_rank: int) -> int:
+        """The world the worker was last told to enter."""
+        return self._records[local_rank].generation
+
+    def entering_since(self, local_rank: int) -> float | None:
+        """When it started to enter its world (`WorkerRecord.entering_since`)."""
+        return self._records[local_rank].entering_since()
+
+    def has_stopped(self, local_rank: int) -> bool:
+        """True if it has left its world since it was told that it is over."""
+        return self._records[local_rank].has_stopped
+
+    def progress(self, local_rank: int) -> tuple[int, int, float] | None:
+        """Generation, step and time of the last step it has entered, if it reports steps."""
+        return self._records[local_rank].progress()
+
+    def first_step(self, local_rank: int) -> int:
+        """The first step of the generation that `progress` returns."""
+        return self._records[local_rank].first_step()
+
+    def pong(self, local_rank: int) -> orders.Pong | None:
+        """Its last answer to a `Ping`."""
+        return self._records[local_rank].pong
 
     def stack_memory(self, local_rank: int) -> int | None:
         return self._supervisor.stack_memory(local_rank)
@@ -170,11 +197,6 @@ class WorkerPool:
     async def start_all(self, world: World, node: str) -> None:
         """Start the workers of a world's node, all or none."""
         began = self._clock.now()
-        self._steps.clear()
-        self._cut_off.clear()
-        self._resident.clear()
-        self._last_words_of.clear()
-        self._verdicts.clear()
         self.results.clear()
         self.counted.close()
         found = world.find(node)
@@ -187,27 +209,19 @@ class WorkerPool:
             self._tell_event(script.WorkersUp(world.generation))
             self._reporter.workers_started(world.generation, ranks, pids, seconds)
 
-    async def start_standby(self, local_rank: int, world: World) -> None:
-        """Start one worker that is in no world yet; its logs go with the next generation."""
+    async def start_standby(self, local_rank: int, world: World, place: int) -> None:
+        """Start one worker that is in no world yet; its logs go with the next generation. `place`
+        is that of this node in its replica."""
         if self.stopping:
             return
         began = self._clock.now()
-        self._forget(local_rank)
+        self.counted.forget(local_rank)
         ranks = {local_rank: world.size + local_rank}
-        env = standby_env(self._env, self._config, world, local_rank)
+        env = standby_env(self._env, self._config, world, local_rank, place)
         pids = await self._start(world.generation + 1, ranks, {local_rank: env}, generation=-1)
         if pids is not None:
             seconds = self._clock.now() - began
             self._reporter.standby_started(local_rank, pids[local_rank], seconds)
-
-    def _forget(self, local_rank: int) -> None:
-        """Forget the worker that had this local rank before."""
-        self._resident.discard(local_rank)
-        self._cut_off.discard(local_rank)
-        self.counted.forget(local_rank)
-        known = (self._steps, self._last_words_of, self._verdicts, self.pongs)
-        for facts in (*known, self._told_to_enter, self._inside):
-            facts.pop(local_rank, None)
 
     async def _start(
         self,
@@ -218,10 +232,12 @@ class WorkerPool:
     ) -> dict[int, int] | None:
         """Open logs and start; on failure report it and return None."""
         generation = attempt if generation is None else generation
-        self._places.update((local, (generation, rank)) for local, rank in ranks.items())
+        for local, rank in ranks.items():
+            self._records[local] = self._records[local].successor(generation, rank)
         try:
             opened = self._logs.open(attempt, ranks)
-            self._logs_of.update(dict.fromkeys(ranks, opened))
+            for local in ranks:
+                self._records[local].logs = opened
             try:
                 spawns = [self._spawn(local, envs[local], opened) for local in ranks]
                 return await self._supervisor.start(spawns)
@@ -255,58 +271,17 @@ class WorkerPool:
 
     def tell(self, local_rank: int, order: orders.Order, fds: Iterable[int] = ()) -> None:
         """Send an order; a worker that has exited is ignored."""
-        if isinstance(order, orders.Enter):
-            self._places[local_rank] = (order.generation, order.rank)
-            self._told_to_enter[local_rank] = (order.generation, time.monotonic())
-            self._done.discard(local_rank)
-        if isinstance(order, orders.Enter | orders.Over):
-            self._stopped.discard(local_rank)
-        if isinstance(order, orders.Over) and order.finished:
-            self._done.add(local_rank)
+        self._records[local_rank].told(order, time.monotonic())
         self._supervisor.tell(local_rank, orders.to_json(order), list(fds))
 
-    def generation(self, local_rank: int) -> int:
-        """The world the worker was last told to enter."""
-        return self._places[local_rank][0]
-
-    def entering_since(self, local_rank: int) -> float | None:
-        """When a worker started to enter the world it was last told to enter. None: it has entered
-        a step there, or will not enter. Infinite: it finishes a step of the world before, which
-        it said may take any time."""
-        generation, told = self._told_to_enter.get(local_rank, (-1, 0.0))
-        shown, _, entered = self.progress(local_rank) or (-1, -1, math.inf)
-        if shown >= generation:
-            return None
-        if entered == math.inf:
-            # Otherwise an evaluation would look like a hang of all workers.
-            return math.inf if local_rank in self._inside else told
-        return max(told, entered)
-
-    def has_stopped(self, local_rank: int) -> bool:
-        """True if it has left its world since it was told that it is over."""
-        return local_rank in self._stopped
-
-    def progress(self, local_rank: int) -> tuple[int, int, float] | None:
-        """Generation, step and time of the last step a resident worker has entered."""
-        descriptor = self._status_pages.get(local_rank)
-        return status_page.read_progress(descriptor) if descriptor is not None else None
-
-    def first_step(self, local_rank: int) -> int:
-        """The first step of the generation that `progress` returns."""
-        descriptor = self._status_pages.get(local_rank)
-        return status_page.read_first_step(descriptor) if descriptor is not None else -1
-
-    def doing(self, local_rank: int, generation: int) -> Doing | None:
+    def doing(self, local_rank: int, generation: int) -> RankActivity | None:
         """Return what a worker is doing, without its stack; None if it is not in this world."""
-        own, rank = self._places.get(local_rank, (-1, -1))
-        if own != generation:
+        record = self._records[local_rank]
+        if record.generation != generation:
             return None
-        descriptor = self._status_pages.get(local_rank)
-        seen = collective_log.read(descriptor) if descriptor is not None else None
-        if seen is None or seen.generation != generation:
-            seen = collective_log.Shown(generation, None, ())
-        return Doing(
-            rank=rank,
+        seen = record.collectives()
+        return RankActivity(
+            rank=record.rank,
             node=self._reporter.name,
             step=self._step(local_rank),
             waits=_collective(seen.waits) if seen.waits is not None else None,
@@ -318,8 +293,9 @@ class WorkerPool:
         """Report what is new on the status pages and metric tables of all workers."""
         with observing("Reading the progress of the workers"):
             shown = {
-                local: status_page.read(descriptor)
-                for local, descriptor in self._status_pages.items()
+                local: status_page.read(record.page)
+                for local, record in self._records.items()
+                if record.page is not None
             }
             shown |= self.counted.shown()
             stepped = {local: (one.generation, one.rank) for local, one in shown.items()}
@@ -327,7 +303,7 @@ class WorkerPool:
 
     def _heard(self, local_rank: int, message: dict[str, Any]) -> None:
         if message.get("type") == "failure":
-            self._last_words_of[local_rank] = error_file.heard(message)
+            self._records[local_rank].sent_error = error_file.heard(message)
         elif str(message.get("type")).startswith(messages.PREFIX):
             self._snapshots.heard(message, partial(self._answer, local_rank, self.pid(local_rank)))
         else:
@@ -335,11 +311,12 @@ class WorkerPool:
 
     def _handed(self, local_rank: int, message: dict[str, Any], descriptor: int) -> None:
         """Take a message with a descriptor: a metric table, counted steps, or timers."""
+        place = self._records[local_rank].place
         if message.get("type") == metric_table.MESSAGE and linux.is_memory(descriptor):
-            self._metric_tables.handed(local_rank, self._places[local_rank], descriptor)
+            self._metric_tables.handed(local_rank, place, descriptor)
             return
         if message.get("type") == optimizer_steps.MESSAGE and linux.is_memory(descriptor):
-            self.counted.handed(local_rank, self._places[local_rank], descriptor)
+            self.counted.handed(local_rank, place, descriptor)
             return
         self.timers.handed(local_rank, self.pid(local_rank), message, descriptor)
 
@@ -349,37 +326,36 @@ class WorkerPool:
         except ValueError as error:  # an invalid message must not end the agent
             logger.debug("ignored an invalid message from worker %d: %s", local_rank, error)
             return
+        record = self._records[local_rank]
         if isinstance(report, orders.Stopped | orders.Finished | orders.Erred | orders.PeerLost):
-            self._out_of(local_rank, report.generation)
+            record.left(report.generation, time.monotonic())
             self.look()
         match report:
             case orders.Enlisted() as enlisted:
-                self._resident.add(local_rank)
+                record.in_process = True
                 self._give_status_page(local_rank)
-                self._tell_event(in_process.Said(local_rank, enlisted))
+                self._tell_event(in_process.WorkerMessage(local_rank, enlisted))
             case orders.Keeps():
                 self._give_status_page(local_rank)
             case orders.Pong() as pong:
-                self.pongs[local_rank] = pong
-            case orders.PeerLost() if local_rank in self._done:
+                record.pong = pong
+            case orders.PeerLost() if record.is_done:
                 pass  # its peer learned first that the training is done, and left
             case orders.Erred() | orders.PeerLost() as erred:
-                self._steps[local_rank] = erred.step
+                record.step = erred.step
                 self._erred(local_rank, erred)
             case orders.Begins() as begins:
-                self._reporter.begins(begins, resident=self.is_resident(local_rank))
+                self._reporter.begins(begins, in_process=record.in_process)
             case orders.Stored() as stored:
-                self._sampling.stored(*self._places[local_rank], stored)
+                self._sampling.stored(*record.place, stored)
             case orders.Up() as up:
-                self._steps[local_rank] = up.step
-                self._inside[local_rank] = up.generation
-                self._reporter.training(self.rank(local_rank), up)
+                record.step, record.trains_in = up.step, up.generation
+                self._reporter.training(record.rank, up)
             case orders.Stopped(_, step) | orders.Finished(_, step) as stopped:
-                self._steps[local_rank] = step
-                self._stopped.add(local_rank)
-                self._tell_event(in_process.Said(local_rank, stopped))
-            case orders.Entered() | orders.Unfit() | orders.CanSave() as said:
-                self._tell_event(in_process.Said(local_rank, said))
+                record.step, record.has_stopped = step, True
+                self._tell_event(in_process.WorkerMessage(local_rank, stopped))
+            case orders.Entered() | orders.Unfit() | orders.CanSave() | orders.Saved() as said:
+                self._tell_event(in_process.WorkerMessage(local_rank, said))
 
     def _answer(
         self, local_rank: int, pid: int | None, answer: dict[str, Any], fds: Sequence[int]
@@ -388,32 +364,20 @@ class WorkerPool:
         if pid == self.pid(local_rank):
             self._supervisor.tell(local_rank, answer, fds)
 
-    def _out_of(self, local_rank: int, generation: int) -> None:
-        """Note that the worker has left this generation; if it was told to enter the next one, it
-        starts to enter now."""
-        if self._inside.get(local_rank, -1) <= generation:
-            self._inside.pop(local_rank, None)
-        entering = self._told_to_enter.get(local_rank, (-1, 0.0))[0]
-        if generation >= entering:
-            self._told_to_enter.pop(local_rank, None)
-        else:
-            self._told_to_enter[local_rank] = (entering, time.monotonic())
-
     def _give_status_page(self, local_rank: int) -> None:
         """Give a replacement the status page of the worker it replaces."""
         self.counted.forget(local_rank)
-        if local_rank not in self._status_pages:
-            self._status_pages[local_rank] = status_page.create()
-        self.inherited[local_rank] = status_page.read_progress(self._status_pages[local_rank])
-        self.tell(
-            local_rank, orders.StatusPage(self._config.lease), [self._status_pages[local_rank]]
-        )
+        record = self._records[local_rank]
+        if record.page is None:
+            record.page = status_page.create()
+        record.inherited = record.progress()
+        self.tell(local_rank, orders.StatusPage(self._config.lease), [record.page])
 
     # --- ends ------------------------------------------------------------------------------------
 
     def _exited(self, exit: WorkerExit) -> None:
         """Report the exit first, whatever else fails."""
-        generation, rank = self._places[exit.local_rank]
+        generation, rank = self._records[exit.local_rank].place
         failure = self._failure_of(exit) if exit.exitcode != 0 else None
         if exit.exitcode == 0:
             if self._entry.kind == "function":
@@ -434,7 +398,7 @@ class WorkerPool:
         told, path, hint = None, "", ""
         log_lines: tuple[str, ...] = ()
         with observing("Reading the error file of a worker"):
-            path, told = self._told(exit.local_rank)
+            path, told = self._records[exit.local_rank].error()
         message = told.message[:TOLD_MESSAGE] if told else failure_report.exit_words(exit.exitcode)
         with observing("Asking the kernel why a worker ended"):
             hint = self._hint(exit, message)
@@ -455,25 +419,18 @@ class WorkerPool:
 
     def _is_stopped(self, local_rank: int) -> bool:
         """True if we stopped the worker, so that its exit code means nothing."""
-        return local_rank in self._cut_off or (self.stopping and local_rank not in self._ending)
+        record = self._records[local_rank]
+        return record.cut_off or (self.stopping and not record.exits_by_itself)
 
     def _hint(self, exit: WorkerExit, message: str) -> str:
         """The kernel's hint about an exit that we did not cause."""
-        if self._is_stopped(exit.local_rank) or exit.local_rank in self._verdicts:
+        if self._is_stopped(exit.local_rank) or self._records[exit.local_rank].verdict:
             return ""
         return memory_hint(self._memory.look(exit.pid, exit.exitcode, message))
 
     def _last_lines(self, local_rank: int, besides: str) -> tuple[str, ...]:
-        opened = self._logs_of.get(local_rank)
-        return opened.last_lines(local_rank, besides) if opened is not None else ()
-
-    def _told(self, local_rank: int) -> tuple[str, error_file.ErrorRecord | None]:
-        """A failed worker's error file and error; our own reason for killing it first."""
-        if local_rank in self._verdicts:
-            return "", self._verdicts[local_rank]
-        opened = self._logs_of.get(local_rank)
-        path = opened.streams[local_rank].error_file if opened is not None else ""
-        return path, error_file.read(path) if path else self._last_words_of.get(local_rank)
+        logs = self._records[local_rank].logs
+        return logs.last_lines(local_rank, besides) if logs is not None else ()
 
     def fail(self, local_rank: int, message: str, *, alive: bool = False) -> None:
         """Report a failure on our side, of something the workers need.
@@ -511,7 +468,7 @@ class WorkerPool:
 
     def _failure(self, local_rank: int, **what: Any) -> Failure | None:
         """None if we stopped it and it reported nothing."""
-        generation, rank = self._places[local_rank]
+        generation, rank = self._records[local_rank].place
         shown: dict[str, Any] = {}
         with observing("Reading the last step of a worker"):
             shown["step"] = self._step(local_rank)
@@ -531,15 +488,9 @@ class WorkerPool:
 
     def _step(self, local_rank: int) -> int | None:
         """The step the worker was in, had last reported, or its optimizer had taken."""
-        told, counted = self._told_step(local_rank), self.counted.seen(local_rank)
+        told = self._records[local_rank].newest_step()
+        counted = self.counted.seen(local_rank)
         return counted[1] if told is None and counted is not None else told
-
-    def _told_step(self, local_rank: int) -> int | None:
-        """The step the worker was in, or had last reported."""
-        generation, step, _ = self.progress(local_rank) or (-1, -1, 0.0)
-        if generation == self.generation(local_rank) and generation >= 0:
-            return step
-        return self._steps.get(local_rank)
 
     # --- stopping --------------------------------------------------------------------------------
 
@@ -550,37 +501,43 @@ class WorkerPool:
         """Treat exits from now on as ordered, except of workers that have exited or are exiting
         already: their peers may have reported them first."""
         self.stopping = True
-        self._ending = {
-            local_rank
-            for local_rank in self.alive
-            if self._supervisor.has_ended(local_rank) or self._told(local_rank)[1] is not None
-        }
+        for local_rank, record in self._records.items():
+            record.exits_by_itself = local_rank in self.alive and (
+                self._supervisor.has_ended(local_rank) or record.error()[1] is not None
+            )
 
     def condemn(self, local_rank: int, why: str, stack: str = "") -> None:
         """Set `why` as the failure of a worker, however it exits from now on."""
-        self._verdicts[local_rank] = error_file.ErrorRecord(why, stack or why)
+        self._records[local_rank].verdict = error_file.ErrorRecord(why, stack or why)
 
     def last_stack(self, local_rank: int) -> str | None:
         """The stack of a condemned worker; None for others."""
-        return verdict.traceback if (verdict := self._verdicts.get(local_rank)) else None
+        verdict = self._records[local_rank].verdict
+        return verdict.traceback if verdict is not None else None
 
     def kill(self, local_rank: int, why: str, stack: str = "", *, over: bool = False) -> None:
         """Kill one worker at once, with `why` as its failure. With `over` its world was already
         over by another failure."""
         if over:
-            self._cut_off.add(local_rank)
+            self._records[local_rank].cut_off = True
         self.condemn(local_rank, why, stack)
         self._supervisor.kill(local_rank)
-        self._reporter.worker_killed(*self._places[local_rank], local_rank, why, stack)
+        self._reporter.worker_killed(*self._records[local_rank].place, local_rank, why, stack)
 
-    async def stop(self, signum: int, generation: int, told: Collection[int]) -> None:
-        """Stop them all, after those that were told to leave; return when all are gone."""
+    async def stop(
+        self, signum: int, generation: int, told: Collection[int], timeout: float
+    ) -> None:
+        """Stop them all, after those that were told to leave; kill them after `timeout` seconds.
+
+        Returns when all are gone.
+        """
         began = self._clock.now()
-        await self._supervisor.stop(signum, self._config.shutdown_timeout, told)
+        await self._supervisor.stop(signum, timeout=timeout, told=told)
         with observing("Draining the output of the workers"):
-            for opened in set(self._logs_of.values()):
-                await opened.drained(LAST_WORDS)
-        self._logs_of.clear()
+            for opened in self._opened_logs():
+                await opened.drained(LAST_OUTPUT_TIMEOUT)
+        for record in self._records.values():
+            record.logs = None
         self.stopping = False
         self._reporter.workers_stopped(generation, self._clock.now() - began)
 
@@ -590,17 +547,22 @@ class WorkerPool:
     async def close(self) -> None:
         """Stop and release everything when the agent ends."""
         if self.alive:  # only after an internal error
-            await self._supervisor.stop(SIGTERM, self._config.shutdown_timeout)
+            await self._supervisor.stop(timeout=self._config.shutdown_timeout)
         self._supervisor.close()
         self._metric_tables.close()
         self.counted.close()
         self.timers.close()
         self._memory.close()
-        for opened in set(self._logs_of.values()):
+        for opened in self._opened_logs():
             opened.close()
-        for descriptor in self._status_pages.values():
-            os.close(descriptor)
+        for record in self._records.values():
+            if record.page is not None:
+                os.close(record.page)
+                record.page = None  # the sampler still looks until its task is cancelled
+
+    def _opened_logs(self) -> set[log_files.GenerationLogs]:
+        return {record.logs for record in self._records.values() if record.logs is not None}
 
 
-def _collective(seen: collective_log.Operation) -> Collective:
+def _collective(seen: collective_log.LoggedCollective) -> Collective:
     return Collective(seen.name, seen.number, seen.group or WORLD)

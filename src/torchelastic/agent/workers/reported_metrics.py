@@ -51,7 +51,7 @@ class MetricTables:
 
     def look(self, stepped: dict[int, tuple[int, int]]) -> list[Reported]:
         """Return the metrics. `stepped` has the generation and rank of each worker's last step: a
-        resident worker goes from world to world."""
+        in-process worker goes from world to world."""
         found = []
         for local_rank, known in self._handed.items():
             rows = metric_table.read(known.descriptor)

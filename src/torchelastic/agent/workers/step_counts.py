@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import struct
 from dataclasses import dataclass, replace
 
 from torchelastic.worker import status_page
@@ -40,7 +39,7 @@ class CountedSteps:
         for local_rank in list(self._handed):
             self.forget(local_rank)
 
-    def shown(self) -> dict[int, status_page.Shown]:
+    def shown(self) -> dict[int, status_page.ShownStatus]:
         """The status of each worker by local rank, as on the agent's own status pages."""
         looked = {local_rank: self._look(local_rank) for local_rank in self._handed}
         return {local_rank: one[0] for local_rank, one in looked.items() if one is not None}
@@ -52,16 +51,13 @@ class CountedSteps:
         shown, first = found
         return shown.generation, shown.step, shown.at, first
 
-    def _look(self, local_rank: int) -> tuple[status_page.Shown, int] | None:
+    def _look(self, local_rank: int) -> tuple[status_page.ShownStatus, int] | None:
         if (known := self._handed.get(local_rank)) is None:
             return None
         generation, rank = known.place
-        try:
-            before = status_page.read_taken(known.descriptor)
-            shown, first = (
-                status_page.read(known.descriptor),
-                status_page.read_first_step(known.descriptor),
-            )
-        except struct.error:  # the worker has truncated its memory
+        before = status_page.read_taken(known.descriptor)
+        shown = status_page.read(known.descriptor)
+        first = status_page.read_first_step(known.descriptor)
+        if shown.step < 0:  # the worker has truncated its memory
             return None
         return replace(shown, generation=generation, rank=rank, before=before), first

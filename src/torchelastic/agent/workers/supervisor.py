@@ -27,7 +27,7 @@ __all__ = ["Supervisor", "WorkerExit", "WorkerSpawn"]
 logger = logging.getLogger(__name__)
 
 #: Seconds between two warnings about a process that does not die.
-PATIENCE = 10.0
+UNKILLABLE_WARNING_INTERVAL = 10.0
 #: Messages read from one worker before another one gets its turn.
 BURST = 64
 
@@ -124,7 +124,7 @@ class Supervisor:
     async def _give_up(self) -> None:
         self._giving_up = True  # we stop them: not failures
         try:
-            await self.stop(SIGKILL, 0.0)
+            await self.stop(SIGKILL, timeout=0.0)
         finally:
             self._giving_up = False
 
@@ -292,12 +292,13 @@ class Supervisor:
             pidfd_send_signal(worker.pidfd, signum)
 
     async def stop(
-        self, signum: int = SIGTERM, timeout: float = 30.0, told: Collection[int] = ()
+        self, signum: int = SIGTERM, *, timeout: float, told: Collection[int] = ()
     ) -> None:
         """Stop the workers and whatever they have started; kill them after `timeout` seconds.
 
-        The signal is sent once those that were `told` to leave have exited: the exit of the
-        others would end them. Returns when all are gone.
+        `told` are the local ranks that were told to leave and exit by themselves. The signal is
+        sent after they have exited, because losing a peer earlier could make them fail. Returns
+        when all are gone.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -332,7 +333,7 @@ class Supervisor:
     async def _until_none_left(self) -> None:
         while self._workers:
             try:
-                await asyncio.wait_for(self._none_left.wait(), PATIENCE)
+                await asyncio.wait_for(self._none_left.wait(), UNKILLABLE_WARNING_INTERVAL)
             except asyncio.TimeoutError:
                 pids = sorted(worker.pid for worker in self._workers.values())
                 logger.warning(

@@ -1,4 +1,4 @@
-"""The resident workers of one node, by table: what is told, started, reported and when."""
+"""The in-process workers of one node, by table: what is told, started, reported and when."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ import pytest
 
 from tests.unit.agent.support import place
 from torchelastic.agent.lifecycle import in_process, script
-from torchelastic.agent.lifecycle.in_process import InProcessState, LeaveOverdue, Said, Spawn, Tell
+from torchelastic.agent.lifecycle.in_process import (
+    Kill,
+    LeaveOverdue,
+    Spawn,
+    Tell,
+    WorkerMessage,
+)
+from torchelastic.agent.lifecycle.in_process_state import InProcessState
 from torchelastic.agent.lifecycle.script import (
     LeaseLost,
     LeaveRequested,
+    PlaceAllotted,
     Rejoin,
-    Report,
+    ReportMember,
     ScriptState,
     Stop,
     StoreLost,
@@ -81,7 +89,7 @@ def training(generation: int = 0) -> Node:
 
 
 def running(generation: int = 0) -> ScriptState:
-    group = ScriptState(node="a", nproc=2, phase=script.Phase.RUNNING)
+    group = ScriptState(node="a", nproc=2, phase=script.ScriptPhase.RUNNING)
     return replace(group, generation=generation, world=world(generation))
 
 
@@ -97,7 +105,7 @@ def told(commands: list[in_process.Command]) -> str:
 def reported(commands: list[in_process.Command]) -> dict[str, object]:
     merged: dict[str, object] = {}
     for command in commands:
-        if isinstance(command, Report):
+        if isinstance(command, ReportMember):
             merged.update(command.changes)
     return merged
 
@@ -122,7 +130,7 @@ STORIES = {
             told="0 Over",
             reported={"gone": None},
         ),
-        then(Said(0, Stopped(0, 7)), reported={"gone": 0}, statuses="standing starting"),
+        then(WorkerMessage(0, Stopped(0, 7)), reported={"gone": 0}, statuses="standing starting"),
     ],
     "gone is said at once where nobody trains": [
         then(dies(0)),
@@ -131,48 +139,50 @@ STORIES = {
     ],
     "a death while stopping counts as stopped": [
         then(FAILED),
-        then(Said(0, Stopped(0, 7)), reported={"gone": None}),
+        then(WorkerMessage(0, Stopped(0, 7)), reported={"gone": None}),
         then(dies(1), reported={"gone": 0}),
     ],
     "a stop of an older generation means nothing": [
         then(FAILED),
-        then(Said(0, Stopped(-1, 7)), commands=[]),
+        then(WorkerMessage(0, Stopped(-1, 7)), commands=[]),
     ],
     "the largest step is the node's answer": [
         then(see(phase="pausing", ending="resize"), told="0 Ask, 1 Ask"),
-        then(Said(0, Entered(0, 8)), commands=[]),
-        then(Said(1, Entered(0, 7)), reported={"paused": 0, "entered": 8}),
+        then(WorkerMessage(0, Entered(0, 8)), commands=[]),
+        then(WorkerMessage(1, Entered(0, 7)), reported={"paused": 0, "entered": 8}),
     ],
     "a world that pauses before it was seen running is entered, too": [
         then(FAILED),
-        then(Said(0, Stopped(0, 7))),
-        then(Said(1, Stopped(0, 7)), statuses="standing standing"),
+        then(WorkerMessage(0, Stopped(0, 7))),
+        then(WorkerMessage(1, Stopped(0, 7)), statuses="standing standing"),
         then(
             see(1, phase="pausing", ending="resize"),
             told="0 Enter, 1 Enter, 0 Ask, 1 Ask",
             reported={"paused": None},
         ),
-        then(Said(0, Entered(1, -1))),
-        then(Said(1, Entered(1, -1)), reported={"paused": 1, "entered": -1}),
+        then(WorkerMessage(0, Entered(1, -1))),
+        then(WorkerMessage(1, Entered(1, -1)), reported={"paused": 1, "entered": -1}),
     ],
     "a death does not leave the question unanswered": [
         then(see(phase="pausing", ending="resize")),
-        then(Said(0, Entered(0, 8))),
+        then(WorkerMessage(0, Entered(0, 8))),
         then(dies(1), reported={"paused": 0}),
     ],
     "the next world is entered after the agreed step": [
         then(see(1, after=8), told="0 Enter, 1 Enter", orders={"after": [8, 8]}),
-        then(Said(0, Stopped(0, 9)), commands=[], statuses="training training"),
+        then(WorkerMessage(0, Stopped(0, 9)), commands=[], statuses="training training"),
     ],
     "who is not in the next world stops at the agreed step": [
         then(see(1, me=(0,), after=8), told="0 Enter, 1 Through"),
-        then(Said(1, Stopped(0, 9)), statuses="training standing"),
+        then(WorkerMessage(1, Stopped(0, 9)), statuses="training standing"),
     ],
     "the end of the data is reported and ends with the scripts": [
-        then(Said(1, Finished(0, 12)), reported={"finished": 0}),
+        then(WorkerMessage(1, Finished(0, 12)), reported={"finished": 0}),
         then(FINISHED, orders={"finished": [True, True], "through": [11, 11]}),
-        then(Said(0, Stopped(0, 12)), reported={"gone": None}),
-        then(Said(1, Stopped(0, 12)), reported={"gone": None}, statuses="finished finished"),
+        then(WorkerMessage(0, Stopped(0, 12)), reported={"gone": None}),
+        then(
+            WorkerMessage(1, Stopped(0, 12)), reported={"gone": None}, statuses="finished finished"
+        ),
         then(WorkerSucceeded(0, 0), commands=[]),
         then(WorkerSucceeded(0, 1), reported={"done": 0}),
     ],
@@ -181,24 +191,24 @@ STORIES = {
     ],
     "a failure after the training is reported and nobody replaced": [
         then(FINISHED),
-        then(Said(0, Stopped(0, 12))),
+        then(WorkerMessage(0, Stopped(0, 12))),
         then(dies(0, exitcode=1), failed="killed", spawned=[]),
     ],
     "an error of a living worker is reported and it lives on": [
         then(dies(0, alive=True), failed="killed", spawned=[], statuses="training training")
     ],
     "nobody takes the place of one that does not fit unless the others wait for it": [
-        then(Said(1, Unfit()), commands=[]),
+        then(WorkerMessage(1, Unfit()), commands=[]),
         then(dies(1, message="UnfitError: no"), failed="Unfit", spawned=[]),
         then(see(phase="waiting"), spawned=[1]),
     ],
     "one that is started again after it did not fit has one try until it stands": [
-        then(Said(1, Unfit())),
+        then(WorkerMessage(1, Unfit())),
         then(dies(1), statuses="training gone"),
         then(see(phase="waiting")),
         then(dies(1, -1), spawned=[]),
         then(see(phase="waiting")),
-        then(Said(1, Enlisted()), statuses="training standing"),
+        then(WorkerMessage(1, Enlisted()), statuses="training standing"),
         then(dies(1, -1), spawned=[1]),
     ],
     "nobody is replaced on a node that leaves": [
@@ -207,29 +217,29 @@ STORIES = {
     ],
     "nobody is started for one that does not fit on a node that leaves": [
         then(LeaveRequested(15)),
-        then(Said(1, Unfit())),
+        then(WorkerMessage(1, Unfit())),
         then(dies(1), spawned=[]),
     ],
     "a lost lease stops the workers, which keep their memory, and no world is entered": [
         then(LeaseLost(), told="0 Over, 1 Over"),
         then(see(1, after=8), commands=[]),
-        then(Said(0, Stopped(0, 7)), commands=[]),
-        then(Said(1, Stopped(0, 7)), first=Rejoin(0), reported={"standing": (0, 1)}),
+        then(WorkerMessage(0, Stopped(0, 7)), commands=[]),
+        then(WorkerMessage(1, Stopped(0, 7)), first=Rejoin(0), reported={"standing": (0, 1)}),
         then(see(5), told="0 Enter, 1 Enter"),
     ],
     "who never heard of a world that waits says that it is gone from here": [
         then(LeaseLost(), told="0 Over, 1 Over"),
-        then(Said(0, Stopped(0, 7))),
-        then(Said(1, Stopped(0, 7)), first=Rejoin(0)),
+        then(WorkerMessage(0, Stopped(0, 7))),
+        then(WorkerMessage(1, Stopped(0, 7)), first=Rejoin(0)),
         then(see(2, phase="waiting"), reported={"gone": 2}, spawned=[]),
         then(see(2, phase="waiting"), commands=[]),
         then(see(3), told="0 Enter, 1 Enter"),
     ],
     "a world that waits stops its workers, and missing ones are started": [
-        then(Said(1, Unfit())),
+        then(WorkerMessage(1, Unfit())),
         then(dies(1), spawned=[]),
         then(see(phase="waiting"), told="0 Over", reported={"gone": None}, spawned=[1]),
-        then(Said(0, Stopped(0, 7)), reported={"gone": 0}, statuses="standing starting"),
+        then(WorkerMessage(0, Stopped(0, 7)), reported={"gone": 0}, statuses="standing starting"),
     ],
     "a world that waits revokes the step that its workers were to run through": [
         then(see(phase="over", ending="leave", after=8), told="0 Through, 1 Through"),
@@ -237,8 +247,8 @@ STORIES = {
     ],
     "a world that waits without a place for this node has nothing to ask of it": [
         then(FAILED),
-        then(Said(0, Stopped(0, 7))),
-        then(Said(1, Stopped(0, 7)), reported={"gone": 0}),
+        then(WorkerMessage(0, Stopped(0, 7))),
+        then(WorkerMessage(1, Stopped(0, 7)), reported={"gone": 0}),
         then(see(2, phase="waiting", me=()), commands=[]),
     ],
     "the first world that waits has no nodes, and stops nobody": [
@@ -247,27 +257,27 @@ STORIES = {
     "a world that was over before this node joined anew is gone from here, too": [
         then(LeaseLost()),
         then(see(2, phase="waiting"), told="0 Over, 1 Over"),
-        then(Said(0, Stopped(2, 7))),
-        then(Said(1, Stopped(2, 7)), first=Rejoin(2)),
+        then(WorkerMessage(0, Stopped(2, 7))),
+        then(WorkerMessage(1, Stopped(2, 7)), first=Rejoin(2)),
     ],
     "who lost its lease when the others came to the end of the data is done": [
         then(LeaseLost()),
-        then(Said(0, Stopped(0, 7))),
-        then(Said(1, Stopped(0, 7)), first=Rejoin(0)),
+        then(WorkerMessage(0, Stopped(0, 7))),
+        then(WorkerMessage(1, Stopped(0, 7)), first=Rejoin(0)),
         then(FINISHED, reported={"done": 0}),
     ],
     "data that ends in the last step before a world ends that one too": [
         then(see(1, after=8)),
-        then(Said(0, Finished(0, 8)), reported={"finished": 1}),
+        then(WorkerMessage(0, Finished(0, 8)), reported={"finished": 1}),
     ],
     "who was to begin after the data ended has nothing to finish": [
         then(dies(1)),
-        then(Said(1, Enlisted())),
+        then(WorkerMessage(1, Enlisted())),
         then(see(1, after=8), told="0 Enter, 1 Enter"),
-        then(Said(0, Finished(0, 8)), reported={"finished": 1}),
+        then(WorkerMessage(0, Finished(0, 8)), reported={"finished": 1}),
         then(see(1, phase="over", ending="finished", after=7), orders={"finished": [True, False]}),
-        then(Said(0, Stopped(1, 8))),
-        then(Said(1, Stopped(1, 0)), statuses="finished standing"),
+        then(WorkerMessage(0, Stopped(1, 8))),
+        then(WorkerMessage(1, Stopped(1, 0)), statuses="finished standing"),
         then(WorkerSucceeded(1, 0), reported={"done": 1}),
     ],
     "a node whose workers have nothing to finish is done": [
@@ -277,7 +287,7 @@ STORIES = {
     ],
     "who begins with the last step runs it": [
         then(dies(1)),
-        then(Said(1, Enlisted())),
+        then(WorkerMessage(1, Enlisted())),
         then(see(1, after=8)),
         then(see(1, phase="over", ending="finished", after=8), orders={"finished": [True, True]}),
     ],
@@ -287,13 +297,13 @@ STORIES = {
     ],
     "who has left train gets the signal": [
         then(FINISHED),
-        then(Said(0, Stopped(0, 12))),
-        then(Said(1, Stopped(0, 12))),
+        then(WorkerMessage(0, Stopped(0, 12))),
+        then(WorkerMessage(1, Stopped(0, 12))),
         then(LeaveRequested(15), last=Stop(15)),
     ],
     "who dies before it has heard that the training is done has not failed": [
         then(FINISHED),
-        then(Said(0, Stopped(0, 12))),
+        then(WorkerMessage(0, Stopped(0, 12))),
         then(dies(1), spawned=[]),
         then(WorkerSucceeded(0, 0), reported={"done": 0}),
     ],
@@ -352,8 +362,8 @@ def test_a_newcomer_starts_workers_before_it_is_in_any_world():
     assert commands[:2] == [Spawn(0), Spawn(1)]
     assert reported(commands)["starting"] == 2
     node = Node(state)
-    node.feed(Said(0, Enlisted()))
-    assert reported(node.feed(Said(1, Enlisted()))) == {
+    node.feed(WorkerMessage(0, Enlisted()))
+    assert reported(node.feed(WorkerMessage(1, Enlisted()))) == {
         "resident": True,
         "standing": (0, 1),
         "starting": 0,
@@ -361,8 +371,55 @@ def test_a_newcomer_starts_workers_before_it_is_in_any_world():
     assert told(node.feed(see(1, after=5))) == "0 Enter, 1 Enter"
 
 
+def test_a_newcomer_whose_replica_spans_nodes_starts_workers_once_its_place_is_known():
+    group = ScriptState(node="a", nproc=2, world=world(me=(), replica=4), place=-1)
+    state, commands = in_process.take_over(group, "a")
+    assert spawned(commands) == []
+    node = Node(state)
+    commands = node.feed(PlaceAllotted(1))
+    assert spawned(commands) == [0, 1]
+    assert (reported(commands)["place"], reported(commands)["replica"]) == (1, 4)
+    assert node.feed(PlaceAllotted(1)) == []
+
+
+def test_workers_in_no_world_start_again_with_another_place():
+    node = Node(replace(training().state, place=0))
+    assert node.feed(PlaceAllotted(1)) == [], "they train"
+    node.feed(FAILED)
+    assert node.feed(WorkerMessage(0, Stopped(0, 7))) == []
+    commands = node.feed(WorkerMessage(1, Stopped(0, 7)))
+    assert [one.local_rank for one in commands if isinstance(one, Kill)] == [0, 1]
+    assert (reported(commands)["place"], reported(commands)["standing"]) == (1, ())
+    assert reported(commands)["gone"] == 0
+    assert spawned(node.feed(dies(0))) == [0]
+
+
+def test_a_worker_whose_mesh_does_not_fit_the_job_is_refused():
+    group = ScriptState(node="a", nproc=2, world=world(me=(), replica=2))
+    node = Node(in_process.take_over(group, "a")[0])
+    (refused,) = node.feed(WorkerMessage(0, Enlisted(1)))
+    assert refused == Tell(
+        0,
+        orders.Closed(
+            "its workers made a mesh of 1 workers, but those of other nodes made one of 2 workers"
+        ),
+    )
+    assert spawned(node.feed(dies(0))) == [], "another one would make the same"
+    assert told(node.feed(WorkerMessage(1, Enlisted(2)))) == ""
+
+
+def test_an_order_to_enter_a_world_says_the_size_of_its_replicas():
+    node = Node(in_process.take_over(running(), "a")[0])
+    entering = [one for one in node.feed(see(replica=2)) if isinstance(one, Tell)]
+    assert [one.order.replica for one in entering] == [2, 2]
+
+
 OOM = "killed by SIGKILL: out of memory"
-STOP = (see(phase="over", ending="resize"), Said(0, Stopped(0, 7)), Said(1, Stopped(0, 7)))
+STOP = (
+    see(phase="over", ending="resize"),
+    WorkerMessage(0, Stopped(0, 7)),
+    WorkerMessage(1, Stopped(0, 7)),
+)
 
 
 @pytest.mark.parametrize(
@@ -410,7 +467,7 @@ def test_where_no_worker_fits_a_job_of_one_node_ends_and_a_node_of_many_leaves(a
             WorldSeen(replace(seen, phase="over", ending="failure").with_nodes(seen.nodes[:1]))
         )
     for rank in (0, 1):
-        node.feed(Said(rank, Unfit()))
+        node.feed(WorkerMessage(rank, Unfit()))
         commands = node.feed(dies(rank))
     said = reported(commands)
     assert said["failures"][-1].fatal is alone
@@ -426,8 +483,8 @@ def test_a_leave_waits_for_the_boundary_then_sends_the_workers_home():
     assert told(commands) == ""
     node.feed(see(phase="pausing", ending="leave"))
     assert told(node.feed(see(1, me=(), after=8))) == "0 Through, 1 Through"
-    node.feed(Said(0, Stopped(0, 9)))
-    commands = node.feed(Said(1, Stopped(0, 9)))
+    node.feed(WorkerMessage(0, Stopped(0, 9)))
+    commands = node.feed(WorkerMessage(1, Stopped(0, 9)))
     leave = orders.Leave(15, 99.0)
     assert [one for one in commands if isinstance(one, Tell)] == [Tell(0, leave), Tell(1, leave)]
     assert commands[-1] == Stop(0)
@@ -452,14 +509,14 @@ def test_a_leave_while_nobody_trains_is_immediate():
 def test_the_end_of_the_job_stops_everything(event, code):
     node = training()
     assert node.feed(event) == [Stop(15)]
-    assert node.feed(Said(0, Stopped(0, 1))) == []
+    assert node.feed(WorkerMessage(0, Stopped(0, 1))) == []
     node.feed(WorkersGone())
     assert (node.state.is_terminal, node.state.exitcode) == (True, code)
 
 
 def test_what_a_worker_told_before_the_next_world_was_seen_is_said_again_of_that():
     node = training()
-    node.feed(Said(0, Finished(0, 8)))
+    node.feed(WorkerMessage(0, Finished(0, 8)))
     node.feed(dies(1, alive=True))
     said = reported(node.feed(see(1, after=8)))
     assert (said["finished"], said["finished_after"]) == (1, 8)

@@ -2,26 +2,26 @@
 
 import pytest
 
-from torchelastic.agent.lifecycle.last_copy import Copy, is_usable, may_be_killed
+from torchelastic.agent.lifecycle.last_copy import LiveCopy, is_usable, may_be_killed
 
 OVER = 4
-FREE = Copy(generation=OVER, step=7, stopped=True)
-FROZEN = Copy(generation=OVER, step=7, frozen=True)
+FREE = LiveCopy(generation=OVER, step=7, stopped=True)
+FROZEN = LiveCopy(generation=OVER, step=7, frozen=True)
 
 
 @pytest.mark.parametrize(
     ("copy", "usable"),
     [
         (FREE, True),
-        (Copy(generation=OVER, step=0, stopped=True), True),
-        (Copy(generation=OVER, step=7), False),
-        (Copy(generation=OVER, step=7, stopped=True, frozen=True), False),
-        (Copy(generation=OVER, step=7, stopped=True, doomed=True), False),
-        (Copy(generation=OVER, step=None, stopped=True), False),
-        (Copy(generation=OVER + 1, step=7), True),
-        (Copy(generation=OVER + 1, step=None), False),
-        (Copy(generation=OVER - 1, step=7, stopped=True), False),
-        (Copy(generation=-1, step=None), False),
+        (LiveCopy(generation=OVER, step=0, stopped=True), True),
+        (LiveCopy(generation=OVER, step=7), False),
+        (LiveCopy(generation=OVER, step=7, stopped=True, frozen=True), False),
+        (LiveCopy(generation=OVER, step=7, stopped=True, doomed=True), False),
+        (LiveCopy(generation=OVER, step=None, stopped=True), False),
+        (LiveCopy(generation=OVER + 1, step=7), True),
+        (LiveCopy(generation=OVER + 1, step=None), False),
+        (LiveCopy(generation=OVER - 1, step=7, stopped=True), False),
+        (LiveCopy(generation=-1, step=None), False),
     ],
     ids=[
         "it has stopped",
@@ -45,12 +45,12 @@ def test_from_which_copies_the_next_world_can_go_on(copy, usable):
     [
         (FROZEN, [], False, 0.1, False),
         (FROZEN, [FROZEN, FROZEN], False, 0.1, False),
-        (FROZEN, [Copy(generation=-1, step=None)], False, 0.1, False),
+        (FROZEN, [LiveCopy(generation=-1, step=None)], False, 0.1, False),
         (FROZEN, [FROZEN, FREE], False, 0.1, True),
         (FROZEN, [FROZEN], True, 0.1, True),
         (FROZEN, [], False, 60.0, True),
-        (Copy(generation=OVER, step=0, frozen=True), [], False, 0.1, True),
-        (Copy(generation=OVER, step=None, frozen=True), [], False, 0.1, True),
+        (LiveCopy(generation=OVER, step=0, frozen=True), [], False, 0.1, True),
+        (LiveCopy(generation=OVER, step=None, frozen=True), [], False, 0.1, True),
     ],
     ids=[
         "alone",

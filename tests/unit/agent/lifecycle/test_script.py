@@ -9,17 +9,19 @@ from torchelastic.agent.lifecycle.script import (
     InvalidTransition,
     LeaseLost,
     LeaveRequested,
-    Phase,
+    PlaceAllotted,
     Rejoin,
-    Report,
+    ReportMember,
+    ScriptPhase,
     ScriptState,
-    Start,
+    StartWorkers,
     Stop,
     StoreLost,
     Tell,
     WorkerCanSave,
     WorkerEnlisted,
     WorkerFailed,
+    WorkerSaved,
     WorkersGone,
     WorkerSucceeded,
     WorkersUp,
@@ -45,12 +47,12 @@ def seen(*args, **fields) -> WorldSeen:
     return WorldSeen(world(*args, **fields))
 
 
-def gone(generation: int, **more: int) -> Report:
-    """No worker is left: neither are resident ones."""
-    return Report({"gone": generation, "resident": False, "standing": (), **more})
+def gone(generation: int, **more: int) -> ReportMember:
+    """No worker is left: neither are in-process ones."""
+    return ReportMember({"gone": generation, "resident": False, "standing": (), **more})
 
 
-NONE_RESIDENT = Report({"resident": False, "standing": ()})
+NONE_RESIDENT = ReportMember({"resident": False, "standing": ()})
 
 
 class Node:
@@ -71,9 +73,12 @@ class Node:
 RUNNING = (seen(), WorkersUp(0))
 #: One worker can put the state into storage.
 SAVING = (*RUNNING, WorkerCanSave(0))
+TOGETHER = (*RUNNING, WorkerCanSave(0, together=True), WorkerCanSave(1, together=True))
+LEAVE = Leave(15, 99.0)
+GO = [Tell(rank, Leave(15, 99.0, saves=False)) for rank in (0, 1)]
 DONE = (*RUNNING, WorkerSucceeded(0, 0), WorkerSucceeded(0, 1), WorkersGone())
 OVER = seen(phase="over")
-LEAVES = [Report({"leaving": "SIGTERM"}), Stop(15)]
+LEAVES = [ReportMember({"leaving": "SIGTERM"}), Stop(15)]
 
 
 def story(before, *steps, **state):
@@ -83,66 +88,66 @@ def story(before, *steps, **state):
 
 STORIES = {
     "a world with a place for us starts workers": story(
-        (), (seen(), [Start(world())]), (WorkersUp(0), []), phase=Phase.RUNNING
+        (), (seen(), [StartWorkers(world())]), (WorkersUp(0), []), phase=ScriptPhase.RUNNING
     ),
     "a world without us starts nothing, and its end finds nobody here": story(
         (),
         (seen(nodes="bc"), []),
-        (seen(phase="over", nodes="bc"), [Report({"gone": 0})]),
-        phase=Phase.IDLE,
+        (seen(phase="over", nodes="bc"), [ReportMember({"gone": 0})]),
+        phase=ScriptPhase.IDLE,
     ),
     "nobody starts while others are waited for": story(
-        (), (seen(phase="waiting", nodes="bc"), []), phase=Phase.IDLE
+        (), (seen(phase="waiting", nodes="bc"), []), phase=ScriptPhase.IDLE
     ),
     "who never heard of a world that waits has no worker of it, and says so": story(
         (),
-        (seen(2, phase="waiting"), [Report({"gone": 2})]),
-        (seen(3), [Start(world(3))]),
+        (seen(2, phase="waiting"), [ReportMember({"gone": 2})]),
+        (seen(3), [StartWorkers(world(3))]),
     ),
     "so does a node that joins anew after a cut": story(
         (*RUNNING, LeaseLost(), WorkersGone()),
-        (seen(2, phase="waiting"), [Report({"gone": 2})]),
+        (seen(2, phase="waiting"), [ReportMember({"gone": 2})]),
     ),
     "the first world that waits has no nodes, and the number of the first real one": story(
-        (), (seen(phase="waiting", nodes=""), []), (seen(), [Start(world())])
+        (), (seen(phase="waiting", nodes=""), []), (seen(), [StartWorkers(world())])
     ),
     "a world that waits has no workers: they stop": story(
         RUNNING,
         (seen(phase="waiting"), [Stop(15)]),
-        (WorkersGone(), [gone(0), Report({"gone": 0})]),
-        phase=Phase.IDLE,
+        (WorkersGone(), [gone(0), ReportMember({"gone": 0})]),
+        phase=ScriptPhase.IDLE,
     ),
     "a later one neither, whoever was in it": story(
         RUNNING, (seen(2, phase="waiting", nodes="bc"), [Stop(15)]), (WorkersGone(), [gone(0)])
     ),
     "an empty store that waits for nodes stops nobody": story(
-        RUNNING, (seen(phase="waiting", nodes=""), []), phase=Phase.RUNNING
+        RUNNING, (seen(phase="waiting", nodes=""), []), phase=ScriptPhase.RUNNING
     ),
     "a world that came and went while workers were stopping is gone from here, too": story(
         (*RUNNING, OVER, seen(2, phase="waiting")),
-        (WorkersGone(), [gone(0), Report({"gone": 2})]),
+        (WorkersGone(), [gone(0), ReportMember({"gone": 2})]),
     ),
     "the first failure is reported before anything is stopped": story(
         RUNNING,
-        (WorkerFailed(failure(0)), [Report({"failures": (failure(0),)}), Stop(15)]),
-        (WorkerFailed(failure(1)), [Report({"failures": (failure(0), failure(1))})]),
+        (WorkerFailed(failure(0)), [ReportMember({"failures": (failure(0),)}), Stop(15)]),
+        (WorkerFailed(failure(1)), [ReportMember({"failures": (failure(0), failure(1))})]),
         (WorkersGone(), [gone(0)]),
-        (seen(1), [Start(world(1))]),
+        (seen(1), [StartWorkers(world(1))]),
         failures=(),
     ),
     "over stops the workers and the next world starts them": story(
         RUNNING,
         (OVER, [Stop(15)]),
-        (WorkersGone(), [gone(0), Report({"gone": 0})]),
-        (seen(1), [Start(world(1))]),
+        (WorkersGone(), [gone(0), ReportMember({"gone": 0})]),
+        (seen(1), [StartWorkers(world(1))]),
     ),
     "a world that came while stopping is not forgotten": story(
-        (*RUNNING, OVER, seen(1)), (WorkersGone(), [gone(0), Start(world(1))])
+        (*RUNNING, OVER, seen(1)), (WorkersGone(), [gone(0), StartWorkers(world(1))])
     ),
     "a newer world stops the workers of the older one first": story(
-        RUNNING, (seen(3), [Stop(15)]), (WorkersGone(), [gone(0), Start(world(3))])
+        RUNNING, (seen(3), [Stop(15)]), (WorkersGone(), [gone(0), StartWorkers(world(3))])
     ),
-    "the same world twice starts once": story(RUNNING, (seen(), []), phase=Phase.RUNNING),
+    "the same world twice starts once": story(RUNNING, (seen(), []), phase=ScriptPhase.RUNNING),
     "success is reported when the last worker is done": story(
         RUNNING,
         (WorkerSucceeded(0, 1), []),
@@ -157,13 +162,13 @@ STORIES = {
         (WorkersGone(), [gone(0, done=0)]),
     ),
     "done nodes start again when another node failed": story(
-        DONE, (OVER, [Report({"gone": 0})]), (seen(1), [Start(world(1))])
+        DONE, (OVER, [ReportMember({"gone": 0})]), (seen(1), [StartWorkers(world(1))])
     ),
     "closed ends with the job's exit code after the workers are gone": story(
         RUNNING,
         (seen(phase="closed", exitcode=1, reason="no"), [Stop(15)]),
         (WorkersGone(), None),
-        phase=Phase.ENDED,
+        phase=ScriptPhase.ENDED,
         exitcode=1,
         reason="no",
     ),
@@ -172,7 +177,7 @@ STORIES = {
         (LeaveRequested(15), LEAVES),
         (LeaveRequested(15), []),
         (WorkersGone(), None),
-        phase=Phase.ENDED,
+        phase=ScriptPhase.ENDED,
         exitcode=143,
     ),
     "who can store the state is told before anybody else and ends by itself": story(
@@ -182,9 +187,35 @@ STORIES = {
             [Tell(0, Leave(15, 99.0)), LEAVES[0], Stop(15, told=frozenset({0}))],
         ),
     ),
+    "who stores the state together with others does so before they learn of the leave": story(
+        TOGETHER,
+        (
+            LeaveRequested(15, 99.0),
+            [Tell(0, LEAVE), Tell(1, LEAVE), Stop(15, told=frozenset({0, 1}))],
+        ),
+        (WorkerSaved(1), []),
+        (WorkerSaved(0), [LEAVES[0], *GO]),
+        (WorkerSaved(0), []),  # it had given up before, and is done now
+        (WorkersGone(), []),
+        phase=ScriptPhase.ENDED,
+    ),
+    "who stores the state together goes at once when others have stopped": story(
+        (*TOGETHER, LeaveRequested(15, 99.0)),
+        (seen(), []),
+        (OVER, [LEAVES[0], *GO]),
+        (WorkerSaved(0), []),
+    ),
+    "a leave is announced at last if those who store the state are gone": story(
+        (*TOGETHER, LeaveRequested(15, 99.0)),
+        (WorkersGone(), [LEAVES[0]]),
+        phase=ScriptPhase.ENDED,
+    ),
+    "a leave reaches workers that are being stopped, together or not": story(
+        (*TOGETHER, OVER), (LeaveRequested(15, 99.0), LEAVES), (WorkersGone(), [])
+    ),
     "a second interrupt means now": story(
         RUNNING,
-        (LeaveRequested(2), [Report({"leaving": "SIGINT"}), Stop(2)]),
+        (LeaveRequested(2), [ReportMember({"leaving": "SIGINT"}), Stop(2)]),
         (LeaveRequested(2), [Stop(9)]),
     ),
     "a second interrupt is also for who stores the state": story(
@@ -200,30 +231,33 @@ STORIES = {
         (*SAVING, OVER, WorkersGone(), seen(1), WorkersUp(1)), (LeaveRequested(15), LEAVES)
     ),
     "a leave while idle ends at once": story(
-        (), (LeaveRequested(2), [Report({"leaving": "SIGINT"})]), phase=Phase.ENDED, exitcode=130
+        (),
+        (LeaveRequested(2), [ReportMember({"leaving": "SIGINT"})]),
+        phase=ScriptPhase.ENDED,
+        exitcode=130,
     ),
     "a lost lease stops the workers before joining anew": story(
         RUNNING,
         (LeaseLost(), [Stop(9)]),
         (seen(1, nodes="bc"), []),
         (WorkersGone(), [NONE_RESIDENT, Rejoin(0)]),
-        phase=Phase.IDLE,
+        phase=ScriptPhase.IDLE,
     ),
     "a lost lease starts nobody in a world that was seen before it": story(
         (*RUNNING, OVER, seen(1), LeaseLost()),
         (WorkersGone(), [NONE_RESIDENT, Rejoin(0)]),
-        (seen(1, phase="over"), [Report({"gone": 1})]),
+        (seen(1, phase="over"), [ReportMember({"gone": 1})]),
     ),
     "a lost store stops the workers and ends": story(
         RUNNING,
         (StoreLost("out of reach"), [Stop(15)]),
         (WorkersGone(), None),
-        phase=Phase.ENDED,
+        phase=ScriptPhase.ENDED,
         exitcode=171,
         reason="out of reach",
     ),
     "a lost store while idle ends at once": story(
-        (), (StoreLost("out of reach"), None), phase=Phase.ENDED, exitcode=171
+        (), (StoreLost("out of reach"), None), phase=ScriptPhase.ENDED, exitcode=171
     ),
 }
 
@@ -272,11 +306,32 @@ def test_an_event_out_of_place_is_a_bug_and_tells_where():
         Node(*RUNNING, WorkersGone())
 
 
+@pytest.mark.parametrize(
+    ("meshes", "report"), [((2, 2), {"replica": 2}), ((0, 0), {}), ((2, 4), None)]
+)
+def test_the_workers_of_a_node_make_meshes_of_one_size(meshes, report):
+    commands = Node(*RUNNING).feed(*(WorkerEnlisted(*each) for each in enumerate(meshes)))
+    changes = next(command for command in commands if isinstance(command, ReportMember)).changes
+    if report is not None:
+        assert changes == {"resident": True, "standing": (0, 1), **report}
+    else:
+        (failure,) = changes["failures"]
+        assert failure.fatal
+        assert "meshes of different sizes: 2 and 4" in failure.message
+
+
+def test_a_place_in_a_replica_is_taken_in_every_phase():
+    for events in ((), (seen(),), RUNNING, (*RUNNING, WorkerFailed(failure(0)))):
+        node = Node(*events)
+        assert node.feed(PlaceAllotted(1)) == [ReportMember({"place": 1})]
+        assert node.state.place == 1
+
+
 @pytest.mark.parametrize("ends_first", [True, False])
 def test_workers_that_wait_in_train_for_one_that_has_ended_fail(ends_first):
     events = [WorkerSucceeded(0, 1), WorkerEnlisted(0)]
     commands = Node(*RUNNING).feed(*(events if ends_first else reversed(events)))
-    failures = next(command for command in commands if isinstance(command, Report))
+    failures = next(command for command in commands if isinstance(command, ReportMember))
     failure = failures.changes["failures"][0]
     assert failure.fatal
     assert "without calling torchelastic.train" in failure.message

@@ -96,7 +96,7 @@ def test_who_is_gone_or_was_never_there_costs_nothing(pipe):
     assert not words.is_terminal
 
 
-def test_a_report_comes_after_what_was_said_before_it(pipe):
+def test_a_report_comes_after_earlier_messages(pipe):
     read_end, write_end = pipe
     words = Console(write_end)
     logger = logging.getLogger("torchelastic")
@@ -120,7 +120,7 @@ def terminal() -> Iterator[tuple[int, int]]:
         os.close(end)
 
 
-def test_a_line_is_drawn_over_and_what_is_said_goes_before_it(terminal):
+def test_a_status_line_is_redrawn_after_each_message(terminal):
     ours, theirs = terminal
     words = Console(theirs)
     words.setFormatter(logging.Formatter("[agent] %(message)s"))

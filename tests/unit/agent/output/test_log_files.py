@@ -25,10 +25,10 @@ from torchelastic.agent.output.log_files import (
 )
 from torchelastic.agent.output.nonblocking_writer import NonblockingWriter
 from torchelastic.agent.output.output_stream import OutputStream
-from torchelastic.agent.output.tee import CHUNK, Backlog, Lines
+from torchelastic.agent.output.tee import CHUNK, Backlog, LineSplitter
 from torchelastic.config import LaunchConfig, Std
 from torchelastic.errors import ConfigError
-from torchelastic.events.failure import MOST_LINES
+from torchelastic.events.failure import LOG_LINES_LIMIT
 
 
 def config_for(log_dir: Path | str | None, **changes) -> LaunchConfig:
@@ -192,7 +192,7 @@ def test_line_prefix(template, expected):
     ],
 )
 def test_lines(chunks, expected):
-    lines = Lines()
+    lines = LineSplitter()
     found = [line for chunk in chunks for line in lines.feed(chunk)]
     assert found + lines.rest() == expected
 
@@ -202,7 +202,7 @@ def test_lines(chunks, expected):
 )
 def test_a_long_line_is_passed_on_in_pieces(size, step):
     line = bytes(65 + index % 26 for index in range(size))
-    lines = Lines()
+    lines = LineSplitter()
     found = [
         piece for start in range(0, size, step) for piece in lines.feed(line[start : start + step])
     ]
@@ -425,7 +425,7 @@ def test_a_log_file_goes_on_when_there_is_room_again(tmp_path, monkeypatch, file
     assert path.read_text() == f"one\ntw{note}five\n"
 
 
-def test_a_log_file_cut_short_by_somebody_does_not_stop_the_showing(tmp_path):
+def test_a_log_file_cut_short_by_another_process_does_not_stop_the_showing(tmp_path):
     backlog = Backlog(tmp_path / "stdout.log")
     backlog.append(b"gone", shown=False)
     os.truncate(tmp_path / "stdout.log", 0)
@@ -547,14 +547,14 @@ def test_what_is_seen_of_a_workers_output(tmp_path, said, config, lines):
 
 def test_of_much_output_both_streams_are_heard(tmp_path):
     much = b"".join(b"line %d\n" % number for number in range(10_000))
-    for said, kept in (({OUT: much}, MOST_LINES), ({OUT: much, ERR: much}, 10)):
+    for said, kept in (({OUT: much}, LOG_LINES_LIMIT), ({OUT: much, ERR: much}, 10)):
         lines = last_lines(tmp_path, said, redirects=ALL)
         assert lines[-kept:] == tuple(f"line {number}" for number in range(10_000 - kept, 10_000))
-        assert len(lines) == MOST_LINES
+        assert len(lines) == LOG_LINES_LIMIT
 
 
 @in_loop
-async def test_a_file_that_somebody_has_taken_away(tmp_path):
+async def test_a_file_that_was_removed(tmp_path):
     logs = NodeLogs(LaunchConfig(log_dir=str(tmp_path), redirects=ALL), tmp_path)
     opened = logs.open(0, {0: 0})
     for path in tmp_path.rglob("*.log"):

@@ -53,7 +53,7 @@ async def test_it_counts_by_its_own_clock_and_goes_when_it_is_over(monkeypatch):
     assert screen.drawn[-1] == ""
 
 
-def test_what_is_said_anew_begins_its_own_countdown():
+def test_what_is_said_again_begins_its_own_countdown():
     screen, clock = Screen(), FakeClock()
     line = WaitingLine(screen, clock)
     line.show("1 of 4 there", 60.0)

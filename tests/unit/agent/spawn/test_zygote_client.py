@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 
-from torchelastic.agent.spawn import zygote_server
+from torchelastic.agent.spawn import startup, zygote_server
 from torchelastic.agent.spawn.processes import WorkerSpawn, command_line
 from torchelastic.agent.spawn.zygote_client import unlike
 from torchelastic.config import Entry
@@ -77,10 +77,26 @@ def test_what_python_will_put_on_its_path(monkeypatch, tmp_path):
         assert zygote_server.path_of_main() == str(expected)
 
 
-def test_imports_that_fail_are_told():
+def test_imports_that_fail_are_reported():
     assert zygote_server.import_all(["json", "no.such"]) == [
         "no.such cannot be imported: ModuleNotFoundError: No module named 'no'"
     ]
+
+
+def test_a_python_without_torchelastic_borrows_the_agents():
+    """As a PYTHON_EXEC may be; -S: without the packages of this environment."""
+    source = """
+        try:
+            import sitecustomize
+        except ImportError as error:  # as Python has it without ours
+            print(error)
+        import sys
+        print("torchelastic.worker.bootstrap" in sys.modules)
+    """
+    command = [sys.executable, "-S", "-c", dedent(source)]
+    env = startup.environment({}, "worker")
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env)
+    assert ended.stdout == "No module named 'sitecustomize'\nTrue\n", ended.stderr
 
 
 def test_open_devices_are_found(monkeypatch):
@@ -95,7 +111,7 @@ def test_a_copy_that_comes_after_its_agents_end_ends():
     """Whoever adopts it then: with this process as its parent it must not wait for the agent."""
     source = """
         import os
-        from torchelastic.agent.spawn import zygote_child, zygote_server
+        from torchelastic.agent.spawn import startup, zygote_server
         from torchelastic.system import linux
 
         linux.become_subreaper()
@@ -107,7 +123,7 @@ def test_a_copy_that_comes_after_its_agents_end_ends():
         pid = zygote_server.fork_orphan()
         if pid == 0:
             if os.getppid() == parent:
-                zygote_child.become([], agent, {})
+                zygote_server.become([], agent, {})
             os._exit(1)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     """

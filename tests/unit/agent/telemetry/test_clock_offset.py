@@ -87,13 +87,13 @@ def test_a_portion_ends_before_it_is_too_large(monkeypatch):
     assert upto == len(records) == 2
 
 
-def test_a_record_larger_than_a_portion_is_told_alone_and_a_huge_one_not_at_all():
+def test_a_record_larger_than_a_portion_is_reported_alone_and_a_huge_one_not_at_all():
     upto, records = told([record(1.0, text="x" * clock_offset.BATCH), record(2.0)])
     assert (upto, len(records)) == (1.0, 1)
     upto, records = told([record(1.0, text="x" * clock_offset.LONGEST_LINE), record(2.0)])
     assert (upto, [one.mono for one in records]) == (2.0, [2.0])
 
 
-def test_what_is_not_told_is_covered_all_the_same():
+def test_what_is_not_reported_is_covered_anyway():
     assert told([record(1.0, "waiting"), record(2.0, "waiting")], 1000) == (2.0, [])
     assert math.isfinite(told([record(1.0, "waiting")], 1000, leads=True)[1][0].heard)

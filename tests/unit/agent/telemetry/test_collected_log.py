@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from torchelastic.agent.telemetry.collected_log import CollectedLog
+from torchelastic.agent.telemetry.collector import CollectedLog
 
 
 def line(kind: str, number: int) -> bytes:
@@ -31,7 +31,7 @@ def test_a_full_log_becomes_the_older_part_and_what_matters_of_that_is_kept(tmp_
     assert sorted(os.listdir(tmp_path)) == ["job.jsonl", "job.jsonl.1"]
 
 
-def test_a_full_disk_costs_lines_and_is_told_once(caplog):
+def test_a_full_disk_costs_lines_and_is_reported_once(caplog):
     log = CollectedLog(Path("/dev/full"))
     log.write(line("note", 1))
     log.write(line("note", 2))

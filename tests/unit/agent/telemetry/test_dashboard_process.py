@@ -74,7 +74,7 @@ def test_where_it_is_goes_to_the_terminal_only_whatever_else_is_printed(
 ):
     caplog.set_level("INFO")
     instead(code)
-    assert watched(made()) == [f"the dashboard exited: exit code {exitcode}; the job goes on"]
+    assert watched(made()) == [f"the dashboard exited: exit code {exitcode}; the job continues"]
     assert ("dashboard: http://127.0.0.1:1/" in caplog.text) is (exitcode == 0)
 
 
@@ -84,7 +84,7 @@ def test_where_it_is_goes_to_the_terminal_only_whatever_else_is_printed(
 )
 @in_loop
 async def test_it_is_asked_to_end_and_then_ended(instead, monkeypatch, code, grace):
-    monkeypatch.setattr(dashboard_process, "GRACE", grace)
+    monkeypatch.setattr(dashboard_process, "LAST_PAGE_TIMEOUT", grace)
     instead(code)
     it = made()
     (pid,) = it.start({}, "id")
@@ -98,16 +98,16 @@ def test_one_that_cannot_be_started_costs_nothing_else(monkeypatch, caplog):
 
     monkeypatch.setattr(dashboard_process, "start_program", refuse)
     assert watched(made()) == []
-    assert "Could not start the dashboard: no more processes. The job goes on." in caplog.text
+    assert "Could not start the dashboard: no more processes. The job continues." in caplog.text
 
 
-def test_it_runs_out_of_the_way_and_why_it_is_nowhere_is_said(instead):
+def test_it_runs_out_of_the_way_and_why_it_is_nowhere_is_reported(instead):
     instead(
         "import os, json; told = [os.nice(0), open('/proc/self/oom_score_adj').read().strip()]\n"
         "print(json.dumps({'error': ' '.join(map(str, told))}))"
     )
     nice = min(os.nice(0) + linux.POLITE, 19)
-    assert watched(made()) == [f"no dashboard at 127.0.0.1:0: {nice} 1000; the job goes on"]
+    assert watched(made()) == [f"no dashboard at 127.0.0.1:0: {nice} 1000; the job continues"]
 
 
 @pytest.mark.parametrize(

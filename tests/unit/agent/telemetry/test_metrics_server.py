@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.unit.agent.support import in_loop
-from torchelastic.agent.telemetry import metrics_server
+from torchelastic.agent.telemetry import metrics_server, short_answers
 from torchelastic.agent.telemetry.metrics_server import MetricsServer
 from torchelastic.clock import SystemClock
 from torchelastic.config import LaunchConfig
@@ -24,7 +24,7 @@ GET = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 @pytest.fixture(autouse=True)
 def all_the_time_they_need(monkeypatch):
     """A busy machine must not look like a slow scraper."""
-    monkeypatch.setattr(metrics_server, "PATIENCE", 600.0)
+    monkeypatch.setattr(short_answers, "REQUEST_TIMEOUT", 600.0)
 
 
 class Running:
@@ -104,8 +104,8 @@ async def test_a_page_is_made_once_however_often_it_is_asked_for(tmp_path, monke
 async def test_who_says_nothing_gives_way_to_who_does(tmp_path):
     """Many more silent connections than there is room for."""
     async with Running(tmp_path) as it:
-        silent = [await it.connect() for _ in range(metrics_server.MOST_CONNECTIONS)]
-        while len(it.endpoint._talks) < metrics_server.MOST_CONNECTIONS:
+        silent = [await it.connect() for _ in range(short_answers.MOST_CONNECTIONS)]
+        while len(it.endpoint._server._talks) < short_answers.MOST_CONNECTIONS:
             await asyncio.sleep(0.001)
         assert b" 200 " in await it.ask()
         assert await silent[0][0].read() == b"", "the oldest was shown out"
@@ -115,7 +115,7 @@ async def test_who_says_nothing_gives_way_to_who_does(tmp_path):
 
 @in_loop
 async def test_who_is_slow_is_shown_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics_server, "PATIENCE", 0.05)
+    monkeypatch.setattr(short_answers, "REQUEST_TIMEOUT", 0.05)
     async with Running(tmp_path) as it:
         reader, writer = await it.connect()
         writer.write(GET[:20])
@@ -138,7 +138,10 @@ async def test_a_port_that_is_taken_costs_the_metrics_and_not_the_job(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         async with Running(tmp_path, metrics_address=f"127.0.0.1:{port}") as it:
-            assert it.said == [f"no metrics at 127.0.0.1:{port}: Address already in use"]
+            assert it.said == [
+                f"no metrics at 127.0.0.1:{port}: Address already in use; the job continues "
+                "without them. Choose another --metrics-address."
+            ]
             it.log.emit(Note("the job goes on"))
 
 

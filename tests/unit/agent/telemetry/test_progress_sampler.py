@@ -9,15 +9,15 @@ from torchelastic.agent.workers.reported_metrics import Reported
 from torchelastic.clock import FakeClock
 from torchelastic.events.types import CheckpointStored, Progress
 from torchelastic.worker.orders import Stored
-from torchelastic.worker.status_page import Shown
+from torchelastic.worker.status_page import ShownStatus
 
 NOTHING = (0.0, 0.0, 0.0, 0.0)
 
 
 def shown(
     rank: int, step: int, *, generation: int = 0, at: float = 1.0, stalled=NOTHING, own: float = 0.0
-) -> Shown:
-    return Shown(generation, rank, step, at, stalled, own)
+) -> ShownStatus:
+    return ShownStatus(generation, rank, step, at, stalled, own)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_the_longer_it_lasts_and_the_more_tell_the_rarer(age, nodes, expected):
     assert interval(age, nodes) == expected
 
 
-def test_workers_are_told_of_together_by_rank_with_the_sum_of_their_stalls():
+def test_workers_are_reported_together_by_rank_with_the_sum_of_their_stalls():
     told = progress_of(
         [
             shown(3, 7, at=2.0, stalled=(1.0, 0.0, 0.0, 0.5), own=1.5),
@@ -66,7 +66,7 @@ def test_what_came_before_steps_that_are_counted_is_what_all_say(before, expecte
     assert progress_of(ones)[0].before == expected
 
 
-def test_generations_are_told_of_apart_and_nobody_who_has_entered_no_step():
+def test_generations_are_reported_apart_and_nobody_who_has_entered_no_step():
     told = progress_of([shown(0, 5), shown(1, 6, generation=1), shown(-1, -1, generation=-1)])
     assert {generation: progress.ranks for generation, progress in told.items()} == {0: [0], 1: [1]}
 
@@ -96,7 +96,7 @@ NEXT = [shown(0, 5), shown(1, 5, generation=1)]
     ],
     ids=["nothing new", "one gets on", "not again what is of the generation before"],
 )
-def test_what_is_new_is_told_once_and_of_all(sampling, told, looks, expected):
+def test_what_is_new_is_reported_once_and_of_all(sampling, told, looks, expected):
     for look in [BOTH_AT_5, *looks]:
         sampling.look(look)
     assert told == [(0, [5, 5]), *expected]
@@ -167,7 +167,7 @@ def test_samples_are_counted_by_whoever_knows():
     assert progress_of([other])[0].samples == -1
 
 
-def test_of_checkpoints_the_last_is_told_with_the_next_look():
+def test_of_checkpoints_the_last_is_reported_with_the_next_look():
     told, clock = [], FakeClock(7.0)
     sampling = ProgressSampler(lambda generation, event: told.append((generation, event)), clock)
     sampling.look([])

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.events.stories import Story
+from tests.unit.events.stories import Story, failure
 from torchelastic.agent.telemetry.reporter import Reporter
 from torchelastic.clock import FakeClock
 from torchelastic.config import LaunchConfig
 from torchelastic.events import types as events
 from torchelastic.events.log import COLLECTED_FILE, EventLog, read_files
 from torchelastic.rendezvous import held_out
-from torchelastic.rendezvous.restart_policy import RestartLedger
+from torchelastic.rendezvous.restart_policy import RestartHistory
 from torchelastic.rendezvous.world import World
 from torchelastic.worker.orders import Begins
 
@@ -34,7 +34,7 @@ def said(monkeypatch):
     logger.setLevel(before)
 
 
-def narrator_of(tmp_path, *, nodes: int = 2, generation: int = 0) -> Reporter:
+def reporter_of(tmp_path, *, nodes: int = 2, generation: int = 0) -> Reporter:
     """Of a node that has seen a world for three seconds."""
     clock = FakeClock()
     log = EventLog(tmp_path / "events.jsonl", job="job", node="a", clock=clock)
@@ -68,10 +68,10 @@ def gather(tmp_path) -> None:
         (1, None, False, ["in 3.0 s"]),
     ],
 )
-def test_the_goodput_is_said_by_the_node_that_has_the_whole_story(
+def test_the_goodput_is_reported_by_the_node_that_has_the_whole_story(
     tmp_path, said, nodes, leads, collected, expected
 ):
-    reporter = narrator_of(tmp_path, nodes=nodes)
+    reporter = reporter_of(tmp_path, nodes=nodes)
     if collected:
         gather(tmp_path)
     asyncio.run(reporter.sum_up(tmp_path / COLLECTED_FILE, leads=leads))
@@ -82,7 +82,7 @@ def test_the_goodput_is_said_by_the_node_that_has_the_whole_story(
 
 
 def test_a_job_without_a_world_has_no_goodput(tmp_path, said):
-    reporter = narrator_of(tmp_path, generation=-1)
+    reporter = reporter_of(tmp_path, generation=-1)
     asyncio.run(reporter.sum_up(tmp_path / COLLECTED_FILE, leads=True))
     assert said == []
 
@@ -102,14 +102,14 @@ def test_a_node_that_looks_for_the_others_for_a_while_says_so(tmp_path, said, mo
         await asyncio.sleep(0)
 
     monkeypatch.setattr("torchelastic.agent.telemetry.reporter.JOINING_QUIET", 0.0)
-    reporter = narrator_of(tmp_path, generation=-1)
+    reporter = reporter_of(tmp_path, generation=-1)
     asyncio.run(look())
     expected = f"looking for job {reporter._config.run_id} at 127.0.0.1:1, for 1 h more"
     assert said == ([] if finds else [expected])
 
 
 def test_a_hang_in_which_nobody_waits_is_written_down_and_not_said(tmp_path, said):
-    reporter = narrator_of(tmp_path)
+    reporter = reporter_of(tmp_path)
     for waiting in (False, True):
         assert said == []
         rank = {"rank": 0, "node": "a", "step": 3, "collective": "", "waiting": waiting}
@@ -117,8 +117,8 @@ def test_a_hang_in_which_nobody_waits_is_written_down_and_not_said(tmp_path, sai
     assert said == ["workers are hung: rank 1 is missing"]
 
 
-def test_whether_nodes_are_waited_for_or_only_get_ready_is_told(tmp_path, said):
-    reporter = narrator_of(tmp_path)
+def test_whether_nodes_are_waited_for_or_only_get_ready_is_reported(tmp_path, said):
+    reporter = reporter_of(tmp_path)
     told: list[events.Event] = []
     reporter._log.listen(lambda record: told.append(record.event))
     for enough in (True, False):
@@ -127,8 +127,8 @@ def test_whether_nodes_are_waited_for_or_only_get_ready_is_told(tmp_path, said):
     assert told == [events.Waiting(1, [], "no world", enough=enough) for enough in (True, False)]
 
 
-def test_the_command_for_the_other_nodes_is_said_while_they_are_waited_for(tmp_path, said):
-    reporter = narrator_of(tmp_path)
+def test_the_command_for_the_other_nodes_is_reported_while_they_are_waited_for(tmp_path, said):
+    reporter = reporter_of(tmp_path)
     waits = World(generation=0, phase="waiting", count=1, reason="no world")
     for seconds, times in ((0, 1), (30, 1), (31, 2)):
         reporter._clock.advance(seconds)
@@ -136,8 +136,18 @@ def test_the_command_for_the_other_nodes_is_said_while_they_are_waited_for(tmp_p
         assert said.count("start the other nodes with: COMMAND") == times
 
 
+def test_why_a_generation_is_over_is_said_once_and_then_only_what_is_new(tmp_path, said):
+    reporter = reporter_of(tmp_path)
+    for reason in ("rank 0: boom", "rank 0: boom; the next one starts in 1 s"):
+        reporter.world_seen(World(generation=3, phase="over", reason=reason))
+    assert said == [
+        "generation 3 is over: rank 0: boom",
+        "generation 3 is over: the next one starts in 1 s",
+    ]
+
+
 def test_a_node_that_finds_no_host_names_the_command_until_it_has_joined(tmp_path, said):
-    reporter = narrator_of(tmp_path)
+    reporter = reporter_of(tmp_path)
     reporter.without_host("Nobody is there.")
     reporter.name = "a"
     reporter.without_host("Nobody is there.")
@@ -148,15 +158,15 @@ def test_a_node_that_finds_no_host_names_the_command_until_it_has_joined(tmp_pat
 @pytest.mark.parametrize(
     ("count", "spares", "spare_count", "expected"),
     [
-        (1, (), 0, "; this node joined late and warms up for a later world"),
-        (1, ("other",), 1, "; this node joined late and warms up for a later world"),
+        (1, (), 0, "; this node warms up and joins the next generation"),
+        (1, ("other",), 1, "; this node warms up and joins the next generation"),
         (1, ("a",), 1, "; this node waits as a spare"),
         (1, ("other",), 2, "; this node waits as a spare"),
         (2, (), 0, "; this node waits as a spare"),
     ],
 )
 def test_a_newcomer_that_warms_up_is_no_spare(tmp_path, said, count, spares, spare_count, expected):
-    reporter = narrator_of(tmp_path, generation=-1)
+    reporter = reporter_of(tmp_path, generation=-1)
     reporter.name = "a"
     world = World(generation=3, phase="running", count=count, reason="it grows")
     reporter.world_seen(replace(world, spares=spares, spare_count=spare_count))
@@ -164,27 +174,52 @@ def test_a_newcomer_that_warms_up_is_no_spare(tmp_path, said, count, spares, spa
 
 
 def test_a_node_that_is_held_out_says_so(tmp_path, said):
-    reporter = narrator_of(tmp_path, generation=-1)
+    reporter = reporter_of(tmp_path, generation=-1)
     reporter.name = "a"
     held = held_out.hold((), reporter._node, "a", "no GPU")
     world = World(generation=3, phase="running", count=1, reason="it grows", held=held)
     reporter.world_seen(world)
     reporter.world_seen(replace(world, generation=4, held=held_out.end_all_but(held, ())))
-    ends = ["; this node is a spare, held out for 60 s", "; this node joined late"]
+    ends = ["; this node is a spare, held out for 60 s", "; this node warms up"]
     assert [end in line for end, line in zip(ends, said, strict=True)] == [True, True]
 
 
-def test_a_training_that_begins_without_a_checkpoint_is_told_once_and_each_loss(tmp_path, said):
-    reporter = narrator_of(tmp_path, nodes=1)
+def test_a_training_that_begins_without_a_checkpoint_is_reported_once_and_each_loss(tmp_path, said):
+    reporter = reporter_of(tmp_path, nodes=1)
     begins = Begins(0, 0, stored=False)
-    reporter.begins(begins, resident=True)
-    reporter.begins(Begins(1, 0, stored=False), resident=True)
+    reporter.begins(begins, in_process=True)
+    reporter.begins(Begins(1, 0, stored=False), in_process=True)
     assert len(said) == 1
     assert said[0].startswith("No checkpoint directory is set: ")
-    lost = World(generation=2, phase="over", ledger=RestartLedger(best_step=9))
+    lost = World(generation=2, phase="over", ledger=RestartHistory(best_step=9))
     reporter.world_seen(lost)
-    reporter.begins(Begins(3, 0, stored=False), resident=True)
+    reporter.begins(Begins(3, 0, stored=False), in_process=True)
     assert said[-1].startswith("All copies of the training state were lost: training restarts")
     told = [record.event for record in read_files([tmp_path / "events.jsonl"])]
     notes = [event.text for event in told if isinstance(event, events.Note)]
     assert notes == [said[0], said[-1]]
+
+
+PEER = failure(generation=3, rank=0, message="lost a peer: connection closed", alive=True)
+KILLED = failure(generation=3, rank=1, exitcode=-9, message="killed by SIGKILL")
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_end_of_a_generation_waits_a_moment_for_its_cause(tmp_path, said, monkeypatch, known):
+    """Until the next world, or for a limited time; a cause that is known is reported at once."""
+    monkeypatch.setattr("torchelastic.agent.telemetry.reporter.CAUSE_TIMEOUT", 60 if known else 0)
+    over = World(generation=3, phase="over", cause=PEER, reason="rank 0 on a lost a peer")
+
+    async def see() -> None:
+        reporter = reporter_of(tmp_path)
+        reporter.world_seen(over)
+        assert said == []
+        if known:
+            reporter.world_seen(World(generation=4, phase="agreeing", cause=KILLED))
+        while not said:
+            await asyncio.sleep(0)
+        reporter.world_seen(World(generation=5, phase="over", cause=KILLED, reason="a failure"))
+
+    asyncio.run(asyncio.wait_for(see(), 10))
+    reason = KILLED.sentence() if known else over.reason
+    assert said == [f"generation 3 is over: {reason}", "generation 5 is over: a failure"]

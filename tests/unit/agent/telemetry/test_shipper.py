@@ -9,9 +9,8 @@ import pytest
 from tests.unit.agent.support import PATIENCE, in_loop
 from torchelastic import best_effort, side_tasks
 from torchelastic.agent.telemetry import clock_offset, shipper
-from torchelastic.agent.telemetry import collector as gathering_module
-from torchelastic.agent.telemetry.collected_log import CollectedLog
-from torchelastic.agent.telemetry.collector import Begin, Heard, Lines, LogCollector
+from torchelastic.agent.telemetry import collector as collector_module
+from torchelastic.agent.telemetry.collector import Begin, CollectedLog, Heard, Lines, LogCollector
 from torchelastic.agent.telemetry.shipper import LogShipper
 from torchelastic.clock import SystemClock
 from torchelastic.errors import RendezvousLost, RendezvousRefused
@@ -33,7 +32,7 @@ def at_once(monkeypatch):
         monkeypatch.setattr(shipper, name, 0.0)
     monkeypatch.setattr(shipper, "TRY_AGAIN", 0.01)
     monkeypatch.setattr(clock_offset, "LINGER", 0.0)
-    monkeypatch.setattr(gathering_module, "PAUSE", 0.001)
+    monkeypatch.setattr(collector_module, "PAUSE", 0.001)
 
 
 class Store:
@@ -293,7 +292,7 @@ async def test_a_store_that_is_lost_is_looked_at_again(tmp_path):
 
 @pytest.mark.parametrize("mistake", ["_find", "_ship"])
 @in_loop
-async def test_a_mistake_of_ours_is_told_once_and_telling_begins_again(
+async def test_an_error_is_logged_once_and_shipping_restarts(
     tmp_path, monkeypatch, caplog, mistake
 ):
     monkeypatch.setattr(side_tasks, "FIRST_PAUSE", 0.001)
@@ -381,7 +380,7 @@ async def test_who_does_not_keep_to_the_rules_is_sent_away(frames, tmp_path):
 
 @in_loop
 async def test_only_so_many_are_listened_to(tmp_path, monkeypatch):
-    monkeypatch.setattr(gathering_module, "MOST_AGENTS", 1)
+    monkeypatch.setattr(collector_module, "MOST_AGENTS", 1)
     async with nodes(tmp_path, "a") as (_, a):
         link = await call(a)
         with pytest.raises(RendezvousRefused, match="no more event connections"):
@@ -396,11 +395,11 @@ async def test_a_line_is_written_before_it_is_answered(tmp_path):
     async with nodes(tmp_path, "a") as (_, a):
         link = await call(a)
         link.send(Begin("z"))
-        answer = wire.parse(await link.next_frame(), gathering_module.ANSWERS)
-        assert answer.upto == gathering_module.NOTHING
+        answer = wire.parse(await link.next_frame(), collector_module.ANSWERS)
+        assert answer.upto == collector_module.NOTHING
         before = a.clock.now()
         link.send(wire.pack_before(Lines(7.5), b'{"x":1}\n{"x":2}\n'))
-        answer = wire.parse(await link.next_frame(), gathering_module.ANSWERS)
+        answer = wire.parse(await link.next_frame(), collector_module.ANSWERS)
         assert answer.upto == a.collector.upto("z") == 7.5
         assert before <= answer.at <= a.clock.now()
         assert (a.directory / "job.jsonl").read_bytes() == b'{"x":1}\n{"x":2}\n'

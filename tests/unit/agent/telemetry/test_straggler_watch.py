@@ -56,7 +56,7 @@ def hear(watch: StragglerWatch, looks: int, generation: int = 3) -> None:
         watch.take_lines(line(progress(1, look, 0.5), "b", generation))
 
 
-def test_a_straggler_is_told_of_by_the_name_of_its_node(watch, said, wished):
+def test_a_straggler_is_reported_by_the_name_of_its_node(watch, said, wished):
     hear(watch, 5)
     [(generation, straggler)] = said
     assert (generation, straggler.rank, straggler.name) == (3, 1, "node-b")
@@ -81,7 +81,7 @@ def test_other_generations_and_junk_say_nothing(watch, said):
     assert len(said) == 1
 
 
-def test_what_it_has_cost_is_told_when_the_generation_is_over(watch, said, wished):
+def test_what_it_has_cost_is_reported_when_the_generation_is_over(watch, said, wished):
     hear(watch, 9)
     watch.sum_up(before=3)
     assert len(said) == 2, "it is not over yet"

@@ -2,10 +2,10 @@
 
 from tests.unit.agent.support import in_loop
 from torchelastic.agent.watch.hang_report import HangReport
-from torchelastic.agent.watch.inspector import Found
-from torchelastic.events.analysis.hangs import Doing
+from torchelastic.agent.watch.inspector import WorldActivity
+from torchelastic.events.analysis.hangs import RankActivity
 
-FOUND = Found(3, (Doing(rank=0, node="a", stack="x"),))
+FOUND = WorldActivity(3, (RankActivity(rank=0, node="a", stack="x"),))
 
 
 def report_of(*seen):
@@ -32,15 +32,15 @@ async def test_it_is_looked_once_and_told_once():
 
 @in_loop
 async def test_what_was_seen_of_the_world_before_does_not_count():
-    report, _, _ = report_of(FOUND, Found(4))
-    assert (await report.found(3), await report.found(4)) == (FOUND, Found(4))
+    report, _, _ = report_of(FOUND, WorldActivity(4))
+    assert (await report.found(3), await report.found(4)) == (FOUND, WorldActivity(4))
 
 
 @in_loop
-async def test_an_error_in_looking_is_logged_and_nothing_is_told(caplog):
+async def test_an_error_in_looking_is_logged_and_nothing_is_reported(caplog):
     report, told, _ = report_of(RecursionError("too deep"))
     found = await report.found(0)
     report.tell(found)
-    assert (found, told) == (Found(), [])
+    assert (found, told) == (WorldActivity(), [])
     assert "Could not find out" in caplog.text
     assert "too deep" in caplog.text

@@ -11,12 +11,19 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.agent.support import in_loop
+from torchelastic.agent.lifecycle.in_process_state import InProcessState, Status, Worker
 from torchelastic.agent.watch import hang_watchdog
 from torchelastic.agent.watch.hang_report import HangReport
-from torchelastic.agent.watch.hang_watchdog import HangWatchdog, Pace, _doing, limit_for, verdict
-from torchelastic.agent.watch.inspector import Found
+from torchelastic.agent.watch.hang_watchdog import (
+    HangWatchdog,
+    WorkerPace,
+    _doing,
+    limit_for,
+    verdict,
+)
+from torchelastic.agent.watch.inspector import WorldActivity
 from torchelastic.agent.watch.stack_reader import NOTHING
-from torchelastic.events.analysis.hangs import Collective, Doing
+from torchelastic.events.analysis.hangs import Collective, RankActivity
 from torchelastic.worker.orders import Pong
 
 # --- pure ----------------------------------------------------------------------------------------
@@ -36,7 +43,7 @@ from torchelastic.worker.orders import Pong
     ids=["first", "second", "the longest", "unseen between", "hurried", "another", "unseen before"],
 )
 def test_the_pace_of_a_worker(seen, longest, is_first):
-    pace = Pace()
+    pace = WorkerPace()
     for one in seen:
         pace.saw(*one, first=max(5, 5 + one[0]))
     assert pace.longest == longest
@@ -44,7 +51,7 @@ def test_the_pace_of_a_worker(seen, longest, is_first):
 
 
 def test_the_way_into_a_world_is_no_step():
-    pace = Pace()
+    pace = WorkerPace()
     pace.saw(0, 1, 1.0, first=1)
     pace.saw(0, 2, 2.0, first=1)
     pace.told = "of step 2"
@@ -56,8 +63,8 @@ def test_the_way_into_a_world_is_no_step():
     assert pace.words(62.0) == "no progress for 2.0 s"
 
 
-FIRST, LATER = Pace(step=3, first_step=3), Pace(step=4, first_step=3)
-ENTERING = Pace(step=4, first_step=3, entering=1)
+FIRST, LATER = WorkerPace(step=3, first_step=3), WorkerPace(step=4, first_step=3)
+ENTERING = WorkerPace(step=4, first_step=3, entering=1)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +79,7 @@ ENTERING = Pace(step=4, first_step=3, entering=1)
         (ENTERING, 2, True, 2),
         (LATER, None, False, 600),
         (FIRST, None, False, 6000),
-        (Pace(step=4, first_step=3, longest=100), None, False, 1000),
+        (WorkerPace(step=4, first_step=3, longest=100), None, False, 1000),
     ],
 )
 def test_how_long_a_worker_has(pace, given, frozen, limit):
@@ -102,7 +109,7 @@ FROZEN_ONE = MISSING.replace("rank 1", "rank 1 (frozen)")
         ("frozen", NOTHING, "", "it is frozen (stopped by a signal or a debugger)"),
     ],
 )
-def test_what_is_said_of_who_hangs(doing, stack, missing, words):
+def test_the_message_about_a_hung_worker(doing, stack, missing, words):
     assert verdict(doing, stack, missing) == words
 
 
@@ -117,6 +124,7 @@ class Workers:
     def __init__(self, *, answers=None, seen=(0, 7, math.inf), since=None, dumps="", first=7):
         self.answers, self.seen, self.dumps = answers, seen, dumps
         self.pongs, self.killed, self.told, self.asked = {}, [], [], 0
+        self.pong = self.pongs.get
         self.rank = lambda local_rank: 0
         self.pid = lambda local_rank: None if self.killed else os.getpid()
         self.progress = lambda local_rank: self.seen
@@ -124,16 +132,16 @@ class Workers:
         self.generation = lambda local_rank: 1
         self.entering_since = lambda local_rank: since
         self.alive, self.step = (0,), None
-        self.doing = lambda local_rank, generation: Doing(rank=0, node="a", step=self.step)
+        self.doing = lambda local_rank, generation: RankActivity(rank=0, node="a", step=self.step)
         self.last_stack = lambda local_rank: None
 
     async def look(self):
         """At all ranks of the world: this one, and one that waits for it."""
-        mine = Doing(rank=0, node="a", launched=(BEFORE,), stack=self.dumps or NOTHING)
-        other = Doing(rank=1, node="b", waits=REDUCE, launched=(REDUCE,))
+        mine = RankActivity(rank=0, node="a", launched=(BEFORE,), stack=self.dumps or NOTHING)
+        other = RankActivity(rank=1, node="b", waits=REDUCE, launched=(REDUCE,))
         if self.answers == Pong(waiting=True):
             mine = replace(other, rank=0)
-        return Found(1, (mine, other))
+        return WorldActivity(1, (mine, other))
 
     def tell(self, local_rank, order, fds=()):
         self.asked += 1
@@ -206,7 +214,7 @@ def test_who_hangs_is_killed(way, facts, limit, does, stack):
     assert [event.text for event in workers.told] == [MINE]
 
 
-@pytest.mark.parametrize("mistake", ["judge", "tell"])
+@pytest.mark.parametrize("mistake", ["diagnose", "tell"])
 def test_a_mistake_in_explaining_a_hang_spares_nobody(monkeypatch, mistake):
     monkeypatch.setattr(HangReport, mistake, lambda *_: {}["a mistake of ours"])
     workers = Workers(seen=(1, 7, long_ago()), dumps=FRAME)
@@ -228,7 +236,7 @@ def test_who_answers_late_that_it_waits_for_others_is_innocent():
     assert workers.killed == []
 
 
-def test_who_waits_for_others_is_innocent_and_it_is_told_once_that_all_wait():
+def test_who_waits_for_others_is_innocent_and_it_is_reported_once_that_all_wait():
     workers = Workers(since=long_ago(), answers=Pong(waiting=True))
     watch(workers, until=lambda: workers.told and workers.asked >= 5)
     [event] = workers.told
@@ -241,7 +249,7 @@ def test_who_gets_on_while_all_are_looked_at_is_not_killed():
 
     async def look():
         workers.seen = (1, 8, time.monotonic() + 3600)
-        return Found()
+        return WorldActivity()
 
     workers.look = look
     watch(workers, until=lambda: workers.seen[1] == 8)
@@ -272,7 +280,7 @@ def test_a_frozen_worker_on_the_way_has_the_plain_limit(monkeypatch):
 @pytest.mark.parametrize("looks", [1, 2])
 def test_who_is_stuck_at_two_looks_after_its_world_was_over_is_killed(monkeypatch, looks):
     """On a busy machine a thread may need more than one to run on."""
-    monkeypatch.setattr(hang_watchdog, "FREED", 0.01)
+    monkeypatch.setattr(hang_watchdog, "FREED_TIMEOUT", 0.01)
     workers = Workers(answers=Pong(waiting=True, aborted=True))
     workers.has_stopped = lambda local_rank: workers.asked >= looks
 
@@ -307,7 +315,7 @@ def test_who_is_stuck_at_two_looks_after_its_world_was_over_is_killed(monkeypatc
 def test_who_alone_has_the_state_is_waited_for(
     monkeypatch, step, finished, elsewhere, limit, killed, said
 ):
-    monkeypatch.setattr(hang_watchdog, "FREED", 0.01)
+    monkeypatch.setattr(hang_watchdog, "FREED_TIMEOUT", 0.01)
     monkeypatch.setattr(hang_watchdog, "is_frozen", lambda pid: True)
     workers, told, answers = Workers(), [], list(elsewhere)
     workers.step, stopped = step, []
@@ -338,7 +346,7 @@ def test_who_alone_has_the_state_is_waited_for(
 
 
 def test_who_was_told_to_enter_the_next_world_has_left_the_last_one(monkeypatch):
-    monkeypatch.setattr(hang_watchdog, "FREED", 0.01)
+    monkeypatch.setattr(hang_watchdog, "FREED_TIMEOUT", 0.01)
     monkeypatch.setattr(hang_watchdog, "is_frozen", lambda pid: True)
     workers, generations = Workers(), [1, 1, 2]
     workers.has_stopped = lambda local_rank: False
@@ -362,3 +370,29 @@ def test_a_worker_of_this_node_that_is_free_can_go_on():
     assert not watching.can_go_on(2)
     workers.last_stack = lambda local_rank: "it is to be killed"
     assert not watching.can_go_on(1)
+
+
+# --- replacements --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cpus", "looks"), [(3, 1), (2, 3), (1, 5)])
+@in_loop
+async def test_a_replacement_waits_only_where_cpus_are_short(monkeypatch, cpus, looks):
+    """Three survivors, of which two train in the next world, and commit a step there."""
+    monkeypatch.setattr(hang_watchdog, "RECOVERY_LOOK", 0.0)
+    monkeypatch.setattr(hang_watchdog.devices, "cpus", lambda: cpus)
+    over, entered = dict.fromkeys(range(3), (0, 7, 0.0)), dict.fromkeys(range(2), (1, 7, 0.0))
+    committed = dict.fromkeys(range(2), (1, 8, 0.0))
+    shown = iter([over, over, over, entered, entered, committed])
+    seen = {}
+
+    def state():
+        seen.update(taken := next(shown))
+        state.looks += 1
+        workers = {rank: Worker(status=Status.TRAINING) for rank in taken}
+        return InProcessState(node="a", workers=workers)
+
+    state.looks = -1  # the first asks for the generation that failed
+    workers = SimpleNamespace(progress=seen.get)
+    await HangWatchdog(workers, report=None).recovered(state)
+    assert state.looks == looks

@@ -11,9 +11,16 @@ import pytest
 
 from tests.unit.agent.support import in_loop, place
 from torchelastic.agent.watch import inspector
-from torchelastic.agent.watch.inspector import Found, Inspector, Which, from_json, lines_of, to_json
+from torchelastic.agent.watch.inspector import (
+    Inspector,
+    Which,
+    WorldActivity,
+    from_json,
+    lines_of,
+    to_json,
+)
 from torchelastic.errors import RendezvousRefused
-from torchelastic.events.analysis.hangs import Doing
+from torchelastic.events.analysis.hangs import RankActivity
 from torchelastic.rendezvous.embedded import bind_endpoint
 from torchelastic.rendezvous.world import World
 from torchelastic.transport import frames
@@ -26,8 +33,8 @@ GENERATION = 3
 
 @pytest.fixture(autouse=True)
 def enough_time(monkeypatch):
-    monkeypatch.setattr(inspector, "HERE", 30.0)
-    monkeypatch.setattr(inspector, "THERE", 30.0)
+    monkeypatch.setattr(inspector, "STACKS_TIMEOUT", 30.0)
+    monkeypatch.setattr(inspector, "AGENTS_TIMEOUT", 30.0)
 
 
 class Workers:
@@ -39,7 +46,7 @@ class Workers:
 
     def doing(self, local_rank, generation):
         rank = self.ranks[local_rank]
-        return Doing(rank=rank, node=self.node) if generation == GENERATION else None
+        return RankActivity(rank=rank, node=self.node) if generation == GENERATION else None
 
 
 class Node:
@@ -131,13 +138,13 @@ async def test_a_node_that_does_not_answer_cannot_go_on(monkeypatch):
     async with nodes([0], [1]) as (_, a, b):
         monkeypatch.setattr(b.doings, "_admit", lambda link, hello: None)
         b.doings.open(b.backend)
-        monkeypatch.setattr(inspector, "THERE", 0.1)
+        monkeypatch.setattr(inspector, "AGENTS_TIMEOUT", 0.1)
         assert await a.doings.others_can_go_on(GENERATION) is False
 
 
 @in_loop
 async def test_who_is_gone_or_silent_is_named(monkeypatch):
-    monkeypatch.setattr(inspector, "THERE", 0.2)
+    monkeypatch.setattr(inspector, "AGENTS_TIMEOUT", 0.2)
     async with nodes([0], [1], [2]) as (_, a, b, c):
         await b.listener.close()
         monkeypatch.setattr(c.doings, "here", lambda generation: asyncio.sleep(3600))
@@ -147,7 +154,7 @@ async def test_who_is_gone_or_silent_is_named(monkeypatch):
 
 
 @in_loop
-async def test_a_stack_that_cannot_be_read_keeps_nobody_from_telling(monkeypatch):
+async def test_a_stack_that_cannot_be_read_does_not_stop_the_others(monkeypatch):
     async with nodes([0, 1], [2]) as (_, a, b):
         nothing = "no stack could be read"
         a.broken.add(1)
@@ -156,7 +163,7 @@ async def test_a_stack_that_cannot_be_read_keeps_nobody_from_telling(monkeypatch
         assert [one.stack for one in found.doings] == ["stack 0 of a", nothing, nothing]
         a.broken.clear()
         a.slow.add(1)
-        monkeypatch.setattr(inspector, "HERE", 0.05)
+        monkeypatch.setattr(inspector, "STACKS_TIMEOUT", 0.05)
         found = await a.doings.everywhere()
         assert [one.stack for one in found.doings] == ["stack 0 of a", nothing, nothing]
 
@@ -164,7 +171,7 @@ async def test_a_stack_that_cannot_be_read_keeps_nobody_from_telling(monkeypatch
 @in_loop
 async def test_all_nodes_together_have_two_seconds(monkeypatch):
     monkeypatch.setattr(inspector, "AT_A_TIME", 1)
-    monkeypatch.setattr(inspector, "THERE", 0.2)
+    monkeypatch.setattr(inspector, "AGENTS_TIMEOUT", 0.2)
     # Else a call that takes as long would end before the time for all has begun.
     monkeypatch.setattr(
         inspector, "connect_once", lambda *to, **how: connect_once(*to, **how | {"timeout": 30.0})
@@ -177,7 +184,7 @@ async def test_all_nodes_together_have_two_seconds(monkeypatch):
 
 
 JUNK = {
-    "too large": json.dumps({**Doing(rank=0, node="b").to_json(), "rank": math.inf}),
+    "too large": json.dumps({**RankActivity(rank=0, node="b").to_json(), "rank": math.inf}),
     "too deep": "[" * 100_000,
     "no object": "7",
     "no JSON": "junk",
@@ -201,7 +208,9 @@ async def test_of_a_world_of_which_some_nodes_are_known_the_others_are_counted()
         worlds.append(dataclasses.replace(worlds[-1], nodes=(a.place,)))
         assert (await a.doings.everywhere()).unheard == ("4 more nodes",)
         worlds.clear()
-        assert await a.doings.everywhere() == Found(), "without a world nobody does anything"
+        assert await a.doings.everywhere() == WorldActivity(), (
+            "without a world nobody does anything"
+        )
 
 
 async def connect(node):
@@ -226,7 +235,7 @@ async def test_who_says_nothing_is_counted(monkeypatch):
 
 @in_loop
 async def test_who_says_nothing_is_sent_away(monkeypatch):
-    monkeypatch.setattr(inspector, "THERE", 0.05)
+    monkeypatch.setattr(inspector, "AGENTS_TIMEOUT", 0.05)
     async with nodes([0]) as (_, a):
         await (await connect(a)).ended
         while a.doings._peers:
@@ -255,7 +264,7 @@ async def test_junk_ends_the_connection_and_so_does_the_end_of_the_agent():
 
 
 def test_what_was_found_survives_a_journey_and_junk_is_no_finding():
-    found = Found(3, (Doing(rank=0, node="a", stack="x"),), ("b",))
+    found = WorldActivity(3, (RankActivity(rank=0, node="a", stack="x"),), ("b",))
     assert from_json(to_json(found)) == found
     for junk in ({}, {"doings": [], "unheard": []}, {"doings": [{}]}):
         with pytest.raises(ValueError, match=r"."):
@@ -263,6 +272,6 @@ def test_what_was_found_survives_a_journey_and_junk_is_no_finding():
 
 
 def test_too_long_an_answer_has_no_stacks():
-    many = [Doing(rank=rank, node="a", stack="x" * 8000) for rank in range(200)]
-    assert len(lines_of(many)) < inspector.ANSWER
+    many = [RankActivity(rank=rank, node="a", stack="x" * 8000) for rank in range(200)]
+    assert len(lines_of(many)) < inspector.ANSWER_BYTES
     assert len(lines_of(many).splitlines()) == 200

@@ -11,11 +11,11 @@ import pytest
 
 from tests.unit.agent.support import in_loop
 from torchelastic.agent.watch import query_socket
-from torchelastic.agent.watch.inspector import Found
+from torchelastic.agent.watch.inspector import WorldActivity
 from torchelastic.agent.watch.query_socket import SOCKET_FILE, QuerySocket, ask
-from torchelastic.events.analysis.hangs import Doing
+from torchelastic.events.analysis.hangs import RankActivity
 
-FOUND = Found(2, (Doing(rank=0, node="a", stack="x"),), ("b",))
+FOUND = WorldActivity(2, (RankActivity(rank=0, node="a", stack="x"),), ("b",))
 
 
 class Inspector:

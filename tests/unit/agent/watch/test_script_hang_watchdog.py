@@ -9,25 +9,25 @@ import pytest
 
 from torchelastic.agent.watch import hang_report, script_hang_watchdog
 from torchelastic.agent.watch.hang_report import HangReport
-from torchelastic.agent.watch.inspector import Found
+from torchelastic.agent.watch.inspector import WorldActivity
 from torchelastic.agent.watch.script_hang_watchdog import ScriptHangWatchdog, is_cause
 from torchelastic.agent.watch.stack_reader import NOTHING
-from torchelastic.events.analysis.hangs import Doing, Judgement
+from torchelastic.events.analysis.hangs import HangDiagnosis, RankActivity
 
 IN_COLLECTIVE = '  File "/x/torch/distributed/distributed_c10d.py", line 7 in all_reduce\n'
 ALONE = '  File "train.py", line 3 in evaluate\n'
 
 
 def waits(rank, node="a"):
-    return Doing(rank=rank, node=node, step=7, stack=IN_COLLECTIVE)
+    return RankActivity(rank=rank, node=node, step=7, stack=IN_COLLECTIVE)
 
 
 def works(rank, node="a", **more):
-    return Doing(rank=rank, node=node, step=7, stack=ALONE, **more)
+    return RankActivity(rank=rank, node=node, step=7, stack=ALONE, **more)
 
 
 def unread(rank, node="a"):
-    return Doing(rank=rank, node=node, step=7, stack=NOTHING)
+    return RankActivity(rank=rank, node=node, step=7, stack=NOTHING)
 
 
 class Workers:
@@ -56,7 +56,7 @@ class Workers:
         self.killed.append((self.rank(local_rank), why, stack))
 
     async def everywhere(self):
-        return Found(1, self.doings)
+        return WorldActivity(1, self.doings)
 
 
 def watch(workers, limit, monkeypatch, looks=100):
@@ -130,7 +130,7 @@ def test_who_could_not_be_seen_is_looked_at_again(monkeypatch):
     looks = iter([[waits(0), unread(1)]] * 3)
 
     async def everywhere():
-        return Found(1, tuple(next(looks, [waits(0), works(1)])))
+        return WorldActivity(1, tuple(next(looks, [waits(0), works(1)])))
 
     monkeypatch.setattr(workers, "everywhere", everywhere)
     watch(workers, 50, monkeypatch)
@@ -169,9 +169,9 @@ def test_workers_that_are_being_stopped_do_not_hang(monkeypatch):
 
 
 def test_who_is_the_cause():
-    certain = Judgement("", (1,), True)
+    certain = HangDiagnosis("", (1,), True)
     assert is_cause(works(1), certain)
-    assert is_cause(works(1, frozen=True), Judgement("", (), False))
+    assert is_cause(works(1, frozen=True), HangDiagnosis("", (), False))
     assert not is_cause(None, certain)
-    assert not is_cause(works(1), Judgement("", (1,), False))
-    assert not is_cause(works(1), Judgement("", (2,), True))
+    assert not is_cause(works(1), HangDiagnosis("", (1,), False))
+    assert not is_cause(works(1), HangDiagnosis("", (2,), True))

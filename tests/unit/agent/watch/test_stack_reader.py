@@ -76,7 +76,7 @@ def started():
 @pytest.fixture(autouse=True)
 def no_reader_of_stacks(monkeypatch):
     monkeypatch.setattr(stack_reader.shutil, "which", lambda name: None)
-    monkeypatch.setattr(stack_reader, "WRITTEN", 30.0)
+    monkeypatch.setattr(stack_reader, "STACKS_TIMEOUT", 30.0)
 
 
 @pytest.mark.parametrize("code", PROGRAMS.values(), ids=PROGRAMS)
@@ -111,7 +111,7 @@ def test_the_signal_is_not_sent_again_before_it_is_taken(started, monkeypatch):
 
     signal_thread = linux.signal_thread
     monkeypatch.setattr(linux, "signal_thread", send)
-    monkeypatch.setattr(stack_reader, "WRITTEN", 0.01)
+    monkeypatch.setattr(stack_reader, "STACKS_TIMEOUT", 0.01)
     code = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()); run()"
     process, memory = started(SCRIPT.format(code))
     poll_for(lambda: stack_reader._signals(Path(f"/proc/{process.pid}"), "SigBlk"), what="a mask")
@@ -146,13 +146,14 @@ def test_children_do_not_know_of_the_memory(started):
 
 
 class Workers:
-    """One worker; as a resident one it writes what it is told, and answers."""
+    """One worker; as an in-process one it writes what it is told, and answers."""
 
     def __init__(self, process=None, memory=None, *, says=None):
         self.says, self.pongs, self.last, self.helpers = says, {}, None, set()
         self.pid = lambda local_rank: process.pid if process is not None else None
-        self.is_resident = lambda local_rank: says is not None
+        self.is_in_process = lambda local_rank: says is not None
         self.last_stack = lambda local_rank: self.last
+        self.pong = self.pongs.get
         self.stack_memory = lambda local_rank: memory
 
     def tell(self, local_rank, order, fds=()):
@@ -171,7 +172,7 @@ def test_a_control_thread_is_asked_first_and_one_that_does_not_answer_gets_the_s
 ):
     process, memory = started(SCRIPT.format("run()"))
     assert stack(Workers(process, memory, says="as it says")) == "as it says"
-    monkeypatch.setattr(stack_reader, "ANSWER", 0.01)
+    monkeypatch.setattr(stack_reader, "ANSWER_TIMEOUT", 0.01)
     told = stack(Workers(process, memory, says=""))
     assert told.startswith("main thread, most recent call first:\n")
     assert "in hangs" in told
@@ -180,7 +181,7 @@ def test_a_control_thread_is_asked_first_and_one_that_does_not_answer_gets_the_s
 @pytest.mark.parametrize("late", [False, True], ids=["before", "while it is asked"])
 def test_one_that_is_to_be_killed_gets_no_signal(late, started, monkeypatch):
     """It stands still in the handler of its timer, out of which a signal would let it go on."""
-    monkeypatch.setattr(stack_reader, "ANSWER", 0.01)
+    monkeypatch.setattr(stack_reader, "ANSWER_TIMEOUT", 0.01)
     monkeypatch.setattr(linux, "signal_thread", lambda *_: pytest.fail("it was sent a signal"))
     process, memory = started(SCRIPT.format("run()"))
     workers = Workers(process, memory, says="")
@@ -231,7 +232,7 @@ def reader(tmp_path, monkeypatch):
     )
     program.chmod(0o755)
     monkeypatch.setattr(stack_reader.shutil, "which", lambda name: str(program))
-    monkeypatch.setattr(stack_reader, "PY_SPY_LIMIT", 60.0)
+    monkeypatch.setattr(stack_reader, "PY_SPY_TIMEOUT", 60.0)
     return go, told
 
 

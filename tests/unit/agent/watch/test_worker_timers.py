@@ -122,7 +122,7 @@ def stack(table, sleeper, monkeypatch):
             os.pwrite(table.descriptor, written, STACKS_AT)
 
         monkeypatch.setattr(worker_timers.os, "kill", write)
-        watched = worker_timers.Watched(sleeper.pid, table.descriptor, int(SIGNUM))
+        watched = worker_timers.TimedWorker(sleeper.pid, table.descriptor, int(SIGNUM))
         return asyncio.run(worker_timers._stack(watched, set()))
 
     return read_stack
@@ -153,9 +153,7 @@ async def test_an_expired_timer_ends_its_worker_and_no_other(table, sleeper, mon
 
 @pytest.mark.parametrize("frozen", [False, True])
 @in_loop
-async def test_a_worker_that_writes_no_stack_is_ended_all_the_same(
-    frozen, table, sleeper, monkeypatch
-):
+async def test_a_worker_that_writes_no_stack_is_ended_anyway(frozen, table, sleeper, monkeypatch):
     monkeypatch.setattr(stack_reader.shutil, "which", lambda name: None)
     if frozen:
         monkeypatch.setattr(worker_timers, "is_frozen", lambda pid: True)
@@ -163,7 +161,7 @@ async def test_a_worker_that_writes_no_stack_is_ended_all_the_same(
             worker_timers.os, "kill", lambda *_: pytest.fail("it was sent a signal")
         )
     else:
-        monkeypatch.setattr(worker_timers, "WRITTEN", 0.05)
+        monkeypatch.setattr(worker_timers, "STACKS_TIMEOUT", 0.05)
     found = await watched_until_killed(*watching(table, sleeper))
     stack = "no stack could be read"
     stack = f"it is frozen: {stack}" if frozen else stack

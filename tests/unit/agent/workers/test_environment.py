@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.agent.support import place
-from torchelastic.agent.workers.environment import entry_for, node_env, worker_env
+from torchelastic.agent.workers.environment import entry_for, node_env, standby_env, worker_env
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.rendezvous.world import World
 
@@ -44,6 +44,25 @@ def test_a_worker_of_an_unequal_world():
         "TORCHELASTIC_START": "a",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
+
+
+@pytest.mark.parametrize(
+    ("size", "nproc", "shown", "standby"),
+    [
+        (0, 2, (None, None), (None, None)),
+        (2, 2, ("2", None), ("2", None)),
+        (4, 2, ("4", "1"), ("4", "0")),
+    ],
+)
+def test_a_worker_knows_its_place_in_a_replica(size, nproc, shown, standby):
+    nodes = [place(name, index, nproc) for index, name in enumerate("abcd")]
+    world = World(generation=7, phase="running", store="a:1").with_nodes(nodes)
+    config = LaunchConfig(1, 4, nproc, rdzv_endpoint="a", run_id="job", replica_size=size)
+    names = ("TORCHELASTIC_REPLICA_SIZE", "TORCHELASTIC_REPLICA_PLACE")
+    env = worker_env({}, config, world, nodes[3], 1)
+    assert tuple(map(env.get, names)) == shown
+    env = standby_env({}, config, world, 1, place=0)
+    assert tuple(map(env.get, names)) == standby
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchelastic.agent.workers.oom import Facts, Memory, Sources, memory_hint
+from torchelastic.agent.workers.oom import Facts, OomKills, Sources, memory_hint
 
 GIGABYTE = 1 << 30
 OUTSIDE = (
@@ -98,7 +98,7 @@ def kernel(request, tmp_path):
 
 
 def test_one_kill_explains_the_end_of_one_worker(kernel):
-    memory = Memory(kernel.sources)
+    memory = OomKills(kernel.sources)
     kernel.tell(container=5, machine=12)
     looks = [memory.look(pid, -9, "") for pid in (7, 8, 9)]
     assert [(one.in_container, one.on_machine) for one in looks] == [(2, 2), (1, 1), (0, 0)]
@@ -106,7 +106,7 @@ def test_one_kill_explains_the_end_of_one_worker(kernel):
 
 
 def test_who_was_not_killed_explains_nothing(kernel):
-    memory = Memory(kernel.sources)
+    memory = OomKills(kernel.sources)
     kernel.tell(container=4, machine=11)
     assert memory.look(7, -11, "").in_container is None
     assert memory.look(8, 1, "ValueError: boom").in_container is None
@@ -118,7 +118,7 @@ def test_a_kill_elsewhere_on_the_machine(tmp_path):
     """Version 1 does not count what happens in the groups below."""
     for whole, expected in ((True, 0), (False, None)):
         kernel = Kernel(tmp_path / str(whole), whole=whole)
-        memory = Memory(kernel.sources)
+        memory = OomKills(kernel.sources)
         kernel.tell(container=3, machine=11)
         assert memory.look(7, -9, "").in_container == expected
         memory.close()
@@ -144,14 +144,14 @@ def test_counts_that_cannot_be_read_say_nothing(tmp_path, text):
     kernel = Kernel(tmp_path, whole=True)
     kernel.counts.write_text(text)
     kernel.sources.vmstat.unlink()
-    memory = Memory(kernel.sources)
+    memory = OomKills(kernel.sources)
     assert memory.look(7, -9, "") == Facts(exitcode=-9)
     memory.close()
 
 
 def test_a_machine_without_any_of_it(tmp_path):
     sources = Sources(None, vmstat=tmp_path / "no", log=tmp_path / "no")
-    memory = Memory(sources)
+    memory = OomKills(sources)
     assert (memory.look(7, -9, ""), sources.limit()) == (Facts(exitcode=-9), None)
     memory.close()
 
@@ -172,7 +172,7 @@ def counting_files() -> list[Path]:
 
 
 def test_the_sources_of_this_process_are_what_this_machine_has():
-    memory = Memory()
+    memory = OomKills()
     assert not memory.look(os.getpid(), -9, "").named
     memory.close()
     counting = counting_files()

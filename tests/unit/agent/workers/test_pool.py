@@ -7,16 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.unit.agent.support import in_loop
 from tests.unit.worker import entering
 from torchelastic.agent.lifecycle import script
 from torchelastic.agent.telemetry.progress_sampler import ProgressSampler
 from torchelastic.agent.workers import pool as module
-from torchelastic.agent.workers.oom import Memory, Sources
+from torchelastic.agent.workers.oom import OomKills, Sources
 from torchelastic.agent.workers.pool import WorkerPool
 from torchelastic.agent.workers.supervisor import WorkerExit
 from torchelastic.clock import FakeClock
 from torchelastic.config import Entry, LaunchConfig
-from torchelastic.worker import error_file, optimizer_steps, orders, status_page
+from torchelastic.worker import collective_log, error_file, optimizer_steps, orders, status_page
 from torchelastic.worker.orders import Erred, Keeps, PeerLost, Stopped, Up
 
 
@@ -41,10 +42,10 @@ def killed(tmp_path):
 def workers(monkeypatch, told, killed, tmp_path):
     """Without processes; local rank 0 has a slate."""
     sources = Sources(tmp_path, vmstat=tmp_path / "no", log=tmp_path / "no")
-    monkeypatch.setattr(module, "Memory", lambda: Memory(sources))
+    monkeypatch.setattr(module, "OomKills", lambda: OomKills(sources))
     monkeypatch.setattr(module.Cgroup, "create", lambda: None)
     made = WorkerPool(
-        LaunchConfig(),
+        LaunchConfig(nproc_per_node=2),
         Entry("script", "train.py"),
         {},
         factory=SimpleNamespace(zygote=None, serve=lambda supervisor: None),
@@ -62,16 +63,18 @@ def workers(monkeypatch, told, killed, tmp_path):
         snapshots=None,
         sampling=ProgressSampler(lambda *progress: told.append(progress), FakeClock()),
     )
-    made._status_pages[0] = status_page.create()
+    made._records[0].page = status_page.create()
     yield made
-    os.close(made._status_pages[0])
+    for record in made._records.values():
+        if record.page is not None:
+            os.close(record.page)
     made._memory.close()
 
 
 @pytest.fixture
 def worker(workers):
     """What the worker writes to."""
-    made = status_page.StatusPage(workers._status_pages[0])
+    made = status_page.StatusPage(workers._records[0].page)
     yield made
     made.close()
 
@@ -79,6 +82,10 @@ def worker(workers):
 def test_who_adds_a_helper_keeps_it_from_being_reaped(workers):
     workers.helpers.add(os.getpid())
     assert os.getpid() in workers._supervisor.exempt
+
+
+def place(workers, local_rank, generation, rank):
+    workers._records[local_rank] = workers._records[local_rank].successor(generation, rank)
 
 
 def enter(workers, generation):
@@ -93,7 +100,7 @@ def test_on_the_way_from_the_order_to_the_first_step(workers, worker):
     worker.entered(0, 0)
     assert workers.entering_since(0) is None
     enter(workers, 1)
-    workers._forget(0)
+    workers._records[0] = workers._records[0].successor(-1, 1)
     assert workers.entering_since(0) is None, "a replacement is told first"
 
 
@@ -159,7 +166,7 @@ def test_a_workers_garbage_changes_nothing(workers):
 # --- how far they are ----------------------------------------------------------------------------
 
 
-def test_when_a_worker_has_stopped_its_last_step_is_told(workers, worker, told):
+def test_when_a_worker_has_stopped_its_last_step_is_reported(workers, worker, told):
     enter(workers, 0)
     worker.rank = 2
     worker.entered(0, 7)
@@ -168,10 +175,39 @@ def test_when_a_worker_has_stopped_its_last_step_is_told(workers, worker, told):
     assert (generation, progress.ranks, progress.steps) == (0, [2], [7])
 
 
+@pytest.mark.parametrize(
+    ("steps", "counted", "trained"),
+    [([], -1, -1), ([(4, 7)], -1, -1), ([(4, 7), (4, 8)], -1, 4), ([(3, 7), (3, 8)], 4, 4)],
+    ids=["nothing is told", "in its first step", "past it", "by its optimizer"],
+)
+def test_a_generation_has_trained_once_a_worker_is_past_its_first_step(
+    workers, worker, steps, counted, trained
+):
+    for step in steps:
+        worker.entered(*step)
+    workers.counted.newest = counted
+    assert workers.newest_trained == trained
+    worker.entered(5, 8)
+    workers.counted.newest = -1
+    assert workers.newest_trained == trained, "it is remembered"
+
+
+def test_the_state_of_a_generation_is_held_by_who_has_entered_a_step_of_it(in_world, worker):
+    worker.entered(4, 7)
+    assert in_world.newest_held == 4
+    place(in_world, 0, 5, 4)
+    in_world._heard(0, orders.to_json(Keeps()))
+    assert in_world.newest_held == -1, "only the worker before it had entered a step"
+    worker.entered(5, 7)
+    assert in_world.newest_held == 5
+    in_world._supervisor.alive = (1,)
+    assert in_world.newest_held == -1
+
+
 @pytest.fixture
 def counting(workers):
     """What a plain script's worker, local rank 1, has handed over with its first step."""
-    workers._places[1] = (3, 5)
+    place(workers, 1, 3, 5)
     descriptor = status_page.create()
     workers._handed(1, {"type": optimizer_steps.MESSAGE}, descriptor)
     made = status_page.StatusPage(descriptor)
@@ -182,7 +218,9 @@ def counting(workers):
     workers.counted.close()
 
 
-def test_steps_of_a_plain_script_are_told_and_named_and_give_no_restarts(workers, counting, told):
+def test_steps_of_a_plain_script_are_reported_and_named_and_give_no_restarts(
+    workers, counting, told
+):
     counting.entered(0, 47)
     workers.look()
     [(generation, progress)] = told
@@ -199,7 +237,6 @@ def test_who_tells_its_steps_is_not_counted(workers, counting, told):
     workers._heard(1, orders.to_json(Keeps()))
     workers.look()
     assert told == []
-    os.close(workers._status_pages.pop(1))
 
 
 def test_a_worker_that_cuts_its_memory_off_is_not_counted(workers, counting, told):
@@ -208,10 +245,10 @@ def test_a_worker_that_cuts_its_memory_off_is_not_counted(workers, counting, tol
     assert (told, workers.counted.seen(1)) == ([], None)
 
 
-def test_a_script_that_keeps_its_state_is_given_a_slate_and_shows_its_step(workers):
+def test_a_script_with_snapshots_gets_a_status_page_and_shows_its_step(workers):
     given = []
     workers._supervisor.tell = lambda local_rank, message, fds: given.append((message, *fds))
-    workers._places[1] = (4, 1)
+    place(workers, 1, 4, 1)
     workers._heard(1, orders.to_json(Keeps()))
     [(message, descriptor)] = given
     assert message == orders.to_json(orders.StatusPage(silence=workers._config.lease))
@@ -222,7 +259,18 @@ def test_a_script_that_keeps_its_state_is_given_a_slate_and_shows_its_step(worke
     shown.entered(4, 12)
     assert workers.best_step == 12
     shown.close()
-    os.close(workers._status_pages.pop(1))
+
+
+@in_loop
+async def test_who_looks_after_the_end_reads_no_closed_descriptor(workers, worker, caplog):
+    """The sampler's task is cancelled later, and another file may have the number by then."""
+    worker.entered(3, 7)
+    page = workers._records[0].page
+    await workers.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(page)
+    workers.look()
+    assert (caplog.messages, workers.progress(0), workers.best_step) == ([], None, -1)
 
 
 # --- how they end --------------------------------------------------------------------------------
@@ -233,7 +281,8 @@ EARLY = error_file.ErrorRecord("ValueError: early", "Traceback")
 @pytest.fixture
 def in_world(workers):
     """Two of them, in generation 3: ranks 4 and 5."""
-    workers._places.update({0: (3, 4), 1: (3, 5)})
+    place(workers, 0, 3, 4)
+    place(workers, 1, 3, 5)
     ended = workers.ended = set()
     workers._supervisor = SimpleNamespace(
         alive=(0, 1),
@@ -287,14 +336,14 @@ def test_who_is_killed_because_its_world_is_over_was_stopped(in_world, told):
 
 def test_who_ends_after_the_order_to_stop_was_stopped(in_world, told):
     in_world.begin_to_stop()
-    in_world._last_words_of[0] = EARLY
+    in_world._records[0].sent_error = EARLY
     ends(in_world, 1)
     ends(in_world, -15, local_rank=1)
     assert [(one.rank, one.stopped) for one in told] == [(4, True)]
 
 
 def test_who_told_why_or_was_dead_before_the_order_to_stop_was_not_stopped(in_world, killed, told):
-    in_world._last_words_of[0] = EARLY
+    in_world._records[0].sent_error = EARLY
     in_world.ended.add(1)
     killed(1)
     in_world.begin_to_stop()
@@ -357,17 +406,17 @@ def make_unreadable(descriptor):
 
 
 SABOTAGE = {
-    "a truncated slate": lambda them, patch: os.ftruncate(them._status_pages[0], 0),
-    "a slate cut in two": lambda them, patch: os.ftruncate(them._status_pages[0], 20),
-    "an unreadable slate": lambda them, patch: make_unreadable(them._status_pages[0]),
+    "a truncated slate": lambda them, patch: os.ftruncate(them._records[0].page, 0),
+    "a slate cut in two": lambda them, patch: os.ftruncate(them._records[0].page, 20),
+    "an unreadable slate": lambda them, patch: make_unreadable(them._records[0].page),
     "sampling": lambda them, patch: patch.setattr(them._sampling, "look", fails),
     "boards": lambda them, patch: patch.setattr(them._metric_tables, "look", fails),
     "closing boards": lambda them, patch: patch.setattr(them._metric_tables, "ended", fails),
     "timers": lambda them, patch: patch.setattr(them.timers, "ended", fails),
     "the kernel": lambda them, patch: patch.setattr(them._memory, "look", fails),
     "logs": lambda them, patch: patch.setattr(them, "_last_lines", fails),
-    "error files": lambda them, patch: patch.setattr(them, "_told", fails),
-    "collectives": lambda them, patch: patch.setattr(module.collective_log, "read", fails),
+    "error files": lambda them, patch: patch.setattr(them._records[0], "error", fails),
+    "collectives": lambda them, patch: patch.setattr(collective_log, "read", fails),
 }
 
 
@@ -387,7 +436,7 @@ def test_an_end_is_told_whatever_is_wrong_with_what_is_observed(in_world, monkey
     assert erred.failure.message == "ValueError: boom"
 
 
-def test_an_end_is_told_before_anything_is_observed(in_world, monkeypatch):
+def test_an_end_is_reported_before_anything_is_observed(in_world, monkeypatch):
     story = []
     monkeypatch.setattr(in_world, "_tell_event", lambda event: story.append("told"))
     monkeypatch.setattr(in_world._sampling, "look", lambda *_: story.append("observed"))

@@ -3,7 +3,7 @@
 While Python starts, before it looks at train.py, it imports a module named `sitecustomize` if it
 finds one. `environment` puts the directory of ours at the head of PYTHONPATH; it only calls
 `begin`. Everything a program could see of this is gone when `begin` ends, and Python itself
-goes on to run train.py: no `runpy`, no imitation of `__main__`, no frame of ours below it.
+then runs train.py: no `runpy`, no imitation of `__main__`, no frame of ours below it.
 
 A worker gets its failure report here. The zygote never gets further: it forks, and the copies do.
 """
@@ -38,7 +38,7 @@ def begin() -> None:
     role = _take_traces_away()
     try:
         found = _import_theirs()
-    finally:  # an error in the user's sitecustomize is reported by `site`, and Python goes on
+    finally:  # `site` reports an error in the user's sitecustomize, and Python continues
         _become(role)
     if not found:
         raise ImportError("No module named 'sitecustomize'", name="sitecustomize")

@@ -4,12 +4,12 @@ import os
 import sys
 import traceback
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
-_PACKAGE = os.path.dirname(os.path.dirname(_HERE))
+# The directory that has the package `torchelastic` in it.
+_ROOT = os.path.abspath(os.path.join(__file__, *5 * [os.pardir]))
 
 try:
     # Last: a Python that has no torchelastic of its own borrows the agent's, and nothing else.
-    sys.path.append(os.path.dirname(_PACKAGE))
+    sys.path.append(_ROOT)
     from torchelastic.agent.spawn import startup
 
     sys.path.pop()

@@ -9,14 +9,17 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.agent.support import in_loop
-from torchelastic.agent.lifecycle.in_process import InProcessState, Status, Worker
+from torchelastic.agent.lifecycle.in_process_state import InProcessState, Status, Worker
 from torchelastic.agent.lifecycle.script import ScriptState
-from torchelastic.agent.spawn import factory, store_host_client
-from torchelastic.agent.spawn import helper_restarts as module
-from torchelastic.agent.spawn.factory import ProcessFactory
-from torchelastic.agent.spawn.helper_restarts import STEADY, STORE_LOST, HelperRestarts
+from torchelastic.agent.spawn import helper_processes as module
+from torchelastic.agent.spawn.helper_processes import (
+    STEADY,
+    STORE_LOST,
+    HelperRestarts,
+    ProcessFactory,
+    StoreHost,
+)
 from torchelastic.agent.spawn.processes import spawn_plain
-from torchelastic.agent.spawn.store_host_client import StoreHost
 from torchelastic.clock import FakeClock
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.errors import SpawnError
@@ -101,7 +104,7 @@ def store_host_of(script):
 )
 @in_loop
 async def test_a_store_host_that_does_not_answer_with_a_port_is_ended(monkeypatch, script, told):
-    monkeypatch.setattr(store_host_client, "FIRST_ANSWER", 0.2 if script == "sleep 60" else 20.0)
+    monkeypatch.setattr(module, "FIRST_ANSWER_TIMEOUT", 0.2 if script == "sleep 60" else 20.0)
     host = store_host_of(script)
     await host.start()
     with pytest.raises(SpawnError, match=told):
@@ -109,6 +112,26 @@ async def test_a_store_host_that_does_not_answer_with_a_port_is_ended(monkeypatc
     await host.ended.wait()
     assert host.end == "killed by SIGKILL"
     await host.close()
+
+
+@in_loop
+async def test_two_worlds_in_a_row_retire_old_stores_at_the_same_time(monkeypatch):
+    async def spawn(wanted):
+        raise AssertionError
+
+    stores, asked = StoreHost(spawn, {}), []
+
+    async def answer(request, limit):
+        asked.append(request)
+        await asyncio.sleep(0)
+        return "ok"
+
+    monkeypatch.setattr(stores, "_ask", answer)
+    for generation in (1, 2, 3):
+        stores._held.add(port := 5000 + generation)
+        stores.used(generation, port)
+    await asyncio.gather(stores.retire(before=3), stores.retire(before=4))
+    assert sorted(asked) == ["close 5001", "close 5002", "close 5003"]
 
 
 @in_loop
@@ -144,7 +167,7 @@ async def test_a_store_host_that_ends_early_counts_as_a_failure(lived, raises):
     workers, clock, said = Workers(), FakeClock(), []
     state = replace(ScriptState(node="n", nproc=1), generation=3)
     kept = helper_restarts(workers, helpers=helpers, state=state, clock=clock, said=said)
-    keeping = asyncio.create_task(kept.keep_store_host())
+    task = asyncio.create_task(kept.keep_store_host())
     while not kept.session.member.store:
         await asyncio.sleep(0.01)
     assert kept.session.member.ready
@@ -155,13 +178,13 @@ async def test_a_store_host_that_ends_early_counts_as_a_failure(lived, raises):
     os.kill(first, signal.SIGKILL)
     if raises:
         with pytest.raises(SpawnError, match=r"exited \(killed by SIGKILL\)"):
-            await keeping
+            await task
         assert kept.session.member.store == ""
     else:
         while helpers.stores.pid == first or not kept.session.member.store:
             await asyncio.sleep(0.01)
         assert said == [f"{STORE_LOST} (killed by SIGKILL): starting another one"]
-        keeping.cancel()
+        task.cancel()
     assert workers.failed == [(0, False)]
     await helpers.close()
 
@@ -187,8 +210,8 @@ async def test_a_killed_zygote_is_replaced_a_few_times_with_growing_pauses(monke
         async def close(self):
             self.closed = True
 
-    monkeypatch.setattr(factory.Zygote, "start", lambda **_: Zygote())
-    monkeypatch.setattr(module, "asyncio", SimpleNamespace(sleep=_noting(waited)))
+    monkeypatch.setattr(module.Zygote, "start", lambda **_: Zygote())
+    monkeypatch.setattr(module.asyncio, "sleep", _noting(waited))
     helpers, used = ProcessFactory(LaunchConfig(), Entry("script", "train.py"), {}), []
     helpers.serve(SimpleNamespace(use_zygote=used.append))
     await helper_restarts(None, helpers=helpers, said=said).keep_zygote()
