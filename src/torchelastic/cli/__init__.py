@@ -1,7 +1,9 @@
 """Command line: turn argv into a job, or into a query about one.
 
-options/   parser (argv and PET_* -> values) -> launch_config (LaunchConfig, Entry) -> checks
-commands/  one module per command, imported on use; none imports torch, so that `--help` is fast
+options/   the flags of every command; parser (argv and PET_* -> values) -> launch_config
+           (LaunchConfig, Entry) -> checks
+commands/  one module per command, imported only to run it, so that `--help` is fast; none imports
+           torch
 """
 
 from __future__ import annotations
@@ -10,27 +12,34 @@ import signal
 import sys
 from importlib import import_module
 
-from torchelastic.errors import EXIT_OK, EXIT_SIGNAL_BASE, EXIT_USAGE
+from torchelastic.errors import EXIT_OK, EXIT_SIGNAL_BASE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchelastic.cli.options.command_defaults import CommandDefaults
+    from torchelastic.cli.options.command import Command
 
-#: Each is a module of `commands` with a `main`.
-_COMMANDS = (
-    "run",
-    "status",
-    "top",
-    "dashboard",
-    "events",
-    "logs",
-    "stacks",
-    "trace",
-    "doctor",
-    "rendezvous",
-)
+#: Name and summary of every command; `options.command_table` has their flags.
+COMMANDS = {
+    "run": "run a script in every worker of an elastic job",
+    "status": "show the jobs of this machine",
+    "top": "watch a job in the terminal",
+    "dashboard": "show a job in the browser",
+    "events": "print the events of a job",
+    "logs": "print the output of a job's workers",
+    "stacks": "print the current stack of each rank",
+    "trace": "export a job as a trace for Perfetto",
+    "doctor": "check this machine and a launch before a long run",
+    "submit slurm": "submit a job to Slurm",
+    "submit ray": "run a job on the nodes of a Ray cluster",
+    "submit runai": "submit a job to Run:ai",
+    "submit kubernetes": "submit a job to a Kubernetes cluster",
+    "scale": "change the number of nodes of a job on Kubernetes",
+    "delete": "end a job on Kubernetes and remove it",
+    "operator": "run the controller of ElasticJobs on Kubernetes",
+    "rendezvous serve": "host the rendezvous in its own process",
+}
 
 _HELP = """\
 usage: torchelastic COMMAND ...
@@ -38,37 +47,28 @@ usage: torchelastic COMMAND ...
 Elastic, fault-tolerant PyTorch training.
 
 Commands:
-  run               run a script in every worker of an elastic job
-  status            show the jobs of this machine
-  top               watch a job in the terminal
-  dashboard         show a job in the browser
-  events            print the events of a job
-  logs              print the output of its workers
-  stacks            print the current stack of each rank
-  trace             export a job as a trace for Perfetto
-  doctor            check this machine and a launch before a long run
-  rendezvous serve  host the rendezvous in its own process
+{commands}
 
-For details, run `torchelastic COMMAND --help`. `torchelastic --version` prints the version.
+For details, run `torchelastic COMMAND --help`. `torchelastic --version` prints the version,
+`torchelastic --print-completion SHELL` a completion script for bash, zsh or tcsh.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the `torchelastic` program; return the exit code. Ctrl-C ends it without a traceback."""
     try:
-        return _main(*((sys.argv[1:] if argv is None else argv) or ["--help"]))
+        return _main(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
         return interrupted()
 
 
-def run_program(defaults: str, argv: Sequence[str] | None) -> int:
-    """Run a module entry point with the flags of `run`; `defaults` names its defaults."""
+def run_program(name: str, argv: Sequence[str] | None) -> int:
+    """Run a module entry point with the flags of `run`; `name` is in `command_table`."""
     try:
-        from torchelastic.cli.commands import run
-        from torchelastic.cli.options import command_defaults
+        from torchelastic.cli.options import command_table
 
-        chosen: CommandDefaults = getattr(command_defaults, defaults)
-        return run.main(sys.argv[1:] if argv is None else argv, chosen)
+        command: Command = getattr(command_table, name)
+        return _perform(command, "run", "main", sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
         return interrupted()
 
@@ -79,27 +79,84 @@ def interrupted() -> int:
     return EXIT_SIGNAL_BASE + signal.SIGINT
 
 
-def _main(command: str, *rest: str) -> int:
-    if command in _COMMANDS:
-        return int(import_module(f"torchelastic.cli.commands.{command}").main(list(rest)))
-    if command in ("-h", "--help", "help"):
-        print(_HELP, end="")
+def _main(words: list[str]) -> int:
+    first = words[0] if words else "--help"
+    if first in ("-h", "--help", "help"):
+        print(_HELP.format(commands=_rows("")), end="")
         return EXIT_OK
-    if command in ("-V", "--version"):
+    if first in ("-V", "--version"):
         from torchelastic import __version__
 
         print(f"torchelastic {__version__}")
         return EXIT_OK
-    print(f"torchelastic: error: {_unknown(command)}", file=sys.stderr)
-    return EXIT_USAGE
+    if first.partition("=")[0] == "--print-completion":
+        words = ["run", *words]
+    for length in (2, 1):
+        name = " ".join(words[:length])
+        if name in COMMANDS:
+            from torchelastic.cli.options.command_table import BY_NAME
+
+            module, _, function = name.partition(" ")
+            return _perform(BY_NAME[name], module, function or "main", words[length:])
+    return _no_such_command(first, words[1:])
 
 
-def _unknown(command: str) -> str:
+def _perform(command: Command, module: str, function: str, argv: Sequence[str]) -> int:
+    """Parse the arguments and run a function of `commands`; print what is wrong with them."""
+    from torchelastic import env
+    from torchelastic.cli.options.parser import parse
+    from torchelastic.errors import ConfigError
+
+    try:
+        parsed = parse(argv, command, env.snapshot())
+        if parsed["help"]:
+            from torchelastic.cli.options.help import help_text, terminal_width
+
+            print(help_text(command, terminal_width()), end="")
+            return EXIT_OK
+        perform = getattr(import_module(f"torchelastic.cli.commands.{module}"), function)
+        return int(perform(parsed))
+    except ConfigError as error:
+        from torchelastic.cli import terminal
+
+        return terminal.refuse(command.prog, str(error))
+
+
+def _no_such_command(first: str, rest: list[str]) -> int:
+    from torchelastic.cli import terminal
+
+    seconds = [name.partition(" ")[2] for name in COMMANDS if name.startswith(f"{first} ")]
+    if seconds and rest[:1] in (["-h"], ["--help"]):
+        print(f"usage: torchelastic {first} COMMAND ...\n\nCommands:\n{_rows(first)}")
+        return EXIT_OK
+    if seconds:
+        write = f"write torchelastic {first} {_or(seconds)}."
+        wrong = f"Unknown command '{first} {rest[0]}'" if rest else f"'{first}' is incomplete"
+        return terminal.refuse("torchelastic", f"{wrong}: {write}")
+    if first.startswith("-"):
+        write = f"flags follow a command, as in torchelastic run {first}."
+        return terminal.refuse("torchelastic", f"Unknown flag {first}: {write}")
+    return terminal.refuse("torchelastic", f"Unknown command '{first}': {_hint(first)}")
+
+
+def _rows(first: str) -> str:
+    """Return the commands that begin with a word, with their summaries."""
+    found = [row for row in COMMANDS.items() if row[0].startswith(first)]
+    width = max(map(len, COMMANDS))
+    return "\n".join(f"  {name:{width}}  {summary}" for name, summary in found)
+
+
+def _hint(command: str) -> str:
     if command.endswith(".py"):
-        return f"Unknown command '{command}': write torchelastic run {command}."
+        return f"write torchelastic run {command}."
     from difflib import get_close_matches  # only needed for an error
 
-    if near := get_close_matches(command, _COMMANDS, n=1):
-        return f"Unknown command '{command}': did you mean {near[0]}?"
-    *others, last = _COMMANDS
-    return f"Unknown command '{command}': write {', '.join(others)} or {last}."
+    firsts = list(dict.fromkeys(name.partition(" ")[0] for name in COMMANDS))
+    if near := get_close_matches(command, firsts, n=1):
+        return f"did you mean {near[0]}?"
+    return f"write {_or(firsts)}."
+
+
+def _or(names: list[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last

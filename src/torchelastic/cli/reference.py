@@ -5,25 +5,31 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from torchelastic import env
 from torchelastic.agent.lifecycle import in_process, script
-from torchelastic.cli.options.command_defaults import (
+from torchelastic.cli import COMMANDS
+from torchelastic.cli.options.command import Command
+from torchelastic.cli.options.command_table import (
+    BY_NAME,
     DISTRIBUTED_LAUNCH,
     DISTRIBUTED_RUN,
-    JOB_COMMANDS,
+    LAUNCHERS,
     RUN,
 )
 from torchelastic.cli.options.flag import GROUPS, Flag
 from torchelastic.cli.options.flags import FLAGS
 from torchelastic.cli.options.help import default_words, spellings
-from torchelastic.rendezvous import in_process_round
-from torchelastic.rendezvous import script_round as rounds
+from torchelastic.config import LaunchConfig
+from torchelastic.rendezvous import decide as rounds
 
 _GENERATED = "<!-- Written by `python -m torchelastic.cli.reference docs`; do not edit. -->\n"
 
@@ -31,18 +37,37 @@ _CLI_HEAD = f"""\
 {_GENERATED}
 # The command line
 
+`torchelastic --help` lists the commands, `torchelastic COMMAND --help` explains one.
+
+@COMMANDS@
+**Shell completion.** `torchelastic --print-completion SHELL` prints a script for bash, zsh or tcsh
+that completes commands and their flags. It needs no other package. For bash, put this line in
+`~/.bashrc`; for zsh, write `zsh` and put it in `~/.zshrc`, after `compinit`:
+
+```bash
+eval "$(torchelastic --print-completion bash)"
+```
+
+## Launching a job
+
     {RUN.prog} [flags] SCRIPT [arguments of the script]
     {DISTRIBUTED_RUN.prog} [flags] SCRIPT [arguments of the script]
     {DISTRIBUTED_LAUNCH.prog} [flags] SCRIPT [arguments of the script]
 
 All three take the same flags, torchrun's and ours. They differ only in these defaults:
 """
+_OTHERS_HEAD = """\
+## The other commands
+
+JOB is a job id, the beginning of one, or the `--log-dir` of a run. Without it, the commands use the
+running job, or else the last one; `status` shows all.
+"""
 
 
-def _drawing(module: ModuleType) -> str:
-    """Return the state diagram in a module's docstring: its indented part."""
-    lines = inspect.cleandoc(module.__doc__ or "").splitlines()
-    return "\n".join(line for line in lines if line.startswith("    "))
+def _drawing(module: ModuleType, number: int = 0) -> str:
+    """Return a state diagram in a module's docstring: an indented paragraph."""
+    paragraphs = inspect.cleandoc(module.__doc__ or "").split("\n\n")
+    return [text for text in paragraphs if text.startswith("    ")][number]
 
 
 _STATES_HEAD = f"""\
@@ -50,7 +75,7 @@ _STATES_HEAD = f"""\
 
 ## A world
 
-One leader decides (`rendezvous/script_round.py`). The world that it publishes has one of these
+One leader decides (`rendezvous/decide.py`). The world that it publishes has one of these
 phases:
 
 ```
@@ -75,15 +100,15 @@ process group, SIGKILL after `--shutdown-timeout`, and then ends every process t
 ```
 """
 
-_RESIDENT_HEAD = f"""\
-## Resident workers
+_IN_PROCESS_HEAD = f"""\
+## In-process workers
 
 Workers that have called `torchelastic.train` outlive their generation. Once the workers of all
-nodes have called it, the world is *resident* and follows other rules
-(`rendezvous/in_process_round.py`):
+nodes have called it, the world is *in-process* and follows other rules
+(`rendezvous/decide.py`):
 
 ```
-{_drawing(in_process_round)}
+{_drawing(rounds, 1)}
 ```
 
 | phase | what agents do |
@@ -101,9 +126,9 @@ On a node, `agent/lifecycle/in_process.py` decides. The states of a worker:
 """
 
 _CLI_TAIL = """\
-## Rules
+### Rules
 
-**Spelling.** Names may use dashes or underscores and may be abbreviated while they stay
+**Spelling.** Names of flags may use dashes or underscores and may be abbreviated while they stay
 unambiguous. If an abbreviation matches a flag of torchrun and one of ours, torchrun's wins.
 `--flag VALUE` and `--flag=VALUE` are the same. The first word that is not a flag is the script;
 everything after it is passed to the script. `${local_rank}` in it is replaced with the worker's
@@ -152,7 +177,7 @@ process may use. `auto` is `gpu` if there is a GPU, else `cpu`.
 with `--use-env`. With `--no-use-env`, the script also gets `--local-rank=N`, as with
 `torch.distributed.launch`.
 
-**Bad input** is rejected before anything starts, with one sentence on stderr and exit code 2.
+**Bad input** is rejected before anything starts, with one sentence on stderr and exit code 64.
 """
 
 _ENVIRONMENT_HEAD = f"""\
@@ -162,6 +187,41 @@ _ENVIRONMENT_HEAD = f"""\
 An empty variable counts as unset unless the table says otherwise.
 """
 
+_CONFIGURATION_HEAD = f"""\
+{_GENERATED}
+# Configuration
+
+A job is described by a `LaunchConfig`: `torchelastic run` makes one from its flags, and a Python
+program passes one to [`elastic_launch`](../guides/python.md). [The command line](cli.md) explains
+each flag. Fields without a flag are set by torchelastic.
+"""
+_WITHOUT_HEAD = """\
+## Flags without a field
+"""
+#: Fields that flags of another name set.
+OTHER_FIELDS = {
+    "shape": ("min_nodes", "max_nodes", "nproc_per_node"),
+    "nnodes": ("min_nodes", "max_nodes"),
+    "rdzv_id": ("run_id",),
+    "rdzv_conf": ("rdzv_configs",),
+    "no_zygote": ("zygote",),
+    "no_log_copy": ("log_copy",),
+}
+_WITHOUT_FIELD = {
+    "hosts": "the command itself: it starts an agent on each host",
+    "hosts_from": "the command itself: it starts an agent on each host",
+    "standalone": "`max_nodes=1` and an empty `rdzv_endpoint`",
+    "master_addr": 'the host of `rdzv_endpoint`, with `rdzv_backend="static"`',
+    "master_port": 'the port of `rdzv_endpoint`, with `rdzv_backend="static"`',
+    "module": "the entry point, not the configuration",
+    "no_python": "the entry point, not the configuration",
+    "run_path": "the entry point, not the configuration",
+    "use_env": "the arguments of the script",
+    "no_use_env": "the arguments of the script",
+    "logs_specs": "nowhere: only `default` is supported",
+    "print_completion": "nowhere: prints a script and exits",
+}
+
 _SIDES = (
     ("worker", "Set for workers"),
     ("agent", "Read by the agent"),
@@ -169,18 +229,30 @@ _SIDES = (
 )
 
 
-_HEADS_DEFAULTS = ("flag", *(f"`{defaults.prog}`" for defaults in JOB_COMMANDS))
+_HEADS_DEFAULTS = ("flag", *(f"`{defaults.prog}`" for defaults in LAUNCHERS))
 _HEADS_FLAGS = ("flag", "default", "variable", "meaning")
 
 
 def cli_page() -> str:
     """Return the text of `docs/reference/cli.md`."""
-    parts = [_CLI_HEAD, _table(_HEADS_DEFAULTS, _differing_defaults())]
+    names = ((f"`torchelastic {name}`", summary) for name, summary in COMMANDS.items())
+    head = _CLI_HEAD.replace("@COMMANDS@", _table(("command", "to"), names))
+    parts = [head, _table(_HEADS_DEFAULTS, _differing_defaults())]
     for group in GROUPS:
         flags = [flag for flag in FLAGS if flag.group == group]
-        parts += [f"## {group}\n", _table(_HEADS_FLAGS, map(_flag_row, flags))]
-    parts.append(_CLI_TAIL)
+        parts += [f"### {group}\n", _table(_HEADS_FLAGS, map(_flag_row, flags))]
+    parts += [_CLI_TAIL, _OTHERS_HEAD]
+    parts += [_own_section(command) for command in BY_NAME.values() if command is not RUN]
     return "\n".join(parts)
+
+
+def _own_section(command: Command) -> str:
+    """Return the section of a command that has flags of its own."""
+    rows = [(name, value, text) for name, value, _, text in map(_flag_row, command.own_flags)]
+    table = _table(("flag", "default", "meaning"), rows) if rows else ""
+    also = ["All flags of `torchelastic run` are accepted, too."] if command.launches else []
+    text = "\n\n".join([command.about, *also, *command.epilog.splitlines()[:1]])
+    return f"### {command.prog}\n\n    {command.usage}\n\n{text}\n\n{table}"
 
 
 def environment_page() -> str:
@@ -199,6 +271,51 @@ def environment_page() -> str:
     return "\n".join(parts)
 
 
+def configuration_page() -> str:
+    """Return the text of `docs/reference/configuration.md`."""
+    comments = _field_comments()
+    rows = []
+    for field in dataclasses.fields(LaunchConfig):
+        flags = [flag for flag in FLAGS if field.name in _fields_of(flag)]
+        meaning = comments.get(field.name) or (flags[-1].help if flags else "")
+        names = ", ".join(f"`{flag.name}`" for flag in flags)
+        rows.append((f"`{field.name}`", f"`{field.type}`", f"`{_default(field)}`", names, meaning))
+    without = [flag for flag in FLAGS if not _fields_of(flag) and not flag.ignored]
+    others = _table(
+        ("flag", "where its value goes"), ((f"`{f.name}`", _WITHOUT_FIELD[f.dest]) for f in without)
+    )
+    fields = _table(("field", "type", "default", "flag", "meaning"), rows)
+    return f"{_CONFIGURATION_HEAD}\n{fields}\n{_WITHOUT_HEAD}\n{others}"
+
+
+def _fields_of(flag: Flag) -> tuple[str, ...]:
+    """Return the fields of `LaunchConfig` that a flag sets."""
+    if flag.dest in OTHER_FIELDS:
+        return OTHER_FIELDS[flag.dest]
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}
+    return (flag.dest,) if flag.dest in known else ()
+
+
+def _field_comments() -> dict[str, str]:
+    """Return the `#:` comments of the fields, by field."""
+    found: dict[str, str] = {}
+    comment: list[str] = []
+    for line in map(str.strip, inspect.getsource(LaunchConfig).splitlines()):
+        if line.startswith("#: ") or (comment and line.startswith("#")):
+            comment.append(line.removeprefix("#:").strip())
+        elif comment:
+            found[line.partition(":")[0]] = " ".join(comment)
+            comment = []
+    return found
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return f"{getattr(field.default_factory, '__name__', '')}()"
+    value = field.default
+    return f"{type(value).__name__}.{value.name}" if isinstance(value, enum.Enum) else repr(value)
+
+
 def states_page() -> str:
     """Return the text of `docs/concepts/states.md`."""
     rows = (
@@ -209,8 +326,8 @@ def states_page() -> str:
     handlers = (
         (event.__name__, _docstring(handler)) for event, handler in in_process.HANDLERS.items()
     )
-    residents = _table(("event", "what the node does"), handlers)
-    return f"{_GENERATED}\n{_STATES_HEAD}\n{group}\n{_RESIDENT_HEAD}\n{residents}"
+    serving = _table(("event", "what the node does"), handlers)
+    return f"{_GENERATED}\n{_STATES_HEAD}\n{group}\n{_IN_PROCESS_HEAD}\n{serving}"
 
 
 def _docstring(handler: Callable[..., object]) -> str:
@@ -220,6 +337,7 @@ def _docstring(handler: Callable[..., object]) -> str:
 
 PAGES = {
     "reference/cli.md": cli_page,
+    "reference/configuration.md": configuration_page,
     "reference/environment.md": environment_page,
     "concepts/states.md": states_page,
 }
@@ -227,7 +345,7 @@ PAGES = {
 
 def _differing_defaults() -> Iterator[tuple[str, ...]]:
     for flag in FLAGS:
-        defaults = [defaults.default(flag) for defaults in JOB_COMMANDS]
+        defaults = [defaults.default(flag) for defaults in LAUNCHERS]
         if len(set(defaults)) > 1:
             yield (f"`{flag.name}`", *(f"`{default}`" for default in defaults))
 

@@ -1,13 +1,16 @@
 """The commands from outside: exit codes, one line on stderr, the jobs passed to the agent."""
 
-import contextlib
 import signal
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
 from torchelastic import __version__, cli
+from torchelastic.cli import commands
+from torchelastic.cli.options.command_table import BY_NAME
 from torchelastic.config import Entry
 from torchelastic.distributed import launch
 from torchelastic.distributed import run as distributed_run
@@ -24,7 +27,7 @@ def started(monkeypatch, tmp_path):
         return 7
 
     agent = types.SimpleNamespace(run_job=run_job)
-    monkeypatch.setitem(sys.modules, "torchelastic.agent.main", agent)
+    monkeypatch.setitem(sys.modules, "torchelastic.agent.guard", agent)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     return found
@@ -72,7 +75,7 @@ def test_a_node_that_comes_too_late_starts_nothing(started, capsys):
 @pytest.mark.parametrize("main", [cli.main, distributed_run.main, launch.main])
 def test_ctrl_c_while_a_job_is_starting_prints_no_traceback(started, monkeypatch, capsys, main):
     handlers = []
-    monkeypatch.setattr(sys.modules["torchelastic.agent.main"], "run_job", interrupt)
+    monkeypatch.setattr(sys.modules["torchelastic.agent.guard"], "run_job", interrupt)
     monkeypatch.setattr(cli.signal, "signal", lambda *handler: handlers.append(handler))
     assert main(["run", "train.py"] if main is cli.main else ["train.py"]) == 130
     assert capsys.readouterr() == ("", "")
@@ -94,7 +97,7 @@ def test_bad_input_is_refused_in_one_sentence_before_anything_starts(started, ca
         "--rdzv-backend etcd train.py",
         "",
     ):
-        assert cli.main(["run", *line.split()]) == 2, line
+        assert cli.main(["run", *line.split()]) == 64, line
         out, err = capsys.readouterr()
         assert out == "", line
         assert err.startswith("torchelastic run: error: "), line
@@ -104,8 +107,8 @@ def test_bad_input_is_refused_in_one_sentence_before_anything_starts(started, ca
 
 
 def test_the_other_commands_name_themselves(started, capsys):
-    assert distributed_run.main(["gone.py"]) == 2
-    assert launch.main(["gone.py"]) == 2
+    assert distributed_run.main(["gone.py"]) == 64
+    assert launch.main(["gone.py"]) == 64
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(": error: ")[0] for line in lines] == [
         "python -m torchelastic.distributed.run",
@@ -117,12 +120,32 @@ def test_help_lists_the_commands_and_every_command_has_help(capsys):
     for argv in ([], ["--help"], ["-h"], ["help"]):
         assert cli.main(argv) == 0, argv
         text = capsys.readouterr().out
-        assert all(f"\n  {command} " in text for command in cli._COMMANDS), argv
-    for command in cli._COMMANDS:
-        argv = [command, "serve", "--help"] if command == "rendezvous" else [command, "--help"]
-        with contextlib.suppress(SystemExit):  # argparse's way
-            assert cli.main(argv) == 0, command
-        assert "usage: " in capsys.readouterr().out, command
+        assert all(f"\n  {command} " in text for command in cli.COMMANDS), argv
+    for command in cli.COMMANDS:
+        for flag in ("--help", "-h"):
+            assert cli.main([*command.split(), flag]) == 0, command
+            assert capsys.readouterr().out.startswith(f"usage: torchelastic {command} "), command
+
+
+def test_every_command_has_flags_and_a_module_that_help_does_not_import():
+    assert list(BY_NAME) == list(cli.COMMANDS)
+    modules = {path.stem for path in Path(commands.__path__[0]).glob("*.py")} - {"__init__"}
+    assert modules == {name.partition(" ")[0] for name in cli.COMMANDS}
+    asked = "; ".join(f"main({[*name.split(), '--help']})" for name in cli.COMMANDS)
+    heavy = "[name for name in sys.modules if 'cli.commands.' in name or name == 'asyncio']"
+    program = f"import sys; from torchelastic.cli import main; {asked}; print({heavy})"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert said.stdout.splitlines()[-1:] == ["[]"], said.stderr
+
+
+def test_a_command_of_two_words(capsys):
+    for argv, code, sentence in (
+        (["rendezvous", "--help"], 0, "  rendezvous serve   host the rendezvous"),
+        (["rendezvous"], 64, "'rendezvous' is incomplete: write torchelastic rendezvous serve."),
+        (["rendezvous", "x"], 64, "Unknown command 'rendezvous x': write torchelastic rendezvous"),
+    ):
+        assert cli.main(argv) == code, argv
+        assert sentence in "".join(capsys.readouterr()), argv
 
 
 def test_version(capsys):
@@ -132,7 +155,7 @@ def test_version(capsys):
 
 XYZ = (
     "Unknown command 'xyz': write run, status, top, dashboard, events, logs, stacks, trace, "
-    "doctor or rendezvous."
+    "doctor, submit, scale, delete, operator or rendezvous."
 )
 
 
@@ -140,6 +163,7 @@ XYZ = (
     ("command", "sentence"),
     [
         ("train.py", "Unknown command 'train.py': write torchelastic run train.py."),
+        ("--gpu", "Unknown flag --gpu: flags follow a command, as in torchelastic run --gpu."),
         ("xyz", XYZ),
         ("runn", "Unknown command 'runn': did you mean run?"),
         ("rnu", "Unknown command 'rnu': did you mean run?"),
@@ -147,5 +171,5 @@ XYZ = (
     ],
 )
 def test_an_unknown_command_is_refused(capsys, command, sentence):
-    assert cli.main([command]) == 2
+    assert cli.main([command]) == 64
     assert capsys.readouterr().err == f"torchelastic: error: {sentence}\n"

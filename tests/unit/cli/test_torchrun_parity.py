@@ -6,13 +6,18 @@ import pytest
 from torch.distributed import run
 
 from tests.unit.cli.options.test_parser import EXAMPLES
-from torchelastic.cli.options.command_defaults import CommandDefaults
+from torchelastic.cli.options.command import Command
 from torchelastic.cli.options.flags import FLAGS
 from torchelastic.cli.options.launch_config import launch_config
 from torchelastic.cli.options.parser import parse
 
 #: Our parser with torchrun's defaults.
-TORCHRUN = CommandDefaults("torchrun", "", {"rdzv_backend": "static", "max_restarts": "0"})
+TORCHRUN = Command(
+    prog="torchrun",
+    about="",
+    launches=True,
+    defaults={"rdzv_backend": "static", "max_restarts": "0"},
+)
 
 BY_DEST = {flag.dest: flag for flag in FLAGS}
 VALUES = EXAMPLES | {"duplicate_stdout_filters": "a,,b,c", "redirects": "0:1,1:3", "nnodes": "2:3"}

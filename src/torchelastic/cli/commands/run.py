@@ -3,65 +3,109 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
 from torchelastic import env
-from torchelastic.cli.options import checks
-from torchelastic.cli.options.command_defaults import RUN, CommandDefaults
+from torchelastic.cli.options import checks, completion
+from torchelastic.cli.options.command_table import RUN
 from torchelastic.cli.options.launch_config import entry_of, launch_config
-from torchelastic.cli.options.parser import Parsed, parse
-from torchelastic.config import Entry, LaunchConfig
-from torchelastic.errors import EXIT_OK, EXIT_USAGE, ConfigError
+from torchelastic.cli.options.parser import Parsed
+from torchelastic.cli.options.platform_values import read_file
+from torchelastic.cli.options.shape import shape_of
+from torchelastic.cluster.detect import detect
+from torchelastic.cluster.job_directory import JobDirectory
+from torchelastic.cluster.platform import PlatformFacts
+from torchelastic.config import Entry, LaunchConfig, default_run_id, format_endpoint
+from torchelastic.errors import EXIT_OK, ConfigError
 from torchelastic.events import job_registry
 
 
-def main(argv: Sequence[str], defaults: CommandDefaults = RUN) -> int:
-    """Run a job from a command line; return the exit code."""
-    environ = env.snapshot()
-    try:
-        parsed = parse(argv, defaults, environ)
-        if parsed["help"]:
-            return show_help(defaults)
-        if parsed["print_completion"]:
-            return show_completion(parsed["print_completion"])
-        config, entry = job(parsed, defaults, environ)
-        # Without --rdzv-id, all jobs at that endpoint have the same id.
-        named = config.max_nodes > 1 and parsed.given("rdzv_id")
-        late = job_registry.too_late(config.run_id, [entry.target, *entry.args]) if named else ""
-    except ConfigError as error:
-        print(f"{defaults.prog}: error: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    if late:
-        print(f"{defaults.prog}: {late}", file=sys.stderr)
+def main(parsed: Parsed) -> int:
+    """Run a job; return the exit code."""
+    if parsed["print_completion"]:
+        print(completion.script(parsed["print_completion"]), end="")
         return EXIT_OK
-    # Imported here: help and usage errors do not need the agent.
-    from torchelastic.agent.main import run_job
+    environ = env.snapshot()
+    if parsed["hosts"] or parsed["hosts_from"]:
+        return _on_hosts(parsed, environ)
+    # The other entry points have their own defaults for the rendezvous.
+    found = detect(environ, read_file) if parsed.prog == RUN.prog else None
+    config, entry = job(parsed, environ, found)
+    # Without an id of its own, a job has that of all jobs at its endpoint.
+    named = parsed.given("rdzv_id") or (found is not None and bool(found.run_id))
+    late = too_late(config, entry) if named else ""
+    if late:
+        print(f"{parsed.prog}: {late}", file=sys.stderr)
+        return EXIT_OK
+    if config.job_dir:
+        JobDirectory(Path(config.job_dir)).prepare()
+    # Imported here: errors in the arguments are reported without waiting for the agent's modules.
+    from torchelastic.agent.guard import run_job
 
     return run_job(config, entry)
 
 
+def _on_hosts(parsed: Parsed, environ: Mapping[str, str]) -> int:
+    """Run the whole job from here, on the hosts of --hosts or --hosts-from."""
+    import secrets
+
+    from torchelastic.hosts import host_launcher
+    from torchelastic.hosts.host_list import read_hosts
+    from torchelastic.transport.credentials import load_secret
+
+    if parsed["hosts"] and parsed["hosts_from"]:
+        raise ConfigError("--hosts and --hosts-from exclude each other: remove one of them.")
+    source = parsed["hosts_from"]
+    hosts = read_hosts(source) if source else parsed["hosts"]
+    workers = shape_of(parsed).workers
+    if isinstance(workers, str):  # counted on each host: this machine may have no GPUs
+        parsed = replace(parsed, values={**parsed.values, "nproc_per_node": 1})
+    run_id = parsed["rdzv_id"] if parsed.given("rdzv_id") else default_run_id(1, "")
+    # Replaced for each host when it is started, unless an endpoint was given.
+    first = hosts[0].address if hosts else "localhost"
+    found = PlatformFacts(
+        platform="hosts",
+        run_id=run_id,
+        min_nodes=1,
+        max_nodes=host_launcher.MOST_HOSTS if source else len(hosts),
+        endpoints=(format_endpoint(first, host_launcher.default_port(run_id)),),
+        leave_signals=(),
+    )
+    config, entry = job(parsed, environ, found)
+    secret = load_secret(config)
+    return host_launcher.run_on_hosts(
+        host_launcher.HostJob(
+            config=config,
+            entry=entry,
+            workers=workers,
+            hosts=hosts,
+            source=source,
+            secret=secret.reveal().decode() if secret is not None else secrets.token_hex(32),
+            meets_elsewhere=parsed.given("rdzv_endpoint"),
+            may_run=parsed.given("rdzv_id"),
+        )
+    )
+
+
 def job(
-    parsed: Parsed, defaults: CommandDefaults, environ: Mapping[str, str]
+    parsed: Parsed, environ: Mapping[str, str], found: PlatformFacts | None = None
 ) -> tuple[LaunchConfig, Entry]:
     """Return the job, after every check that is possible before it starts."""
     checks.check_platform()
-    entry = entry_of(parsed, defaults.prog)
-    config = launch_config(parsed, environ)
+    entry = entry_of(parsed)
+    config = launch_config(parsed, environ, found=found)
     checks.check_entry(entry, environ)
     checks.check_preload(config.preload, entry)
     checks.prepare_log_dir(config.log_dir)
     return config, entry
 
 
-def show_help(defaults: CommandDefaults) -> int:
-    from torchelastic.cli.options.help import help_text, terminal_width
-
-    print(help_text(defaults, terminal_width()), end="")
-    return EXIT_OK
-
-
-def show_completion(shell: str) -> int:
-    from torchelastic.cli.options.completion import script
-
-    print(script(shell), end="")
-    return EXIT_OK
+def too_late(config: LaunchConfig, entry: Entry) -> str:
+    """Return why this node need not start, because the job has finished; empty: it may."""
+    if config.job_dir:
+        return JobDirectory(Path(config.job_dir)).why_too_late(config.run_id)
+    if config.max_nodes == 1:
+        return ""
+    return job_registry.too_late(config.run_id, [entry.target, *entry.args])

@@ -2,56 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torchelastic.cli.commands import terminal
-from torchelastic.errors import EXIT_FAILED, EXIT_OK, TorchElasticError
-
-_DESCRIPTION = """\
-Export a job as a trace: one track per rank, with generations, steps and recoveries. Open the file
-at ui.perfetto.dev or chrome://tracing.
-"""
+from torchelastic.cli.options.parser import Parsed
+from torchelastic.errors import EXIT_FAILED, EXIT_OK
+from torchelastic.events.analysis.find_job import choose
+from torchelastic.events.analysis.trace_export import trace
 
 
-def main(argv: Sequence[str]) -> int:
+def main(parsed: Parsed) -> int:
     """Run the `trace` command; return the exit code."""
-    parser = argparse.ArgumentParser(prog="torchelastic trace", description=_DESCRIPTION)
-    parser.add_argument(
-        "job",
-        nargs="?",
-        metavar="LOG_DIR_OR_JOB",
-        help="the --log-dir of a run, or a job id (default: the running job, or else the last one)",
-    )
-    parser.add_argument(
-        "--job", dest="id", metavar="ID", help="which job, if the directory has several"
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        default="trace.json",
-        type=Path,
-        metavar="FILE",
-        help="file to write (default: %(default)s)",
-    )
-    args = parser.parse_args(argv)
-    # Imported here: the events are slow to import, and `--help` must be fast.
-    from torchelastic.events.analysis.find_job import choose
-    from torchelastic.events.analysis.trace_export import trace
-
+    output = Path(parsed["output"])
+    records = choose(parsed.argument, parsed["job"]).records()
     try:
-        records = choose(args.job, args.id).records()
-        count = write(args.output, trace(records))
-    except TorchElasticError as error:
-        return terminal.refuse("trace", error)
+        count = write(output, trace(records))
     except OSError as error:
-        print(f"torchelastic trace: cannot write {args.output}: {error}", file=sys.stderr)
+        print(f"{parsed.prog}: cannot write {output}: {error}", file=sys.stderr)
         return EXIT_FAILED
-    print(f"Wrote {count} entries to {args.output}. Open it at ui.perfetto.dev.")
+    print(f"Wrote {count} entries to {output}. Open it at ui.perfetto.dev.")
     return EXIT_OK
 
 

@@ -23,8 +23,9 @@ class Flag:
     """One flag. Its name may also be written with underscores for its inner dashes."""
 
     name: str
-    group: str
     help: str
+    #: One of `GROUPS` for a flag of a launch; empty for a flag of one command.
+    group: str = ""
     #: Placeholder for the value in the help; empty for a switch, which takes none.
     metavar: str = ""
     convert: Callable[[str], Any] = parse_truth
@@ -39,7 +40,7 @@ class Flag:
     short: str = ""
     #: A flag of torchrun: its abbreviations win over those of other flags.
     torchrun: bool = False
-    #: `PET_<NAME>` sets the default.
+    #: `PET_<NAME>` sets the default, if it is a flag of a launch.
     pet: bool = True
     #: Variable that is read if neither the flag nor its PET_ variable is set.
     also_read: str = ""
@@ -59,11 +60,9 @@ class Flag:
     @property
     def variables(self) -> tuple[str, ...]:
         """The variables that set it, strongest first."""
-        own = (f"PET_{self.dest.upper()}",) if self.pet else ()
+        own = (f"PET_{self.dest.upper()}",) if self.pet and self.group else ()
         return (*own, self.also_read) if self.also_read else own
 
 
 #: Every command has it; it belongs to no group.
-HELP = Flag(
-    name="--help", short="-h", group="", pet=False, torchrun=True, help="Show this text and exit."
-)
+HELP = Flag(name="--help", short="-h", torchrun=True, help="Show this text and exit.")

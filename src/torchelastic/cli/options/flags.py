@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from torchelastic.cli.options import values
 from torchelastic.cli.options.compat_flags import OLD_FLAGS
-from torchelastic.cli.options.flag import ELASTICITY, LOGS, RENDEZVOUS, SHAPE, WORKERS, Flag
+from torchelastic.cli.options.flag import ELASTICITY, RENDEZVOUS, SHAPE, WORKERS, Flag
+from torchelastic.cli.options.log_flags import LOG_FLAGS
 from torchelastic.config import (
     DEFAULT_SIGNALS,
-    PAGE_ANYWHERE,
     Grow,
-    Std,
     WorldSizes,
     parse_nnodes,
     parse_shape,
@@ -56,6 +55,28 @@ _SHAPE_FLAGS = (
         default="default",
         torchrun=True,
         help="Role of this node's workers.",
+    ),
+)
+
+_HOST_FLAGS = (
+    Flag(
+        name="--hosts",
+        group=SHAPE,
+        metavar="HOST[:N],...",
+        convert=values.hosts,
+        default="",
+        help="Run the whole job from here: start an agent with N workers on each host, over ssh. "
+        "Hosts need the same Python and the same files at the same paths. --nnodes defaults to "
+        "1:HOSTS.",
+    ),
+    Flag(
+        name="--hosts-from",
+        group=SHAPE,
+        metavar="FILE|COMMAND",
+        convert=values.text,
+        default="",
+        help="The same, with the hosts from a file, or from a command that prints them: one "
+        "HOST[:N] per line. It is read again every second; hosts join and leave the running job.",
     ),
 )
 
@@ -250,6 +271,17 @@ _ELASTICITY_FLAGS = (
         "either of two nodes can die.",
     ),
     Flag(
+        name="--preemption",
+        group=ELASTICITY,
+        metavar="SOURCE",
+        convert=values.preemption,
+        default="auto",
+        help="Which preemption notices to watch: aws, gcp, azure, kubernetes, file=PATH, none, or "
+        "auto (those of the cloud or pod that this machine is). On a notice this node leaves the "
+        "job at the next step. A URL replaces a source's usual address: aws=URL. Separate several "
+        "sources with commas.",
+    ),
+    Flag(
         name="--wait-for-nodes",
         group=ELASTICITY,
         metavar="SECONDS",
@@ -317,6 +349,17 @@ _ELASTICITY_FLAGS = (
         default="multiple:1",
         help="Allowed numbers of workers (WORLD_SIZE), such as 8,16,32 or multiple:8. The job "
         "runs with the largest allowed number; the remaining nodes are spares.",
+    ),
+    Flag(
+        name="--replica-size",
+        group=ELASTICITY,
+        metavar="N",
+        convert=values.whole,
+        default="0",
+        default_words="the mesh of the script",
+        help="Workers that hold one copy of a sharded model between them, as in torchelastic.mesh. "
+        "Needed when a replica spans nodes: then N is a multiple of --nproc-per-node, which is the "
+        "same on every node. Worlds have whole replicas only; the remaining nodes are spares.",
     ),
     Flag(
         name="--preflight",
@@ -412,144 +455,12 @@ _WORKER_FLAGS = (
     ),
 )
 
-_LOG_FLAGS = (
-    Flag(
-        name="--log-dir",
-        group=LOGS,
-        metavar="DIR",
-        convert=values.optional_text,
-        default="",
-        default_words="a temporary directory",
-        torchrun=True,
-        help="Directory for log files, with subdirectories per job, generation and rank. "
-        "/dev/null: no log files.",
-    ),
-    Flag(
-        name="--redirects",
-        short="-r",
-        group=LOGS,
-        metavar="STREAMS",
-        convert=Std.from_str,
-        torchrun=True,
-        help="Write output to files instead of the console: 0 none, 1 stdout, 2 stderr, 3 both; "
-        "or per local rank, such as 0:1,1:3.",
-    ),
-    Flag(
-        name="--tee",
-        short="-t",
-        group=LOGS,
-        metavar="STREAMS",
-        convert=Std.from_str,
-        torchrun=True,
-        help="Write output to files and to the console; takes the same values as --redirects.",
-    ),
-    Flag(
-        name="--log-line-prefix-template",
-        group=LOGS,
-        metavar="TEXT",
-        convert=values.optional_text,
-        default="",
-        default_words="[${role_name}${local_rank}]:",
-        torchrun=True,
-        also_read="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
-        help="Prefix of every line that --tee writes to the console; ${role_name}, ${local_rank}, "
-        "${rank} and ${hostname} are replaced.",
-    ),
-    Flag(
-        name="--no-log-copy",
-        group=LOGS,
-        help="Keep no copy of the output in files. By default, without --redirects and --tee, "
-        "output that does not go to a terminal is also copied to files, at most 64 to 128 MiB per "
-        "stream.",
-    ),
-    Flag(
-        name="--local-ranks-filter",
-        group=LOGS,
-        metavar="RANKS",
-        convert=values.local_ranks,
-        default="",
-        default_words="all",
-        torchrun=True,
-        help="Show only the output of these local ranks on the console, such as 0,1.",
-    ),
-    Flag(
-        name="--duplicate-stdout-filters",
-        group=LOGS,
-        metavar="WORDS",
-        convert=values.words,
-        default="",
-        default_words="none",
-        torchrun=True,
-        help="Also copy lines of teed stdout that contain one of these comma-separated words to "
-        "one file per node (write `,,` for a comma).",
-    ),
-    Flag(
-        name="--duplicate-stderr-filters",
-        group=LOGS,
-        metavar="WORDS",
-        convert=values.words,
-        default="",
-        default_words="none",
-        torchrun=True,
-        help="The same for stderr.",
-    ),
-    Flag(
-        name="--event-log-handler",
-        group=LOGS,
-        metavar="NAME",
-        convert=values.text,
-        default="null",
-        torchrun=True,
-        help="Where to send events in addition to the event log: null, console, a registered "
-        "name, or PACKAGE.MODULE:NAME of your own handler.",
-    ),
-    Flag(
-        name="--metrics-address",
-        group=LOGS,
-        metavar="[HOST:]PORT",
-        convert=values.listening,
-        default="",
-        default_words="none",
-        help="Serve Prometheus metrics at [HOST:]PORT (loopback only if HOST is omitted).",
-    ),
-    Flag(
-        name="--metrics-token-file",
-        group=LOGS,
-        metavar="FILE",
-        convert=values.optional_text,
-        default="",
-        default_words="none",
-        help="File with the bearer token that scrapers must send; required unless HOST is "
-        "loopback.",
-    ),
-    Flag(
-        name="--dashboard",
-        group=LOGS,
-        metavar="[[HOST:]PORT]",
-        convert=values.page,
-        default="",
-        default_words="none",
-        alone=PAGE_ANYWHERE,
-        looks=values.PAGE,
-        help="Serve a web page that shows the job (loopback only if HOST is omitted; port 29480, "
-        "or a free one, if PORT is omitted or auto).",
-    ),
-    Flag(
-        name="--dashboard-token-file",
-        group=LOGS,
-        metavar="FILE",
-        convert=values.optional_text,
-        default="",
-        default_words="generated unless HOST is loopback",
-        help="File with the token that a browser must send to open the page.",
-    ),
-)
-
 FLAGS: tuple[Flag, ...] = (
     *_SHAPE_FLAGS,
+    *_HOST_FLAGS,
     *_RENDEZVOUS_FLAGS,
     *_ELASTICITY_FLAGS,
     *_WORKER_FLAGS,
-    *_LOG_FLAGS,
+    *LOG_FLAGS,
     *OLD_FLAGS,
 )

@@ -1,16 +1,18 @@
-"""The text of `--help`, from the table in `flags`."""
+"""The text of `--help` of every command."""
 
 from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Iterator
 
-from torchelastic.cli.options.command_defaults import CommandDefaults
-from torchelastic.cli.options.flag import GROUPS, Flag
+from torchelastic.cli.options.command import Command
+from torchelastic.cli.options.flag import GROUPS, HELP, Flag
 from torchelastic.cli.options.flags import FLAGS
 
 _INDENT = 24
+_ELASTIC = "Workers that crash are restarted, and nodes may fail, leave and join."
+_AS_RUN = """\
+All flags of `torchelastic run` are accepted, too: `torchelastic run --help` lists them."""
 _EXAMPLES = """\
 Examples:
   {prog} --nproc-per-node 4 train.py --lr 0.1
@@ -27,14 +29,40 @@ Names may use dashes or underscores and may be abbreviated. The variable PET_<NA
 ${local_rank} in it is replaced with the worker's local rank."""
 
 
-def help_text(defaults: CommandDefaults, width: int = 80) -> str:
+def help_text(command: Command, width: int = 80) -> str:
     """Return the whole help, wrapped to `width`."""
+    if command.launches and not command.own_flags:
+        return _launcher_help(command, width)
+    entries = []
+    if command.argument:
+        entries = [_row(command.argument.strip("[]"), command.argument_help, width)]
+    entries += [_entry(flag, command, width) for flag in (*command.own_flags, HELP)]
     parts = [
-        f"usage: {defaults.prog} [flags] SCRIPT [arguments]",
-        textwrap.fill(_about(defaults), width),
-        *(_group(group, defaults, width) for group in GROUPS),
+        f"usage: {command.usage}",
+        textwrap.fill(command.about, width),
+        "\n".join(line for entry in entries for line in entry),
+        *([textwrap.fill(_AS_RUN, width)] if command.launches else []),
+        *(_paragraph(text, width) for text in command.epilog.splitlines()),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _paragraph(text: str, width: int) -> str:
+    """Wrap a paragraph; a long example gets backslashes, so that it can be pasted."""
+    if not text.startswith("Example: "):
+        return textwrap.fill(text, width)
+    lines = textwrap.wrap(text, width - 2, subsequent_indent="    ", break_on_hyphens=False)
+    return " \\\n".join(lines)
+
+
+def _launcher_help(command: Command, width: int) -> str:
+    """Return the help of `run` and its like: all flags of a launch, by group."""
+    parts = [
+        f"usage: {command.usage}",
+        textwrap.fill(f"{command.about} {_ELASTIC}", width),
+        *(_group(group, command, width) for group in GROUPS),
         textwrap.fill(_CLOSING, width),
-        _EXAMPLES.format(prog=defaults.prog),
+        _EXAMPLES.format(prog=command.prog),
     ]
     return "\n\n".join(parts)
 
@@ -48,11 +76,11 @@ def terminal_width() -> int:
     return max(80, min(columns, 100))
 
 
-def default_words(flag: Flag, defaults: CommandDefaults) -> str:
+def default_words(flag: Flag, command: Command) -> str:
     """Return the default for the help; empty if there is none to show."""
     if flag.is_switch:
         return ""
-    text = defaults.default(flag)
+    text = command.default(flag)
     return flag.default_words if flag.default_words and text == flag.default else text
 
 
@@ -62,16 +90,12 @@ def spellings(flag: Flag) -> str:
     return f"{short}{flag.name} {flag.metavar}".rstrip()
 
 
-def _about(defaults: CommandDefaults) -> str:
-    return f"{defaults.about} Workers that crash are restarted, and nodes may fail, leave and join."
-
-
-def _group(group: str, defaults: CommandDefaults, width: int) -> str:
+def _group(group: str, command: Command, width: int) -> str:
     flags = [flag for flag in FLAGS if flag.group == group]
     lines = [f"{group}:"]
     for flag in flags:
         if not flag.ignored:
-            lines += _entry(flag, defaults, width)
+            lines += _entry(flag, command, width)
     ignored = [flag.name for flag in flags if flag.ignored]
     if ignored:
         text = f"Flags of Bagua, accepted and ignored: {', '.join(ignored)}."
@@ -81,18 +105,21 @@ def _group(group: str, defaults: CommandDefaults, width: int) -> str:
     return "\n".join(lines)
 
 
-def _entry(flag: Flag, defaults: CommandDefaults, width: int) -> Iterator[str]:
-    head = f"  {spellings(flag)}"
-    default = default_words(flag, defaults)
+def _entry(flag: Flag, command: Command, width: int) -> list[str]:
+    default = default_words(flag, command)
     # Keep "(default:" and its value on one line.
     text = f"{flag.help} (default:\0{default})" if default else flag.help
+    return _row(spellings(flag), text, width)
+
+
+def _row(name: str, text: str, width: int) -> list[str]:
+    """Return the name in the left column and the text in the right one."""
     lines = [
         line.replace("\0", " ")
         for line in textwrap.wrap(text, width - _INDENT, break_on_hyphens=False)
     ]
+    head = f"  {name}"
+    below = [" " * _INDENT + line for line in lines]
     if len(head) > _INDENT - 2:
-        yield head
-    else:
-        yield f"{head:<{_INDENT}}{lines.pop(0)}"
-    for line in lines:
-        yield " " * _INDENT + line
+        return [head, *below]
+    return [f"{head:<{_INDENT}}{lines[0]}", *below[1:]]

@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torchelastic.cli.options import rendezvous_rules as rules
-from torchelastic.cli.options.devices import workers_for
 from torchelastic.cli.options.flags import FLAGS
 from torchelastic.cli.options.parser import Parsed
+from torchelastic.cli.options.platform_values import from_platform
+from torchelastic.cli.options.shape import shape_of
+from torchelastic.cluster.job_directory import JobDirectory
+from torchelastic.cluster.platform import JOB_DIR, PlatformFacts
 from torchelastic.config import Entry, LaunchConfig, default_run_id
 from torchelastic.errors import ConfigError
+from torchelastic.system.devices import workers_for
 
 #: Flags whose value is the field of the same name.
 _SAME_NAME = (
@@ -21,6 +26,7 @@ _SAME_NAME = (
     "count_resizes",
     "grow",
     "world_sizes",
+    "replica_size",
     "preflight",
     "progress_timeout",
     "straggler_threshold",
@@ -28,6 +34,7 @@ _SAME_NAME = (
     "quorum",
     "two_node_takeover",
     "witness",
+    "preemption",
     "snapshot_replicas",
     "snapshot_bandwidth",
     "preload",
@@ -44,6 +51,7 @@ _SAME_NAME = (
     "event_log_handler",
     "metrics_address",
     "metrics_token_file",
+    "health_port",
     "dashboard",
     "dashboard_token_file",
     "signals_to_handle",
@@ -52,22 +60,20 @@ _SAME_NAME = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """The number of nodes, and of workers on each."""
-
-    min_nodes: int
-    max_nodes: int
-    workers: int | str
-
-
 def launch_config(
-    parsed: Parsed, environ: Mapping[str, str], root: Path = Path("/")
+    parsed: Parsed,
+    environ: Mapping[str, str],
+    root: Path = Path("/"),
+    found: PlatformFacts | None = None,
 ) -> LaunchConfig:
-    """Return the job that the flags describe; devices are counted under `root`."""
+    """Return the job that the flags describe, with what the platform says where they say nothing;
+    devices are counted under `root`."""
+    taken = from_platform(parsed, found)
+    parsed = taken.parsed
     shape = shape_of(parsed)
     rendezvous = rules.arrange(parsed, shape.max_nodes)
     patience = rules.patience(parsed)
+    job_dir = _job_dir(environ, found)
     config = LaunchConfig(
         min_nodes=shape.min_nodes,
         max_nodes=shape.max_nodes,
@@ -82,8 +88,16 @@ def launch_config(
         wait_for_nodes=patience.wait_for_nodes,
         zygote=not parsed["no_zygote"],
         log_copy=not parsed["no_log_copy"],
-        notes=(*rules.notes(parsed, rendezvous, shape.max_nodes), *_ignored(parsed)),
-        **rules.files(parsed),
+        notes=(
+            *taken.notes,
+            *rules.notes(parsed, rendezvous, shape.max_nodes),
+            *_ignored(parsed),
+        ),
+        # Pods of an ElasticJob are of no platform that is detected, and have their UID.
+        incarnation=(found.node if found is not None else "") or environ.get("POD_UID", ""),
+        shared_signals=found.leave_signals if found is not None and found.signals_all else (),
+        job_dir=job_dir,
+        **_files(parsed, environ, job_dir),
         **{name: parsed[name] for name in _SAME_NAME},
     )
     if config.run_id:
@@ -92,34 +106,24 @@ def launch_config(
     return dataclasses.replace(config, run_id=run_id)
 
 
-def shape_of(parsed: Parsed) -> Shape:
-    """Return the shape from `-j` or the long flags; a flag wins over a variable."""
-    (min_nodes, max_nodes), workers = parsed["nnodes"], parsed["nproc_per_node"]
-    short = parsed.strength["shape"]
-    for dest in ("nnodes", "nproc_per_node"):
-        long = parsed.strength[dest]
-        if short and short == long:
-            raise ConfigError(
-                f"-j and --{dest.replace('_', '-')} set the same thing: remove one of them."
-            )
-    if short > parsed.strength["nnodes"]:
-        min_nodes, max_nodes, _ = parsed["shape"]
-    if short > parsed.strength["nproc_per_node"]:
-        workers = parsed["shape"][2]
-    if parsed["standalone"]:
-        if min_nodes > 1:
-            raise ConfigError(
-                f"--standalone is for one node, but the job needs {min_nodes}: remove it and give "
-                "every node the same --rdzv-endpoint HOST:PORT."
-            )
-        max_nodes = 1
-    return Shape(min_nodes, max_nodes, workers)
+def _job_dir(environ: Mapping[str, str], found: PlatformFacts | None) -> str:
+    """Return the path of the job's directory; empty: it has none."""
+    named = environ.get(JOB_DIR) or (found.job_dir if found is not None else "")
+    return str(Path(named).absolute()) if named else ""
 
 
-def entry_of(parsed: Parsed, prog: str) -> Entry:
+def _files(parsed: Parsed, environ: Mapping[str, str], directory: str) -> dict[str, Any]:
+    """Return the fields for secret and certificates; the job's directory has a secret, too."""
+    named = rules.files(parsed)
+    if directory and not named["rdzv_secret_file"] and not environ.get("TORCHELASTIC_SECRET"):
+        named["rdzv_secret_file"] = str(JobDirectory(Path(directory)).secret)
+    return named
+
+
+def entry_of(parsed: Parsed) -> Entry:
     """Return what the workers run."""
     if not parsed.command:
-        raise ConfigError(f"No script given: name one, as in {prog} train.py.")
+        raise ConfigError(f"No script given: name one, as in {parsed.prog} train.py.")
     target, *args = parsed.command
     if parsed["no_use_env"]:
         args.insert(0, "--local-rank=${local_rank}")

@@ -1,7 +1,6 @@
-"""Parse argv and the environment into typed values, using the table in `flags`.
+"""Parse argv and the environment into typed values, for every command.
 
-Why not argparse: before Python 3.12.3 it treats `--nproc` as ambiguous between `--nproc-per-node`
-and the same flag with underscores, and it cannot tell a default from a value that was given.
+Why not argparse: docs/decisions/0026-command-line.md.
 """
 
 from __future__ import annotations
@@ -11,57 +10,71 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchelastic.cli.options.command_defaults import CommandDefaults
-from torchelastic.cli.options.flag import HELP, Flag
-from torchelastic.cli.options.flags import FLAGS
+from torchelastic.cli.options.command import Command
+from torchelastic.cli.options.flag import Flag
 from torchelastic.errors import ConfigError
 
-_COMMON = (*FLAGS, HELP)
-_BY_SHORT = {flag.short: flag for flag in _COMMON if flag.short}
-
 #: Where a value comes from; the larger wins.
-DEFAULT, VARIABLE, ARGUMENT = range(3)
+DEFAULT, PLATFORM, VARIABLE, ARGUMENT = range(4)
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """The values of all flags by their `dest`, and the command to run."""
+    """The values of all flags by their `dest`, and the words that are no flags."""
 
+    prog: str
     values: Mapping[str, Any]
-    #: DEFAULT, VARIABLE or ARGUMENT.
+    #: DEFAULT, PLATFORM, VARIABLE or ARGUMENT.
     strength: Mapping[str, int]
-    #: The script and its arguments.
+    #: The script and its arguments, or the arguments of a command that does not launch.
     command: tuple[str, ...]
+    #: The flags of a launch that were given, in full, for `torchelastic run` on another machine.
+    words: tuple[str, ...] = ()
 
     def __getitem__(self, dest: str) -> Any:
         return self.values[dest]
 
     def given(self, dest: str) -> bool:
-        """Return True if the user set it, by a flag or a variable."""
+        """Return True if it was set: by a flag, a variable, or the platform (`from_platform`)."""
         return self.strength[dest] > DEFAULT
 
+    @property
+    def argument(self) -> str | None:
+        """The first word that is not a flag."""
+        return self.command[0] if self.command else None
 
-def parse(argv: Sequence[str], defaults: CommandDefaults, environ: Mapping[str, str]) -> Parsed:
+
+def parse(argv: Sequence[str], command: Command, environ: Mapping[str, str]) -> Parsed:
     """Parse a command line. A flag wins over its variable, a variable over the default."""
-    words = deque(argv)
-    known = (*_COMMON, *defaults.own_flags)
-    values = {flag.dest: flag.convert(defaults.default(flag)) for flag in known}
+    known = command.flags
+    values = {flag.dest: flag.convert(command.default(flag)) for flag in known}
     strength = dict.fromkeys(values, DEFAULT)
-    for flag, variable in set_variables(environ):
+    for flag, variable in set_variables(known, environ):
         values[flag.dest] = _convert(flag, variable, environ[variable])
         strength[flag.dest] = VARIABLE
-    for flag, spelling, text in _read_flags(words, known):
-        value = _convert(flag, spelling, text)
-        if flag.repeated and strength[flag.dest] == ARGUMENT:
-            value = values[flag.dest] + value
-        values[flag.dest] = value
-        strength[flag.dest] = ARGUMENT
-    return Parsed(values, strength, _command(words))
+    words: deque[str] = deque(argv)
+    others: list[str] = []
+    passed: list[str] = []
+    while True:
+        for flag, spelling, text in _read_flags(words, known):
+            value = _convert(flag, spelling, text)
+            if flag.repeated and strength[flag.dest] == ARGUMENT:
+                value = values[flag.dest] + value
+            values[flag.dest] = value
+            strength[flag.dest] = ARGUMENT
+            if flag.group:
+                passed.append(flag.name if flag.is_switch else f"{flag.name}={text}")
+        if command.launches or not words or words[0] == "--":
+            break
+        others.append(words.popleft())  # flags may follow it
+    others += list(words)[1:]  # after `--`
+    rest = _script(words) if command.launches else _argument(others, command)
+    return Parsed(command.prog, values, strength, rest, tuple(passed))
 
 
-def set_variables(environ: Mapping[str, str]) -> Iterator[tuple[Flag, str]]:
+def set_variables(flags: Sequence[Flag], environ: Mapping[str, str]) -> Iterator[tuple[Flag, str]]:
     """Yield each flag with the strongest of its variables; an empty variable counts as unset."""
-    for flag in _COMMON:
+    for flag in flags:
         variable = next((name for name in flag.variables if environ.get(name)), None)
         if variable is not None:
             yield flag, variable
@@ -75,7 +88,7 @@ def _convert(flag: Flag, source: str, text: str) -> Any:
 
 
 def _read_flags(words: deque[str], known: Sequence[Flag]) -> Iterator[tuple[Flag, str, str]]:
-    """Pop flags off `words` until the first word that is no flag; yield flag, spelling, value."""
+    """Pop flags off `words` up to the first word that is not one; yield flag, spelling, value."""
     while words and words[0].startswith("-") and words[0] != "-":
         if words[0] == "--":
             return
@@ -88,7 +101,7 @@ def _read_flags(words: deque[str], known: Sequence[Flag]) -> Iterator[tuple[Flag
             yield from _read_short(word, words, known)
 
 
-def _command(words: Sequence[str]) -> tuple[str, ...]:
+def _script(words: Sequence[str]) -> tuple[str, ...]:
     """Return the script and its arguments, without a `--` before or right after the script.
 
     argparse drops both, so scripts do not see it under torchrun either.
@@ -101,6 +114,15 @@ def _command(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(command)
 
 
+def _argument(words: Sequence[str], command: Command) -> tuple[str, ...]:
+    """Return the arguments of a command that launches nothing."""
+    most = len(command.argument.split())
+    if len(words) > most:
+        takes = f"takes only {command.argument.strip('[]')}" if most else "takes only flags"
+        raise ConfigError(f"Unexpected argument '{words[most]}': the command {takes}.")
+    return tuple(words)
+
+
 def _read_short(
     word: str, words: deque[str], known: Sequence[Flag]
 ) -> Iterator[tuple[Flag, str, str]]:
@@ -108,7 +130,7 @@ def _read_short(
     letters = word[1:]
     while letters:
         short, letters = f"-{letters[0]}", letters[1:]
-        flag = _BY_SHORT.get(short)
+        flag = next((flag for flag in known if flag.short == short), None)
         if flag is None:
             raise ConfigError(_unknown(word, known))
         attached = None

@@ -17,7 +17,7 @@ from torchelastic.rendezvous.backend_parameters import (
 
 
 @dataclass(frozen=True)
-class RendezvousBackend:
+class BackendChoice:
     """The chosen rendezvous; without an endpoint it is private to this node."""
 
     backend: str
@@ -34,19 +34,15 @@ class Patience:
     wait_for_nodes: float
 
 
-def arrange(parsed: Parsed, max_nodes: int) -> RendezvousBackend:
+def arrange(parsed: Parsed, max_nodes: int) -> BackendChoice:
     """Choose the rendezvous."""
     if parsed["standalone"]:
         # As in 0.2: etcd, if requested, is started beside the job.
         at_etcd = parsed.given("rdzv_backend") and parsed["rdzv_backend"] in ETCD_BACKENDS
-        return (
-            RendezvousBackend(choose_backend(parsed), OWN_ETCD)
-            if at_etcd
-            else RendezvousBackend("c10d")
-        )
+        return BackendChoice(choose_backend(parsed), OWN_ETCD) if at_etcd else BackendChoice("c10d")
     backend = choose_backend(parsed)
     if backend != "static":
-        return RendezvousBackend(backend, parsed["rdzv_endpoint"])
+        return BackendChoice(backend, parsed["rdzv_endpoint"])
     node_rank, port = parsed["node_rank"], parsed["master_port"]
     if node_rank >= max_nodes:
         raise ConfigError(
@@ -54,12 +50,12 @@ def arrange(parsed: Parsed, max_nodes: int) -> RendezvousBackend:
             "to the number of nodes, and give each node a different rank, starting at 0."
         )
     if parsed["rdzv_endpoint"]:
-        return RendezvousBackend(backend, parsed["rdzv_endpoint"], node_rank)
+        return BackendChoice(backend, parsed["rdzv_endpoint"], node_rank)
     if port is None and max_nodes == 1:
         # As torchrun does: no other node connects to this one, so it needs no fixed port.
-        return RendezvousBackend("c10d")
+        return BackendChoice("c10d")
     endpoint = format_endpoint(parsed["master_addr"], DEFAULT_STATIC_PORT if port is None else port)
-    return RendezvousBackend(backend, endpoint, node_rank)
+    return BackendChoice(backend, endpoint, node_rank)
 
 
 def choose_backend(parsed: Parsed) -> str:
@@ -93,17 +89,17 @@ def files(parsed: Parsed) -> dict[str, Any]:
     return {name: parsed[name] or by_keys.get(name) for name in names}
 
 
-def notes(parsed: Parsed, rendezvous: RendezvousBackend, max_nodes: int) -> tuple[str, ...]:
+def notes(parsed: Parsed, rendezvous: BackendChoice, max_nodes: int) -> tuple[str, ...]:
     """Return a sentence for each rendezvous flag or key that is ignored."""
-    said = []
+    sentences = []
     without_meaning = keys_without_meaning(parsed["rdzv_conf"], rendezvous.backend)
     if without_meaning:
-        said.append(f"Ignored keys of --rdzv-conf: {', '.join(without_meaning)}.")
+        sentences.append(f"Ignored keys of --rdzv-conf: {', '.join(without_meaning)}.")
     unused = [
         f"--{dest.replace('_', '-')}"
         for dest in ("node_rank", "master_addr", "master_port")
         if parsed.given(dest)
     ]
     if unused and rendezvous.backend != "static" and max_nodes > 1:
-        said.append(f"Ignored {', '.join(unused)}: only a static rendezvous uses them.")
-    return tuple(said)
+        sentences.append(f"Ignored {', '.join(unused)}: only a static rendezvous uses them.")
+    return tuple(sentences)

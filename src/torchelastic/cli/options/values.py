@@ -6,14 +6,22 @@ flag or variable in front.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import signal
 from collections.abc import Callable
 from typing import TypeVar
 
-from torchelastic.config import PAGE_ANYWHERE, format_endpoint, parse_endpoint, parse_endpoints
+from torchelastic.config import (
+    PAGE_ANYWHERE,
+    format_endpoint,
+    parse_endpoint,
+    parse_endpoints,
+    parse_preemption,
+)
 from torchelastic.errors import ConfigError
+from torchelastic.hosts.host_list import HostSlots, parse_hosts
 
 T = TypeVar("T")
 
@@ -88,6 +96,15 @@ def rate(given: str) -> float:
 def quorum(given: str) -> str:
     if given not in ("majority", "none"):
         raise ConfigError(f"'{given}' is not a valid quorum: write majority or none.")
+    return given
+
+
+def hosts(given: str) -> tuple[HostSlots, ...]:
+    return parse_hosts(given.split(","))
+
+
+def preemption(given: str) -> str:
+    parse_preemption(given)
     return given
 
 
@@ -184,6 +201,29 @@ def words(given: str) -> tuple[str, ...]:
     return tuple(item.replace(placeholder, ",") for item in items)
 
 
+def amount(given: str) -> float:
+    value = _number(given)
+    if value is None or value < 0:
+        raise ConfigError(f"'{given}' is not a valid amount: write a number, 0 or more.")
+    return value
+
+
+def resources(given: str) -> dict[str, float]:
+    """Return amounts by name, from JSON as `ray start --resources` takes it."""
+    try:
+        found = json.loads(given)
+        return {name: amount(str(value)) for name, value in found.items()}
+    except (ValueError, AttributeError):
+        raise ConfigError(
+            f"'{given}' is not a set of resources: write JSON, such as {{\"rack\": 1}}."
+        ) from None
+
+
+def texts(given: str) -> tuple[str, ...]:
+    """Return the values of a flag that can be repeated."""
+    return (given,) if given else ()
+
+
 def modules(given: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in given.split(",") if name.strip())
     for name in names:
@@ -200,6 +240,18 @@ def local_ranks(given: str) -> frozenset[int] | None:
     if re.fullmatch(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)*", given):
         return frozenset(int(rank) for rank in given.split(","))
     raise ConfigError(f"'{given}' is not a list of local ranks: write numbers such as 0,1,2.")
+
+
+def ranks(given: str) -> frozenset[int]:
+    """`0,2-3` -> {0, 2, 3}."""
+    found: set[int] = set()
+    for part in given.split(","):
+        match = re.fullmatch(r"\s*(\d{1,7})(?:\s*-\s*(\d{1,7}))?\s*", part, re.ASCII)
+        if match is None:
+            raise ConfigError(f"'{given}' is not a list of ranks: write it as in 0,2-3.")
+        first, last = int(match[1]), int(match[2] or match[1])
+        found |= set(range(first, last + 1))
+    return frozenset(found)
 
 
 def signals(given: str) -> tuple[str, ...]:

@@ -10,8 +10,7 @@ import pytest
 
 from tests.support import poll_for
 from tests.unit.cli.commands.test_status import HOSTILE, Agent, harmless, trained
-from torchelastic.cli.commands import events as command
-from torchelastic.cli.commands import trace
+from torchelastic.cli import main
 from torchelastic.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from torchelastic.events import types as events
 from torchelastic.events.log import EventLog
@@ -20,7 +19,7 @@ from torchelastic.events.log import EventLog
 @pytest.fixture
 def show(capsys):
     def run(*argv: str) -> list[str]:
-        assert command.main(argv) == EXIT_OK
+        assert main(["events", *argv]) == EXIT_OK
         return capsys.readouterr().out.splitlines()
 
     return run
@@ -48,14 +47,14 @@ def test_progress_is_shown_with_all_and_json_prints_the_lines(show):
 
 
 def test_the_default_is_the_running_job_or_else_the_last_one(show, capsys):
-    assert command.main([]) == EXIT_USAGE
+    assert main(["events"]) == EXIT_USAGE
     assert "No job on this machine: pass the --log-dir of one." in capsys.readouterr().err
     Agent("old").end(0, "done")
     assert "done" in show()[-1]
     Agent("live").tell(events.Note("alive")).log.close()
     assert "alive" in show()[-1]
     Agent("other").log.close()
-    assert command.main([]) == EXIT_USAGE
+    assert main(["events"]) == EXIT_USAGE
     assert "Several jobs are running: choose one of " in capsys.readouterr().err
 
 
@@ -65,9 +64,9 @@ def test_a_job_may_be_given_as_a_directory(show, capsys):
     place = str(agent.log.path.parent)
     assert show(place) == show("job")
     assert show(place, "--job", "job") == show("job")
-    assert command.main([place, "--job", "another"]) == EXIT_USAGE
+    assert main(["events", place, "--job", "another"]) == EXIT_USAGE
     assert "has no events of job 'another'" in capsys.readouterr().err
-    assert command.main(["/nope", "--job", "x"]) == EXIT_USAGE
+    assert main(["events", "/nope", "--job", "x"]) == EXIT_USAGE
     assert "No such file or directory: /nope" in capsys.readouterr().err
 
 
@@ -82,7 +81,7 @@ def test_following_goes_on_until_the_job_has_ended(monkeypatch):
     agent = Agent("job").tell(events.Note("before"))
     said = io.StringIO()
     monkeypatch.setattr(sys, "stdout", said)
-    following = threading.Thread(target=command.main, args=(["job", "--follow"],))
+    following = threading.Thread(target=main, args=(["events", "job", "--follow"],))
     following.start()
     try:
         poll_for(lambda: "before" in said.getvalue(), what="what is there")
@@ -107,19 +106,19 @@ def test_following_goes_on_until_the_job_has_ended(monkeypatch):
 def test_a_trace_is_written_or_an_error_says_why_not(tmp_path, capsys):
     trained("job").end(0, "done")
     path = tmp_path / "trace.json"
-    assert trace.main(["job", "-o", str(path)]) == EXIT_OK
+    assert main(["trace", "job", "-o", str(path)]) == EXIT_OK
     assert "Open it at ui.perfetto.dev" in capsys.readouterr().out
     entries = json.loads(path.read_text())["traceEvents"]
     assert {"generation 0", "generation 1", "step 3"} <= {entry["name"] for entry in entries}
-    assert trace.main(["job", "-o", str(tmp_path / "no" / "trace.json")]) == EXIT_FAILED
+    assert main(["trace", "job", "-o", str(tmp_path / "no" / "trace.json")]) == EXIT_FAILED
     assert "cannot write" in capsys.readouterr().err
-    assert trace.main(["nope"]) == EXIT_USAGE
+    assert main(["trace", "nope"]) == EXIT_USAGE
 
 
 def test_an_error_that_names_jobs_is_text_too(capsys):
     Agent(f"one{HOSTILE}").log.close()
     Agent(f"two{HOSTILE}").log.close()
-    assert command.main([]) == EXIT_USAGE
+    assert main(["events"]) == EXIT_USAGE
     text = capsys.readouterr().err
     assert harmless(text)
     assert text.count("\n") == 1

@@ -9,9 +9,7 @@ import pytest
 
 from tests.support import poll_for
 from tests.unit.cli.commands.test_status import HOSTILE, Agent, harmless
-from tests.unit.cli.tables import not_refused, wrong
-from torchelastic.cli.commands import logs
-from torchelastic.cli.commands.logs_text import parse_ranks
+from torchelastic.cli import main
 from torchelastic.errors import EXIT_OK, EXIT_USAGE
 from torchelastic.events import job_registry
 from torchelastic.events import types as events
@@ -37,7 +35,7 @@ def agent() -> Agent:
 @pytest.fixture
 def show(capsys):
     def run(*argv: str) -> list[str]:
-        assert logs.main(argv) == EXIT_OK, capsys.readouterr().err
+        assert main(["logs", *argv]) == EXIT_OK, capsys.readouterr().err
         return capsys.readouterr().out.splitlines()
 
     return run
@@ -67,7 +65,7 @@ def test_a_resident_worker_writes_to_the_logs_of_its_first_generation(agent, sho
 def test_ranks_of_other_machines_are_named(agent, show, capsys):
     agent.log.emit(events.Note("x"))
     other = Agent("job", "node-b").tell(events.WorkersStarted([2, 3], [1, 2], 0.1), 0)
-    assert logs.main(["job"]) == EXIT_OK
+    assert main(["logs", "job"]) == EXIT_OK
     told = capsys.readouterr()
     assert told.err == "torchelastic logs: no logs on this machine for ranks 2, 3\n"
     assert "zero" in told.out
@@ -76,9 +74,9 @@ def test_ranks_of_other_machines_are_named(agent, show, capsys):
 
 def test_missing_logs_are_explained_in_a_sentence(agent, capsys):
     Agent("without").world(0, "node-a").tell(events.WorkersStarted([0, 1], [8, 9], 0.1), 0)
-    assert logs.main(["without"]) == EXIT_USAGE
+    assert main(["logs", "without"]) == EXIT_USAGE
     assert "their output went to a terminal (--tee 3" in capsys.readouterr().err
-    assert logs.main(["job", "--rank", "7"]) == EXIT_USAGE
+    assert main(["logs", "job", "--rank", "7"]) == EXIT_USAGE
     told = capsys.readouterr().err
     assert "No such rank: generation 0 has ranks 0 to 1. Use --generation N for an earlier" in told
 
@@ -92,14 +90,14 @@ def test_lines_cannot_control_the_terminal(agent, show):
 
 def test_raw_is_every_byte(agent, capfdbinary):
     write(agent, 0, 0, "\x1b[1mbold\x1b[0m\n")
-    assert logs.main(["job", "--rank", "0", "--raw"]) == EXIT_OK
+    assert main(["logs", "job", "--rank", "0", "--raw"]) == EXIT_OK
     assert capfdbinary.readouterr().out == b"zero\n\x1b[1mbold\x1b[0m\n"
 
 
 def test_following_goes_on_into_the_next_generation(agent, monkeypatch):
     said = io.StringIO()
     monkeypatch.setattr(sys, "stdout", said)
-    following = threading.Thread(target=logs.main, args=(["job", "--rank", "0", "--follow"],))
+    following = threading.Thread(target=main, args=(["logs", "job", "--rank", "0", "--follow"],))
     following.start()
     try:
         poll_for(lambda: "zero" in said.getvalue(), what="what is there")
@@ -114,13 +112,6 @@ def test_following_goes_on_into_the_next_generation(agent, monkeypatch):
         following.join(60)
     assert not following.is_alive()
     assert said.getvalue().split() == ["zero", "more", "reborn", "last", "words"]
-
-
-def test_lists_of_ranks():
-    cases = [("0", {0}), ("0,2-4", {0, 2, 3, 4}), (" 1 , 3 - 3", {1, 3}), (None, None)]
-    assert wrong(parse_ranks, cases) == []
-    refused = ["", "a", "1-", "-1", "1,,2", "99999999"]
-    assert not_refused(parse_ranks, [(text, "not a list of ranks") for text in refused]) == []
 
 
 def test_logs_may_lie_apart_from_the_events(show, tmp_path):

@@ -5,21 +5,21 @@ from dataclasses import replace
 
 import pytest
 
-from torchelastic.agent.watch.inspector import Found
+from torchelastic.agent.watch.inspector import WorldActivity
 from torchelastic.cli import main
-from torchelastic.cli.commands import stacks_text
-from torchelastic.cli.commands.stacks_text import as_json, only, text
-from torchelastic.events.analysis.hangs import RANKS, STACK, Collective, Doing
+from torchelastic.cli.commands import stacks
+from torchelastic.cli.commands.stacks import as_json, only, text
+from torchelastic.events.analysis.hangs import RANKS_LIMIT, STACK_LIMIT, Collective, RankActivity
 
 REDUCE, BEFORE = Collective("all_reduce", 17), Collective("all_reduce", 16)
 WAITS = {"step": 4, "waits": REDUCE, "launched": (REDUCE,), "stack": "main thread:\n  waits"}
-FOUND = Found(
+FOUND = WorldActivity(
     3,
     (
-        Doing(rank=0, node="a", **WAITS),
-        Doing(rank=1, node="a", step=4, launched=(BEFORE,), stack="main thread:\n  sleeps"),
-        Doing(rank=2, node="b", **WAITS),
-        Doing(rank=3, node="b", frozen=True, stack="it is frozen"),
+        RankActivity(rank=0, node="a", **WAITS),
+        RankActivity(rank=1, node="a", step=4, launched=(BEFORE,), stack="main thread:\n  sleeps"),
+        RankActivity(rank=2, node="b", **WAITS),
+        RankActivity(rank=3, node="b", frozen=True, stack="it is frozen"),
     ),
     ("c",),
 )
@@ -59,16 +59,16 @@ def test_one_rank():
 )
 def test_a_missing_rank_is_an_error(unheard, said, monkeypatch, capsys):
     found = replace(FOUND, unheard=unheard)
-    monkeypatch.setattr(stacks_text, "ask", lambda job, given: found)
-    assert main(["stacks", "--rank", "99"]) == 2
+    monkeypatch.setattr(stacks, "ask", lambda job, given: found)
+    assert main(["stacks", "--rank", "99"]) == 64
     assert said in capsys.readouterr().err
 
 
 def test_json_has_all_ranks_and_their_whole_stacks():
-    assert RANKS < 1100
-    assert STACK < 8100
-    many = [Doing(rank=rank, node="a", stack=f"{rank}".zfill(8100)) for rank in range(1100)]
-    shown = json.loads(as_json(Found(3, tuple(many))))
+    assert RANKS_LIMIT < 1100
+    assert STACK_LIMIT < 8100
+    many = [RankActivity(rank=rank, node="a", stack=f"{rank}".zfill(8100)) for rank in range(1100)]
+    shown = json.loads(as_json(WorldActivity(3, tuple(many))))
     assert [(row["rank"], row["stack"]) for row in shown["ranks"]] == [
         (one.rank, one.stack) for one in many
     ]
@@ -85,16 +85,18 @@ def test_json_has_all_ranks_and_their_whole_stacks():
     }
 
 
-@pytest.mark.parametrize(("found", "code"), [(FOUND, 0), (Found(), 1)])
+@pytest.mark.parametrize(("found", "code"), [(FOUND, 0), (WorldActivity(), 1)])
 def test_the_command(found, code, monkeypatch, capsys):
-    monkeypatch.setattr(stacks_text, "ask", lambda job, given: found)
+    monkeypatch.setattr(stacks, "ask", lambda job, given: found)
     assert main(["stacks"]) == code
     assert ("ranks 0, 2" if code == 0 else "no ranks to show") in capsys.readouterr().out
 
 
 def test_user_text_in_stacks_cannot_control_the_terminal(monkeypatch, capsys):
-    hostile = Found(0, (Doing(rank=0, node="\x1b[2J", stack="\x1b]0;x\x07"),), ("\x1b[1m",))
-    monkeypatch.setattr(stacks_text, "ask", lambda job, given: hostile)
+    hostile = WorldActivity(
+        0, (RankActivity(rank=0, node="\x1b[2J", stack="\x1b]0;x\x07"),), ("\x1b[1m",)
+    )
+    monkeypatch.setattr(stacks, "ask", lambda job, given: hostile)
     main(["stacks"])
     main(["stacks", "--json"])
     assert "\x1b" not in capsys.readouterr().out
@@ -103,5 +105,5 @@ def test_user_text_in_stacks_cannot_control_the_terminal(monkeypatch, capsys):
 def test_a_job_without_an_agent_here_cannot_be_asked(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "events.jsonl").touch()
-    assert main(["stacks", str(tmp_path)]) == 2
+    assert main(["stacks", str(tmp_path)]) == 64
     assert "No agent of that job runs on this machine" in capsys.readouterr().err

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tests.unit.cli.commands import test_status as status
 from tests.unit.cli.commands.test_status import CAUSE, HOSTILE, Agent, achieved, trained
-from torchelastic.cli.commands import top
+from torchelastic.cli import main
 from torchelastic.errors import EXIT_OK, EXIT_USAGE
 from torchelastic.events import types as events
 
@@ -18,15 +20,16 @@ def screen(monkeypatch, capsys):
     def show(agent: Agent, columns: int = 160) -> str:
         agent.log.close()
         monkeypatch.setenv("COLUMNS", str(columns))
-        assert top.main(["job", "--once"]) == EXIT_OK
+        assert main(["top", "job", "--once"]) == EXIT_OK
         return capsys.readouterr().out
 
     return show
 
 
 def test_without_rich_a_sentence_says_what_to_do(monkeypatch, capsys):
-    monkeypatch.setattr(top, "find_spec", lambda name: None)
-    assert top.main([]) == EXIT_USAGE
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.delitem(sys.modules, "torchelastic.cli.commands.top", raising=False)
+    assert main(["top"]) == EXIT_USAGE
     assert "pip install 'torchelastic[top]'" in capsys.readouterr().err
 
 

@@ -4,7 +4,8 @@ import dataclasses
 
 from tests.unit.cli.options.test_parser import example
 from tests.unit.cli.tables import not_refused, wrong
-from torchelastic.cli.options.command_defaults import DISTRIBUTED_RUN, RUN
+from torchelastic.cli import reference
+from torchelastic.cli.options.command_table import DISTRIBUTED_RUN, RUN
 from torchelastic.cli.options.flags import FLAGS
 from torchelastic.cli.options.launch_config import entry_of, launch_config, shape_of
 from torchelastic.cli.options.parser import parse
@@ -89,8 +90,26 @@ def test_shapes():
     assert not_refused(shape, contradictions) == []
 
 
+def test_the_configuration_page_knows_the_fields_of_flags_with_another_name():
+    """`test_flags_set_fields` has the others."""
+    lines = {
+        "shape": "--shape 2:3x2",
+        "nnodes": "--nnodes 2:3",
+        "rdzv_id": "--rdzv-id x",
+        "rdzv_conf": "--rdzv-conf is_host=1",
+        "no_zygote": "--no-zygote",
+        "no_log_copy": "--no-log-copy",
+    }
+    assert set(lines) == set(reference.OTHER_FIELDS)
+    before = dataclasses.asdict(config_of("--rdzv-endpoint n1:1 --rdzv-id job"))
+    for dest, line in lines.items():
+        after = dataclasses.asdict(config_of(f"--rdzv-endpoint n1:1 --rdzv-id job {line}"))
+        changed = tuple(name for name in before if after[name] != before[name])
+        assert changed == reference.OTHER_FIELDS[dest], line
+
+
 def entry(line):
-    return entry_of(parse(line.split(), RUN, {}), RUN.prog)
+    return entry_of(parse(line.split(), RUN, {}))
 
 
 def test_entries():

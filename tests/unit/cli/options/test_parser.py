@@ -1,10 +1,13 @@
 """Parsing of flags, by table."""
 
 from tests.unit.cli.tables import not_refused, wrong
-from torchelastic.cli.options.command_defaults import (
+from torchelastic.cli.options.command_table import (
+    BY_NAME,
     DISTRIBUTED_LAUNCH,
     DISTRIBUTED_RUN,
-    JOB_COMMANDS,
+    LAUNCHERS,
+    LOGS,
+    RENDEZVOUS_SERVE,
     RUN,
 )
 from torchelastic.cli.options.flag import GROUPS
@@ -122,12 +125,46 @@ def test_mistakes_are_explained_in_a_sentence():
     assert not_refused(lambda line: parse(line.split(), RUN, {}), MISTAKES) == []
 
 
+OTHERS = [
+    ("", (None, False, None)),
+    ("job", ("job", False, None)),
+    ("job --follow --rank 1", ("job", True, {1})),
+    ("-f job --rank=0-1", ("job", True, {0, 1})),
+    ("-fn3 job", ("job", True, None)),
+    ("--follow -- --odd", ("--odd", True, None)),
+    ("--rank 1 -- job", ("job", False, {1})),
+]
+
+
+def test_flags_of_other_commands_may_follow_their_argument():
+    def seen(line):
+        parsed = parse(line.split(), LOGS, {"PET_FOLLOW": "1", "PET_ROLE": "x"})
+        return parsed.argument, parsed["follow"], parsed["rank"]
+
+    assert wrong(seen, OTHERS) == []
+    mistakes = [
+        ("a b", "Unexpected argument 'b': the command takes only JOB."),
+        ("a -- b", "Unexpected argument 'b'"),
+        ("--zzzz", "Unknown flag --zzzz: --help lists all flags"),
+        ("--lines x", "--lines 'x' is not a valid number"),
+    ]
+    assert not_refused(lambda line: parse(line.split(), LOGS, {}), mistakes) == []
+    assert (
+        not_refused(
+            lambda line: parse(line.split(), RENDEZVOUS_SERVE, {}),
+            [("x", "Unexpected argument 'x': the command takes only flags.")],
+        )
+        == []
+    )
+
+
 # A value for each flag that differs from every default, as text.
 _PAIRS = """
 shape 1:3x2, nnodes 3, nproc_per_node 5, rdzv_endpoint node7:1, rdzv_conf a=b, node_rank 2,
 master_addr node8, master_port 1234, start_method fork, preload numpy, numa_binding node,
 signals_to_handle SIGUSR1, redirects 2, tee 2, local_ranks_filter 4, grow every:7,
-quorum none, world_sizes multiple:3, logs_specs default, print_completion zsh
+quorum none, preemption none, world_sizes 1, logs_specs default, print_completion zsh,
+replica_size 1
 """
 EXAMPLES = dict(pair.split() for pair in _PAIRS.split(","))
 
@@ -189,10 +226,11 @@ def test_defaults_of_the_three_commands():
 
 
 def test_the_table_is_sound():
-    names = [flag.name for flag in FLAGS]
-    shorts = [flag.short for flag in FLAGS if flag.short]
-    assert len(set(names)) == len(names)
-    assert len(set(shorts)) == len(shorts)
+    for command in BY_NAME.values():
+        names = [flag.dest for flag in command.flags]
+        shorts = [flag.short for flag in command.flags if flag.short]
+        assert (len(set(names)), len(set(shorts))) == (len(names), len(shorts)), command.prog
+        assert all(flag.variables == () for flag in command.own_flags)
     assert {flag.group for flag in FLAGS} == set(GROUPS)
     dests = {flag.dest for flag in FLAGS}
-    assert all(set(defaults.defaults) <= dests for defaults in JOB_COMMANDS)
+    assert all(set(defaults.defaults) <= dests for defaults in LAUNCHERS)

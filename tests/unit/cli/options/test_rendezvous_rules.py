@@ -3,14 +3,14 @@
 from dataclasses import astuple
 
 from tests.unit.cli.tables import not_refused, wrong
-from torchelastic.cli.options.command_defaults import DISTRIBUTED_LAUNCH, DISTRIBUTED_RUN, RUN
+from torchelastic.cli.options.command_table import DISTRIBUTED_LAUNCH, DISTRIBUTED_RUN, RUN
 from torchelastic.cli.options.launch_config import launch_config
 from torchelastic.cli.options.parser import parse
-from torchelastic.cli.options.rendezvous_rules import RendezvousBackend, arrange, patience
+from torchelastic.cli.options.rendezvous_rules import BackendChoice, arrange, patience
 from torchelastic.config import OWN_ETCD
 
 EVERY = (RUN, DISTRIBUTED_RUN, DISTRIBUTED_LAUNCH)
-PRIVATE = RendezvousBackend("c10d")
+PRIVATE = BackendChoice("c10d")
 ETCD = "--rdzv-backend etcd --rdzv-endpoint a"
 
 
@@ -18,7 +18,7 @@ def config_of(line, defaults=RUN, environ=None):
     return launch_config(parse(line.split(), defaults, environ or {}), {})
 
 
-def meeting_of(line, defaults, environ=None):
+def backend_of(line, defaults, environ=None):
     parsed = parse(line.split(), defaults, environ or {})
     return arrange(parsed, parsed["nnodes"][1])
 
@@ -27,41 +27,41 @@ MEETINGS = [
     ("", PRIVATE),
     ("--standalone", PRIVATE),
     ("--standalone --rdzv-backend c10d --rdzv-endpoint a:1", PRIVATE),
-    ("--standalone --rdzv-backend etcd --rdzv-endpoint a:1", RendezvousBackend("etcd", OWN_ETCD)),
+    ("--standalone --rdzv-backend etcd --rdzv-endpoint a:1", BackendChoice("etcd", OWN_ETCD)),
     ("--rdzv-backend c10d", PRIVATE),
-    ("--rdzv-backend c10d --rdzv-endpoint a", RendezvousBackend("c10d", "a")),
-    ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a:1", RendezvousBackend("c10d", "a:1")),
-    (f"{ETCD} --rdzv-id x", RendezvousBackend("etcd", "a")),
-    ("--rdzv-backend etcd-v3 --rdzv-endpoint a:1", RendezvousBackend("etcd-v3", "a:1")),
+    ("--rdzv-backend c10d --rdzv-endpoint a", BackendChoice("c10d", "a")),
+    ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a:1", BackendChoice("c10d", "a:1")),
+    (f"{ETCD} --rdzv-id x", BackendChoice("etcd", "a")),
+    ("--rdzv-backend etcd-v3 --rdzv-endpoint a:1", BackendChoice("etcd-v3", "a:1")),
     # static as torchrun has it
     ("--rdzv-backend static", PRIVATE),
     ("--node-rank 0", PRIVATE),
     ("--master-addr a", PRIVATE),
-    ("--master-port 12", RendezvousBackend("static", "127.0.0.1:12", 0)),
-    ("--master-addr a --master-port 12", RendezvousBackend("static", "a:12", 0)),
-    ("--nnodes 2 --node-rank 1", RendezvousBackend("static", "127.0.0.1:29500", 1)),
-    ("--nnodes 2 --master-addr a", RendezvousBackend("static", "a:29500", 0)),
-    ("--nnodes 2 --master-addr [::1] --node-rank 1", RendezvousBackend("static", "[::1]:29500", 1)),
-    ("--nnodes 2 --node-rank 1 --rdzv-endpoint a:1", RendezvousBackend("static", "a:1", 1)),
-    ("--nnodes 2 --rdzv-backend static --rdzv-endpoint a:1", RendezvousBackend("static", "a:1", 0)),
+    ("--master-port 12", BackendChoice("static", "127.0.0.1:12", 0)),
+    ("--master-addr a --master-port 12", BackendChoice("static", "a:12", 0)),
+    ("--nnodes 2 --node-rank 1", BackendChoice("static", "127.0.0.1:29500", 1)),
+    ("--nnodes 2 --master-addr a", BackendChoice("static", "a:29500", 0)),
+    ("--nnodes 2 --master-addr [::1] --node-rank 1", BackendChoice("static", "[::1]:29500", 1)),
+    ("--nnodes 2 --node-rank 1 --rdzv-endpoint a:1", BackendChoice("static", "a:1", 1)),
+    ("--nnodes 2 --rdzv-backend static --rdzv-endpoint a:1", BackendChoice("static", "a:1", 0)),
     # a backend that was named stays
     (
         "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a --node-rank 1",
-        RendezvousBackend("c10d", "a"),
+        BackendChoice("c10d", "a"),
     ),
 ]
 #: Where the commands differ: an endpoint alone means the command's own backend.
 OWN_BACKEND = [
-    (RUN, RendezvousBackend("c10d", "a:1")),
-    (DISTRIBUTED_RUN, RendezvousBackend("static", "a:1", 0)),
-    (DISTRIBUTED_LAUNCH, RendezvousBackend("etcd", "a:1")),
+    (RUN, BackendChoice("c10d", "a:1")),
+    (DISTRIBUTED_RUN, BackendChoice("static", "a:1", 0)),
+    (DISTRIBUTED_LAUNCH, BackendChoice("etcd", "a:1")),
 ]
 
 
 def test_the_rendezvous_that_a_command_line_selects():
     cases = [(line, defaults, meant) for defaults in EVERY for line, meant in MEETINGS]
     own = [("--nnodes 2 --rdzv-endpoint a:1", *case) for case in OWN_BACKEND]
-    assert wrong(meeting_of, cases + own) == []
+    assert wrong(backend_of, cases + own) == []
 
 
 def test_variables_work_like_flags():
@@ -72,7 +72,7 @@ def test_variables_work_like_flags():
         "PET_MASTER_ADDR": "job-master-0",
         "PET_MASTER_PORT": "23456",
     }
-    assert meeting_of("", RUN, environ) == RendezvousBackend("static", "job-master-0:23456", 1)
+    assert backend_of("", RUN, environ) == BackendChoice("static", "job-master-0:23456", 1)
 
 
 REFUSED = [

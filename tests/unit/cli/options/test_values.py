@@ -97,3 +97,10 @@ def test_values():
 
 def test_bad_values_are_refused_with_what_to_write():
     assert not_refused(lambda convert, text: convert(text), REFUSED) == []
+
+
+def test_lists_of_ranks():
+    cases = [("0", {0}), ("0,2-4", {0, 2, 3, 4}), (" 1 , 3 - 3", {1, 3})]
+    assert wrong(values.ranks, cases) == []
+    refused = ["", "a", "1-", "-1", "1,,2", "99999999"]
+    assert not_refused(values.ranks, [(text, "not a list of ranks") for text in refused]) == []

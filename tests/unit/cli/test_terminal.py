@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import io
 
-from torchelastic.cli.commands.terminal import show
+from torchelastic.cli.terminal import show
 
 
 def test_characters_the_terminal_lacks_are_written_out():

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tests.unit.cli.commands.test_status import HOSTILE
 from tests.unit.events.stories import failure
-from torchelastic.cli.commands.failure_text import in_brief, in_full
+from torchelastic.cli.failure_text import in_brief, in_full
 from torchelastic.events.analysis.last_failure import FailureView
 from torchelastic.events.failure import node_failure
 

@@ -35,8 +35,8 @@ def in_brief(failure: FailureView) -> list[str]:
     """Describe the failure in a few unwrapped lines."""
     lines = [failure.sentence]
     lines += [f"{label}: {text}" for label, text in _facts(failure).items()]
-    if said := _innermost(failure.cause.traceback) or "\n".join(failure.cause.log_lines):
-        lines.append(said.splitlines()[-1])
+    if last_words := _innermost(failure.cause.traceback) or "\n".join(failure.cause.log_lines):
+        lines.append(last_words.splitlines()[-1])
     for heading, others in _others(failure).items():
         names = [one.node if one.is_node else f"rank {one.rank}" for one in others]
         lines.append(f"{heading}: {words.listed(names)}")
@@ -55,10 +55,10 @@ def _innermost(traceback: str) -> str:
 
 
 def _facts(failure: FailureView) -> dict[str, str]:
-    told = {"hint": failure.cause.hint, "last collective": failure.cause.collective}
+    facts = {"hint": failure.cause.hint, "last collective": failure.cause.collective}
     if failure.hang is not None:
-        told["hang"] = str(failure.hang.get("text", ""))
-    return {label: text for label, text in told.items() if text}
+        facts["hang"] = str(failure.hang.get("text", ""))
+    return {label: text for label, text in facts.items() if text}
 
 
 def _others(failure: FailureView) -> dict[str, list[Failure]]:
