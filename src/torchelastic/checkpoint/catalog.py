@@ -65,7 +65,7 @@ def sequence_of(name: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class Record:
+class CheckpointRecord:
     """A committed checkpoint."""
 
     name: str
@@ -134,7 +134,7 @@ class Catalog:
         numbers = map(sequence_of, self.storage.directories())
         return max((number for number in numbers if number is not None), default=-1)
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[CheckpointRecord]:
         """Yield every checkpoint whose file sizes are right, the newest first.
 
         Invalid ones are logged once and skipped.
@@ -148,12 +148,12 @@ class Catalog:
             else:
                 yield record
 
-    def _committed(self) -> Iterator[Record]:
+    def _committed(self) -> Iterator[CheckpointRecord]:
         names = [name for name in self.storage.directories() if _NAME.fullmatch(name)]
         for name in sorted(names, key=lambda name: (sequence_of(name) or 0, name), reverse=True):
             found = self._marker(name)
             if found is not None:
-                yield Record(name, found)
+                yield CheckpointRecord(name, found)
 
     def _marker(self, name: str) -> Marker | None:
         if name not in self._markers:
@@ -178,10 +178,10 @@ class Catalog:
         seen = newest.marker.history
         return replace(seen, ended=seen.ended + ended)
 
-    def problem(self, record: Record) -> str | None:
+    def problem(self, record: CheckpointRecord) -> str | None:
         return marker.torn(record.marker, self.storage.sizes(record.name))
 
-    def corruption(self, record: Record) -> str | None:
+    def corruption(self, record: CheckpointRecord) -> str | None:
         """Compare all checksums and describe the first error; reads every byte."""
         for name, file in record.marker.files.items():
             try:
@@ -192,7 +192,7 @@ class Catalog:
                 return f"the checksum of '{name}' does not match"
         return None
 
-    def sound(self, beyond: int = -1) -> Iterator[Record]:
+    def sound(self, beyond: int = -1) -> Iterator[CheckpointRecord]:
         """Yield `records` of steps after `beyond`, without corrupt ones."""
         for record in self.records():
             if (record.step or 0) <= beyond:
@@ -201,6 +201,11 @@ class Catalog:
                 yield record
             else:
                 self._tell(record.name, f"is corrupt: {problem}")
+
+    @property
+    def skipped(self) -> int:
+        """The number of checkpoints that were skipped."""
+        return len(self._told - {FENCE})
 
     def _tell(self, name: str, what: str) -> None:
         if name not in self._told:
@@ -216,7 +221,7 @@ class Catalog:
             if FENCE not in self._told:
                 self._told.add(FENCE)
                 log.warning(
-                    "%s/%s is damaged (%s). Void checkpoints are recognised by their numbers "
+                    "%s/%s is damaged (%s). Void checkpoints are recognized by their numbers "
                     "instead; the next writer replaces the file.",
                     self.storage.place,
                     FENCE,
@@ -252,22 +257,22 @@ class Catalog:
     def begin(self, name: str) -> Draft:
         return Draft(self.storage, name)
 
-    def commit(self, draft: Draft, content: Marker, mine: Fence | None = None) -> Record:
+    def commit(self, draft: Draft, content: Marker, mine: Fence | None = None) -> CheckpointRecord:
         """Make it a checkpoint, unless another writer has the fence; then remove old ones."""
         storage = self.storage
         with storage.lock(_LOCK):
             if mine is not None:
-                self._check_fence(mine, Record(draft.name, content))
+                self._check_fence(mine, CheckpointRecord(draft.name, content))
             storage.put(draft.path(marker.NAME), marker.to_json(content))
-            storage.settle(draft.directory)
+            storage.sync(draft.directory)
             if storage.renames:
                 storage.rename(draft.directory, draft.name)
             self._point_to(draft.name)
         draft.release()
         self.tidy(mine)
-        return Record(draft.name, content)
+        return CheckpointRecord(draft.name, content)
 
-    def _check_fence(self, mine: Fence, new: Record) -> None:
+    def _check_fence(self, mine: Fence, new: CheckpointRecord) -> None:
         found = self._fence(mine.run)
         verdict = fence.judge(found, mine)
         if verdict is WriteVerdict.VOID:
@@ -311,7 +316,7 @@ class Catalog:
                     self.remove(record.name)
 
     def remove(self, name: str) -> None:
-        """Remove it. Rename it first if possible: a half removed one is no checkpoint."""
+        """Remove it. Rename it first if possible: a half-removed one must not count."""
         if not self.storage.renames:
             self.storage.remove(name)
             return

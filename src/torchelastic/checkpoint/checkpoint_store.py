@@ -30,7 +30,7 @@ from torchelastic.checkpoint.background.take_fence import FenceClaim
 from torchelastic.checkpoint.catalog import Catalog
 from torchelastic.checkpoint.fence import Fence
 from torchelastic.checkpoint.file_system_checkpoint import FileSystemCheckpoint
-from torchelastic.checkpoint.interval import Measured, Pace
+from torchelastic.checkpoint.interval import CheckpointSchedule, Measured
 from torchelastic.checkpoint.manager import CheckpointManager
 from torchelastic.checkpoint.storage.storage import open_storage
 from torchelastic.errors import CheckpointError, ConfigError
@@ -41,9 +41,10 @@ if TYPE_CHECKING:
     import torch
 
     from torchelastic.checkpoint.background.save_job import Job, Written
-    from torchelastic.checkpoint.background.staging import Copying, Staging
+    from torchelastic.checkpoint.background.staging import Staging
     from torchelastic.checkpoint.background.writer_process import WriterProcess
     from torchelastic.checkpoint.write_plan import Content, Planner
+    from torchelastic.tensors.tensor_bytes import BackgroundCopy
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ LARGE = 64 << 20
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCheckpoint:
     """A checkpoint that was read."""
 
     name: str
@@ -100,18 +101,18 @@ class CheckpointStore(CheckpointManager):
         self.catalog = Catalog(open_storage(url, self._options), **self._retention)
         self.every = interval.parse(every)
         self._writer, self._patience = writer, patience
-        self._runner = Runner()
+        self._runner = Runner(self.url)
         self._planner: Planner | None = None
         self._stagings: list[Staging] = []
         #: The copy in progress during training; `_at_once`: that does not work with this script.
-        self._copying: Copying | None = None
+        self._copying: BackgroundCopy | None = None
         self._at_once = False
         self._process: WriterProcess | None = None
         # The claim of this world to write, and the number of its next checkpoint, if agreed on.
         self._claim: FenceClaim | None = None
         self._sequence: int | None = None
         # For the next checkpoint.
-        self._pace: Pace | None = None
+        self._pace: CheckpointSchedule | None = None
         self._next_step = 0
         #: Of the last one; set by the writer thread, read by the training thread.
         self._measured: Measured | None = None
@@ -133,7 +134,7 @@ class CheckpointStore(CheckpointManager):
         if self.every is None:
             return False
         if self._pace is None:
-            self._pace = Pace.begin(self.every, step - 1, time.monotonic())
+            self._pace = CheckpointSchedule.begin(self.every, step - 1, time.monotonic())
         if self._measured is not None:
             self._pace = self._pace.learned(self._measured)
         if together and self.every.steps is None:
@@ -259,7 +260,7 @@ class CheckpointStore(CheckpointManager):
 
     def _copy(
         self, content: Content, step: int, lasting: Mapping[int, torch.Tensor] | None
-    ) -> tuple[Staging, Copying] | None:
+    ) -> tuple[Staging, BackgroundCopy] | None:
         """Copy into free memory; None, with a warning, if there is not enough memory."""
         staging = self._free_memory(step)
         try:
@@ -347,7 +348,7 @@ class CheckpointStore(CheckpointManager):
         job: Job,
         claim: FenceClaim,
         staging: Staging,
-        copying: Copying,
+        copying: BackgroundCopy,
         write: Callable[[Job, int], Written],
     ) -> None:
         def task() -> None:
@@ -373,23 +374,31 @@ class CheckpointStore(CheckpointManager):
         job = replace(job, history=claim.history())
         self._note(job, write(job))
 
-    def _finish_copy(self, job: Job, copying: Copying) -> None:
+    def _finish_copy(self, job: Job, copying: BackgroundCopy) -> None:
         """Runs in the writer thread; raises if the copy is unusable."""
         from torchelastic.checkpoint.background.save_job import give_up
 
-        try:
-            copying.result()
-        except CheckpointError as error:
-            self._at_once |= copying.is_disturbed
-            give_up(job, self.catalog, str(error))
-            raise
+        copying.run()
+        if copying.error is None and not copying.is_disturbed:
+            return
+        wrong = f"could not copy the state ({copying.error!r})"
+        if copying.error is None:
+            self._at_once = True
+            wrong = (
+                "parameters or optimizer state changed before optimizer.step while they were being "
+                "copied; from now on training waits for the copy"
+            )
+        give_up(job, self.catalog, wrong)
+        raise CheckpointError(wrong)
 
     def _began(self, step: int, began: float) -> None:
         now = time.monotonic()
         self._blocked = 0.0
         self._stood(now - began)  # and `before_write` adds to it
         if self.every is not None:
-            self._pace = (self._pace or Pace.begin(self.every, step, now)).began(step, now)
+            self._pace = (self._pace or CheckpointSchedule.begin(self.every, step, now)).began(
+                step, now
+            )
 
     def _note(self, job: Job, written: Written) -> None:
         """Record a written checkpoint: its cost decides when the next is due. Rank 0 logs it."""
@@ -419,7 +428,9 @@ class CheckpointStore(CheckpointManager):
 
     # --- loading ---------------------------------------------------------------------------------
 
-    def load(self, like: Any = None, *, together: bool = False, beyond: int = -1) -> Loaded | None:
+    def load(
+        self, like: Any = None, *, together: bool = False, beyond: int = -1
+    ) -> LoadedCheckpoint | None:
         """Read the newest valid checkpoint; None if there is none of a step after `beyond`.
 
         Torn, corrupt and void ones are logged and skipped. Where `like`, a tree as passed to
@@ -438,7 +449,11 @@ class CheckpointStore(CheckpointManager):
 
     def _newest(self, beyond: int) -> tuple[str, int] | None:
         record = next(self.catalog.sound(beyond), None)
-        return None if record is None else (record.name, record.step or 0)
+        if record is not None:
+            return record.name, record.step or 0
+        if beyond < 0 and self.catalog.skipped:
+            log.warning("No checkpoint at %s can be used: none is loaded.", self.url)
+        return None
 
     def _newest_of_rank_0(self, rank: int, beyond: int) -> tuple[str, int] | None:
         from torchelastic.checkpoint import rank_agreement
@@ -454,7 +469,7 @@ class CheckpointStore(CheckpointManager):
             raise CheckpointError(f"Could not read the checkpoints at {self.url}: {told['error']}.")
         return None if told["found"] is None else (str(told["found"][0]), int(told["found"][1]))
 
-    def _read(self, name: str, step: int, like: Any, rank: int) -> Loaded:
+    def _read(self, name: str, step: int, like: Any, rank: int) -> LoadedCheckpoint:
         from torchelastic.checkpoint.storage import dcp_files
 
         try:
@@ -464,7 +479,7 @@ class CheckpointStore(CheckpointManager):
                 f"Could not load checkpoint {self.url}/{name}, though its checksums match "
                 f"({error!r}): remove it to continue from the one before."
             ) from error
-        return Loaded(name, step, tree, own)
+        return LoadedCheckpoint(name, step, tree, own)
 
     # --- 0.1: streams ----------------------------------------------------------------------------
 

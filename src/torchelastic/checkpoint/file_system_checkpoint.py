@@ -7,7 +7,7 @@ import secrets
 from typing import IO, Any
 
 from torchelastic.checkpoint import marker
-from torchelastic.checkpoint.catalog import Catalog, Draft, Record, name_of, sequence_of
+from torchelastic.checkpoint.catalog import Catalog, CheckpointRecord, Draft, name_of, sequence_of
 from torchelastic.checkpoint.manager import Checkpoint
 from torchelastic.checkpoint.marker import Marker
 from torchelastic.errors import CheckpointError, ConfigError
@@ -16,7 +16,9 @@ from torchelastic.errors import CheckpointError, ConfigError
 class FileSystemCheckpoint(Checkpoint):
     """One directory with a file for each key. Created by its store."""
 
-    def __init__(self, catalog: Catalog, record: Record | None, draft: Draft | None = None) -> None:
+    def __init__(
+        self, catalog: Catalog, record: CheckpointRecord | None, draft: Draft | None = None
+    ) -> None:
         self._catalog, self._record, self._draft = catalog, record, draft
         self._streams: list[IO[bytes]] = []
         self._discarded = False

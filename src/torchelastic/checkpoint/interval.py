@@ -15,12 +15,12 @@ from torchelastic.errors import ConfigError
 
 AUTO = "auto"
 #: Assumed mean time between failures before any failure was seen, in seconds.
-PRIOR = 4 * 3600.0
+ASSUMED_TIME_BETWEEN_FAILURES = 4 * 3600.0
 #: Background writes take memory, cores and network from the training: this fraction of the write
 #: time counts as lost. Otherwise a checkpoint that never blocks would cost nothing.
-HIDDEN = 0.02
+BACKGROUND_COST = 0.02
 #: The shortest automatic interval in seconds, because a measured cost of 0 is unreliable.
-SHORTEST = 10.0
+SHORTEST_INTERVAL = 10.0
 
 _SECONDS = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h)")
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -62,8 +62,8 @@ def best_interval(cost: float, between_failures: float) -> float:
 
 
 def between_failures(elapsed: float, failures: int) -> float:
-    """Estimate the mean time between failures; `PRIOR` counts as one failure."""
-    return (elapsed + PRIOR) / (failures + 1)
+    """Estimate the mean time between failures; the assumed one counts as one failure."""
+    return (elapsed + ASSUMED_TIME_BETWEEN_FAILURES) / (failures + 1)
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,17 @@ class Measured:
     @property
     def cost(self) -> float:
         """Seconds of training that one checkpoint takes, hidden or not."""
-        return self.blocked + HIDDEN * self.written
+        return self.blocked + BACKGROUND_COST * self.written
 
 
 def automatic(measured: Measured) -> float:
     """Seconds between checkpoints; never less than storage needs for one."""
     mean = between_failures(measured.elapsed, measured.failures)
-    return max(best_interval(measured.cost, mean), measured.written, SHORTEST)
+    return max(best_interval(measured.cost, mean), measured.written, SHORTEST_INTERVAL)
 
 
 @dataclass(frozen=True)
-class Pace:
+class CheckpointSchedule:
     """The schedule of the next checkpoint. Immutable: each method returns the next pace."""
 
     every: Every
@@ -101,13 +101,13 @@ class Pace:
     #: The last two steps that `at` was called with; it may skip steps.
     asked: tuple[int, int]
     #: The interval, if it is a time.
-    seconds: float = SHORTEST
+    seconds: float = SHORTEST_INTERVAL
 
     @classmethod
-    def begin(cls, every: Every, step: int, now: float) -> Pace:
-        return cls(every, now, step, (step, step), every.seconds or SHORTEST)
+    def begin(cls, every: Every, step: int, now: float) -> CheckpointSchedule:
+        return cls(every, now, step, (step, step), every.seconds or SHORTEST_INTERVAL)
 
-    def at(self, step: int) -> Pace:
+    def at(self, step: int) -> CheckpointSchedule:
         """Move to this step."""
         last, _ = self.asked
         if step == last:
@@ -120,9 +120,9 @@ class Pace:
             return step > self.step and step // self.every.steps > before // self.every.steps
         return now - self.last >= self.seconds
 
-    def began(self, step: int, now: float) -> Pace:
+    def began(self, step: int, now: float) -> CheckpointSchedule:
         return replace(self, last=now, step=step)
 
-    def learned(self, measured: Measured) -> Pace:
+    def learned(self, measured: Measured) -> CheckpointSchedule:
         """Update the interval from the measurements, if it is automatic."""
         return replace(self, seconds=automatic(measured)) if self.every.auto else self

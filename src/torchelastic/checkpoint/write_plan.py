@@ -1,4 +1,9 @@
-"""The write plan: which rank writes which tensors of a state, for torch.distributed.checkpoint.
+"""The content of a checkpoint: a tree as named tensors and a skeleton, and who writes what of it.
+
+Tensors go to torch.distributed.checkpoint under dotted names (`model.fc.weight`), so that its own
+tools find them. Everything else is the *skeleton*: JSON, so that loading it runs no code. (State
+that is sent to other ranks or kept in memory is written by `tensors.tensor_tree`: it keeps every
+bit, and each tensor once.)
 
 A tree is the same on all ranks except for its DTensors, of which each rank has its shards. A tensor
 that all ranks have is written by one of them, chosen by names and sizes alone, so that ranks need
@@ -7,27 +12,42 @@ not communicate. Data that differs between ranks is `own`, and each rank writes 
 
 from __future__ import annotations
 
+import base64
 import heapq
+import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.tensor import DTensor
 
 from torchelastic import torch_private
 from torchelastic.checkpoint.background.staging import Slots, layout
 from torchelastic.errors import CheckpointError
-from torchelastic.tensors import checkpoint_tree
+from torchelastic.tensors.dtensors import region_of
+from torchelastic.tensors.shard_layout import Region
 
 #: Reserved tensor names: the skeletons of trees, as bytes.
 SKELETON = "torchelastic.skeleton"
 OWN = "torchelastic.own"
 #: The length of a skeleton is a multiple of this.
 _GRAIN = 1024
+#: The key of values that JSON cannot express.
+_KIND = "!"
 
 
 @dataclass(frozen=True)
@@ -58,12 +78,12 @@ class Planner:
 
     def content(self, shared: Any, own: Any = None, *, rank: int = 0, size: int = 1) -> Content:
         """Return this rank's part of `shared`, and all of its `own`."""
-        skeleton, tensors = checkpoint_tree.flatten(shared, reserved=[SKELETON])
+        skeleton, tensors = flatten(shared, reserved=[SKELETON])
         tensors[SKELETON] = _as_tensor(skeleton)
         owned: dict[str, torch.Tensor] = {}
         if own is not None:
             prefix = f"{OWN}.{rank}"
-            skeleton, owned = checkpoint_tree.flatten(own, prefix, reserved=[own_skeleton(rank)])
+            skeleton, owned = flatten(own, prefix, reserved=[own_skeleton(rank)])
             owned[own_skeleton(rank)] = _as_tensor(skeleton)
         form = (rank, size, *map(_form, tensors.items()), *map(_form, owned.items()))
         if form != self._form:
@@ -93,8 +113,44 @@ def _plan(
         _refuse_shards(shared)
     mine = _share(shared, rank, size) | owned
     slots, room = layout({name: _memory(tensor) for name, tensor in mine.items()})
-    plan = create_default_local_save_plan(mine, rank == 0)
+    plain = {name: one for name, one in mine.items() if not isinstance(one, DTensor)}
+    items = list(create_default_local_save_plan(plain, rank == 0).items)
+    for name, tensor in mine.items():
+        if isinstance(tensor, DTensor):
+            items += _shard_items(name, tensor)
+    plan = SavePlan(items)
     return Planned(plan, slots, room, sum(_memory(one).nbytes for one in mine.values()))
+
+
+def _shard_items(name: str, tensor: DTensor) -> list[WriteItem]:
+    """Plan this rank's part of a DTensor, box by box. (torch's own planner writes one box, and for
+    strided shards of unequal size a wrong one.)"""
+    local = _memory(tensor)
+    properties = TensorProperties.create_from_tensor(local)
+    empty = [ChunkStorageMetadata(torch.Size([0] * tensor.ndim), local.shape)]
+    return [
+        WriteItem(
+            MetadataIndex(name, chunk.offsets),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk, properties, tensor.size()),
+        )
+        for chunk in chunks(region_of(name, tensor)) or empty
+    ]
+
+
+def chunks(part: Region) -> list[ChunkStorageMetadata]:
+    """Return the boxes of a part, as torch calls them."""
+    return [
+        ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size))
+        for box, _ in part.boxes()
+    ]
+
+
+def at_offset(part: Region, local: torch.Tensor, offset: Sequence[int]) -> torch.Tensor:
+    """Return the box of a rank's local tensor that begins at this offset in the whole tensor."""
+    box, at = next(one for one in part.boxes() if one[0].offset == tuple(offset))
+    ends = zip(at, box.size, strict=True)
+    return local[tuple(slice(begin, begin + length) for begin, length in ends)]
 
 
 def _refuse_shards(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -163,3 +219,100 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
     return torch_private.local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+# --- a tree as tensors and a skeleton -------------------------------------------------------------
+
+
+def flatten(
+    tree: Any, prefix: str = "", *, reserved: Collection[str] = ()
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return the skeleton, and the tensors by name; no name is `reserved`.
+
+    A tensor that occurs twice is stored twice.
+    """
+    tensors = dict.fromkeys(reserved, torch.empty(0))
+    skeleton = _take_apart(tree, prefix, tensors)
+    return skeleton, {name: one for name, one in tensors.items() if name not in reserved}
+
+
+def restore(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return the tree; a tensor missing in `tensors` is an error."""
+    return _put_together(skeleton, tensors)
+
+
+def _take_apart(node: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(node, torch.Tensor):
+        name = _free(path, tensors)
+        tensors[name] = node
+        return {_KIND: "tensor", "name": name}
+    if isinstance(node, Mapping):
+        return _mapping(node, path, tensors)
+    if isinstance(node, list | tuple):
+        items = [_take_apart(item, _join(path, i), tensors) for i, item in enumerate(node)]
+        return {_KIND: "tuple", "items": items} if isinstance(node, tuple) else items
+    return _value(node, path)
+
+
+def _mapping(node: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if _KIND not in node and all(type(key) is str for key in node):
+        return {key: _take_apart(v, _join(path, key), tensors) for key, v in node.items()}
+    items = [
+        [_value(key, path), _take_apart(v, _join(path, key), tensors)] for key, v in node.items()
+    ]
+    return {_KIND: "dict", "items": items}
+
+
+def _value(node: Any, path: str) -> Any:
+    if node is None or type(node) in (bool, int, float, str):
+        return node
+    if isinstance(node, bytes):
+        return {_KIND: "bytes", "base64": base64.b64encode(node).decode()}
+    if isinstance(node, torch.dtype):
+        return {_KIND: "dtype", "name": str(node).removeprefix("torch.")}
+    raise CheckpointError(
+        f"A checkpoint cannot hold '{path}', a {type(node).__qualname__}: use tensors, numbers, "
+        "strings, bytes, None, and lists, tuples and dicts of these."
+    )
+
+
+def _free(path: str, taken: Mapping[str, Any]) -> str:
+    """Return a unique path: numbered if taken, as for 1 and "1", or "a.b" and b within a."""
+    numbered = (f"{path}#{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain([path], numbered) if name not in taken)
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _put_together(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(node, list):
+        return [_put_together(item, tensors) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if _KIND not in node:
+        return {key: _put_together(item, tensors) for key, item in node.items()}
+    return _KINDS[node[_KIND]](node, tensors)
+
+
+def _dict(node: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
+    return {
+        _put_together(key, tensors): _put_together(item, tensors) for key, item in node["items"]
+    }
+
+
+def _dtype(node: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
+    found = getattr(torch, node["name"], None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"This version of torch does not know the dtype '{node['name']}'.")
+    return found
+
+
+_KINDS: dict[str, Callable[[dict[str, Any], Mapping[str, torch.Tensor]], Any]] = {
+    "tensor": lambda node, tensors: tensors[node["name"]],
+    "tuple": lambda node, tensors: tuple(_put_together(node["items"], tensors)),
+    "dict": _dict,
+    "bytes": lambda node, tensors: base64.b64decode(node["base64"]),
+    "dtype": _dtype,
+}

@@ -19,6 +19,7 @@ from torchelastic.dashboard import responses, static_files
 from torchelastic.dashboard.access import AccessControl
 from torchelastic.dashboard.job_state import PACKED_HEAD, STILL_HERE, JobState, packed
 from torchelastic.dashboard.responses import Reply, Wanted
+from torchelastic.side_tasks import TaskSet
 from torchelastic.transport import http, http_socket
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ BACKLOG = 128
 #: most this share of a processor.
 PERIOD, LONGEST, SHARE = 0.5, 5.0, 0.1
 #: Seconds for a request or a response, and between keep-alives of a stream.
-PATIENCE, KEEP_ALIVE = 10.0, 15.0
+REQUEST_TIMEOUT, KEEP_ALIVE = 10.0, 15.0
 #: Seconds to send the last state when the job has ended.
 LAST = 2.5
 #: Send buffer of one viewer: those that never read must not cost much.
@@ -40,7 +41,7 @@ HELD = 64 * 1024
 _PACKED_STILL_HERE = packed(STILL_HERE)
 
 
-class Source(Protocol):
+class JobStateSource(Protocol):
     """The source of job states; used by one thread at a time."""
 
     def look(self) -> JobState: ...
@@ -60,11 +61,11 @@ class Viewer:
 class Server:
     """Serves the page and the state of a job at one address."""
 
-    def __init__(self, source: Source, access: AccessControl) -> None:
+    def __init__(self, source: JobStateSource, access: AccessControl) -> None:
         self._source, self._access = source, access
         self._files = static_files.load()
         self._listener: socket.socket | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         #: Connected viewers, the oldest first.
         self._viewers: dict[asyncio.Task[None], Viewer] = {}
         self._latest: JobState | None = None
@@ -79,8 +80,8 @@ class Server:
     async def open(self, address: str, port: int) -> tuple[str, int]:
         """Listen and return the address. Raises `OSError` if it cannot listen."""
         self._listener = await http_socket.listen(address, port, BACKLOG)
-        for work in (self._accept(self._listener), self._keep_looking()):
-            self._tasks.add(asyncio.create_task(work))
+        self._tasks.start(self._accept(self._listener), "accept")
+        self._tasks.start(self._keep_looking(), "look")
         host, number = self._listener.getsockname()[:2]
         return str(host), int(number)
 
@@ -92,10 +93,7 @@ class Server:
             await asyncio.wait_for(self._tell_the_end(), LAST)
 
     async def close(self) -> None:
-        ending = [*self._tasks, *self._viewers]
-        for task in ending:
-            task.cancel()
-        await asyncio.gather(*ending, return_exceptions=True)
+        await self._tasks.close()
         if self._listener is not None:
             self._listener.close()
 
@@ -148,7 +146,7 @@ class Server:
         async for connection in http_socket.accepted(listener):
             self._make_room()
             viewer = Viewer(connection)
-            task = asyncio.create_task(self._serve(viewer), name="reader")
+            task = self._tasks.start(self._serve(viewer), "reader")
             self._viewers[task] = viewer
             task.add_done_callback(self._ended)
 
@@ -171,7 +169,9 @@ class Server:
 
     async def _serve(self, viewer: Viewer) -> None:
         try:
-            head = await asyncio.wait_for(http_socket.receive_head(viewer.connection), PATIENCE)
+            head = await asyncio.wait_for(
+                http_socket.receive_head(viewer.connection), REQUEST_TIMEOUT
+            )
             if head is not None:
                 await self._answer(http.parse(head), viewer)
         except (OSError, asyncio.TimeoutError) as error:
@@ -242,4 +242,4 @@ def _timed(look: Callable[[], JobState]) -> tuple[float, JobState]:
 
 async def _send(connection: socket.socket, data: bytes) -> None:
     loop = asyncio.get_running_loop()
-    await asyncio.wait_for(loop.sock_sendall(connection, data), PATIENCE)
+    await asyncio.wait_for(loop.sock_sendall(connection, data), REQUEST_TIMEOUT)

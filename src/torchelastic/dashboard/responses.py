@@ -8,7 +8,7 @@ from typing import Literal
 
 from torchelastic.dashboard.access import AccessControl
 from torchelastic.dashboard.job_state import JobState
-from torchelastic.dashboard.static_files import File
+from torchelastic.dashboard.static_files import StaticFile
 from torchelastic.transport import http
 from torchelastic.transport.http import Request
 
@@ -67,7 +67,7 @@ _WANTED: dict[str, Wanted] = {"/picture.json": "state", "/events": "stream"}
 
 
 def answer(
-    request: Request | None, access: AccessControl, files: Mapping[str, File]
+    request: Request | None, access: AccessControl, files: Mapping[str, StaticFile]
 ) -> Reply | Wanted:
     """Return the response to a request. A refused client learns nothing, not even what exists."""
     if request is None:

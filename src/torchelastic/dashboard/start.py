@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torchelastic.config import PAGE_ANYWHERE, format_endpoint, parse_endpoint
 from torchelastic.dashboard.access import AccessControl
-from torchelastic.dashboard.page_server import Server, Source
+from torchelastic.dashboard.page_server import JobStateSource, Server
 from torchelastic.errors import EXIT_OK
 from torchelastic.transport.addresses import loopback_addresses
 from torchelastic.transport.credentials import read_secret
@@ -21,7 +21,7 @@ HOST, PORT = "127.0.0.1", 29480
 
 
 async def serve(
-    source: Source,
+    source: JobStateSource,
     address: str,
     token: bytes | None,
     say: Callable[[str], None],

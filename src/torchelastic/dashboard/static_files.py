@@ -16,19 +16,19 @@ _TYPES = {
 
 
 @dataclass(frozen=True)
-class File:
+class StaticFile:
     """A file as sent."""
 
     content_type: str
     body: bytes
 
 
-def load() -> dict[str, File]:
+def load() -> dict[str, StaticFile]:
     """Return all files by request path."""
-    found: dict[str, File] = {}
+    found: dict[str, StaticFile] = {}
     for entry in resources.files("torchelastic.dashboard").joinpath("static").iterdir():
         content_type = _TYPES.get(f".{entry.name.rpartition('.')[2]}")
         if content_type is not None and entry.is_file():
             path = "/" if entry.name == "index.html" else f"/static/{entry.name}"
-            found[path] = File(content_type, entry.read_bytes())
+            found[path] = StaticFile(content_type, entry.read_bytes())
     return found

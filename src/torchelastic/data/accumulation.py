@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from torchelastic.data.batch_policy import Cut
+from torchelastic.data.batch_policy import MicroBatchSlice
 from torchelastic.errors import ConfigError
 
 #: Samples `start` to `stop` of a batch.
@@ -48,7 +48,10 @@ class Micro:
 
 
 def in_micro_batches(
-    batch: Any, cuts: Sequence[Cut], models: Sequence[nn.Module], cut: Cutter | None = None
+    batch: Any,
+    cuts: Sequence[MicroBatchSlice],
+    models: Sequence[nn.Module],
+    cut: Cutter | None = None,
 ) -> Iterator[Micro]:
     """See `BatchPolicy.accumulate`."""
     if cut is None:
@@ -57,7 +60,7 @@ def in_micro_batches(
 
 
 def _loop(
-    batch: Any, cuts: Sequence[Cut], models: Sequence[nn.Module], cut: Cutter
+    batch: Any, cuts: Sequence[MicroBatchSlice], models: Sequence[nn.Module], cut: Cutter
 ) -> Iterator[Micro]:
     this = object()
     for model in models:

@@ -31,7 +31,7 @@ LrRule = Callable[[float], float]
 _RULES: dict[str, LrRule] = {"linear": float, "sqrt": math.sqrt}
 
 
-class Cut(NamedTuple):
+class MicroBatchSlice(NamedTuple):
     """A micro-batch: samples `start` to `stop` of a rank's share, and the factor for its mean loss.
 
     An empty one has the scale 0. It is still computed, on a placeholder sample, because the other
@@ -107,12 +107,12 @@ class BatchPolicy(ABC):
         """
         return size * self.shares(size, batch)[rank] / self._batch(size, batch)
 
-    def cuts(self, rank: int, size: int, batch: int | None = None) -> tuple[Cut, ...]:
+    def cuts(self, rank: int, size: int, batch: int | None = None) -> tuple[MicroBatchSlice, ...]:
         """A rank's micro-batches, each with its part of the rank's weight."""
         share, total = self.shares(size, batch)[rank], self._batch(size, batch)
         stops = _added_up(_evenly(share, self.micro_batches(size, batch)))
         return tuple(
-            Cut(start, stop, size * (stop - start) / total)
+            MicroBatchSlice(start, stop, size * (stop - start) / total)
             for start, stop in zip((0, *stops), stops, strict=False)
         )
 

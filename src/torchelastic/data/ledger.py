@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 #: Lines that may wait for a hung disk; further lines are lost.
-MOST_WAITING = 100_000
+QUEUE_LIMIT = 100_000
 #: Seconds that a process waits for the disk when it exits.
-PATIENCE = 10.0
+EXIT_TIMEOUT = 10.0
 
 _SUFFIX = ".jsonl"
 
@@ -127,7 +127,7 @@ class _Writer:
     def put(self, line: dict[str, Any]) -> None:
         if not self._open:
             self._lose("the ledger is closed", line)
-        elif self._queue.qsize() >= MOST_WAITING:
+        elif self._queue.qsize() >= QUEUE_LIMIT:
             self._lose("the disk is too slow", line)
         elif self._thread is not None or self._start(line):
             self._queue.put(line)
@@ -146,7 +146,7 @@ class _Writer:
             return
         self._queue.put(None)
         if thread is not threading.current_thread():  # the collector may run anywhere
-            thread.join(PATIENCE)
+            thread.join(EXIT_TIMEOUT)
             if thread.is_alive():
                 log.warning("The ledger in %s is incomplete: its disk is hung.", self._directory)
 

@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from torchelastic.data.batch_policy import BatchPolicy
 from torchelastic.data.own_rank import OwnRank
-from torchelastic.data.progress import Handed, Position, Progress
+from torchelastic.data.progress import DataProgress, Handed, Position
 from torchelastic.data.sampler import ElasticSampler
 from torchelastic.data.shares import Plan, Policy
 from torchelastic.data.streaming import CollateStep, ElasticStream, StreamFeed, StreamSteps
@@ -38,7 +38,7 @@ class Feed(Protocol):
     """
 
     @property
-    def progress(self) -> Progress: ...
+    def progress(self) -> DataProgress: ...
 
     def begin(self, world: OwnRank) -> None:
         """Load for this world from now on, starting at the current progress."""
@@ -202,7 +202,7 @@ class ElasticLoader(Generic[T]):
         object.__setattr__(self, "batch_size", shown)
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> DataProgress:
         """The position in the data: the sampler, or the stream."""
         return self.feed.progress
 
@@ -288,7 +288,7 @@ def _refuse_sampler(sampler: object, shuffle: bool | None) -> None:
         )
 
 
-def _seed_at(progress: Progress, rank: int) -> int:
+def _seed_at(progress: DataProgress, rank: int) -> int:
     """Return the random seed of loading processes that start at this position."""
     text = f"{progress.seed} {progress.epoch} {progress.consumed} {rank}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")

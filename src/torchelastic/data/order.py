@@ -20,8 +20,8 @@ import torch
 
 _ROUNDS = 8
 #: Smaller networks measurably do not reach all permutations equally often.
-_LEAST_SIDE = 8
-_LONGEST = 1 << 60
+_SIDE_MINIMUM = 8
+_LENGTH_LIMIT = 1 << 60
 #: Positions computed at once: 128 KiB, and a millisecond or two.
 _BLOCK = 1 << 14
 _MASK = (1 << 32) - 1
@@ -34,11 +34,11 @@ class Order:
     """
 
     def __init__(self, length: int, *key: int, shuffle: bool = True) -> None:
-        if not 0 <= length <= _LONGEST:
+        if not 0 <= length <= _LENGTH_LIMIT:
             raise ValueError(f"length is {length} samples: it must be between 0 and 2**60.")
         self.length = length
         self._shuffle = shuffle
-        self._side = max(_LEAST_SIDE, math.isqrt(max(0, length - 1)) + 1)
+        self._side = max(_SIDE_MINIMUM, math.isqrt(max(0, length - 1)) + 1)
         self._keys = _round_keys(key)
         #: The block computed last, and the position it begins at.
         self._block: list[int] = []

@@ -16,14 +16,28 @@ class OwnRank(NamedTuple):
     size: int
 
 
+#: This worker's place among the workers that read different samples, if it is not its rank.
+_place: tuple[int, int] | None = None
+
+
+def set_place(rank: int, size: int) -> None:
+    """Set which share of the samples this worker reads, in a world of sharded replicas."""
+    global _place
+    _place = rank, size
+
+
 def own_rank(rank: int | None = None, size: int | None = None) -> OwnRank:
-    """Return the given rank, else that of the default process group, else of the environment.
+    """Return the given rank, else the place in a world of sharded replicas, else the rank in the
+    default process group, else that of the environment.
 
     Call it whenever the rank matters: a process that outlives its world gets another rank.
     """
     if (rank is None) != (size is None):
         raise ConfigError("Pass both rank and size, or neither.")
-    found = _of_group() or _of_environment() if rank is None or size is None else (rank, size)
+    if rank is None or size is None:
+        found = _place or _of_group() or _of_environment()
+    else:
+        found = rank, size
     if not 0 <= found[0] < found[1]:
         raise ConfigError(
             f"rank {found[0]} is not in a world of size {found[1]}: ranks start at 0."

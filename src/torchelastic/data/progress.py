@@ -19,7 +19,7 @@ from torchelastic.data.own_rank import OwnRank, own_rank
 from torchelastic.errors import ConfigError
 
 #: The most batches that one step is expected to take.
-MOST_IN_FLIGHT = 1024
+IN_FLIGHT_LIMIT = 1024
 
 
 class Position(NamedTuple):
@@ -58,7 +58,7 @@ class Handed:
         return self.size * len(self.ids) / self.total
 
 
-class Progress:
+class DataProgress:
     """The base of samplers and streams: a part of a state that is committed by steps."""
 
     def __init__(self, *, seed: int, shuffle: bool, rank: int | None, size: int | None) -> None:
@@ -68,7 +68,7 @@ class Progress:
             self.world()  # raises if it is invalid
         self._committed = self._handed = Position()
         #: Each `hand_out` since the last commit; the latest ones if nothing ever commits.
-        self._in_flight: deque[Handed] = deque(maxlen=MOST_IN_FLIGHT)
+        self._in_flight: deque[Handed] = deque(maxlen=IN_FLIGHT_LIMIT)
         #: The samples of the last commit.
         self.latest: tuple[Handed, ...] = ()
         #: Counts jumps to another position, which live iterators have to follow.

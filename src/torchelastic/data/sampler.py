@@ -8,13 +8,13 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from torchelastic.data.order import Order
-from torchelastic.data.progress import Position, Progress
+from torchelastic.data.progress import DataProgress, Position
 from torchelastic.data.shares import every_nth, turns_left
 from torchelastic.errors import ConfigError
 from torchelastic.worker_counters import milestones
 
 
-class ElasticSampler(Progress, Sampler[int]):
+class ElasticSampler(DataProgress, Sampler[int]):
     """The samples of one epoch after another, split among the ranks of the current world.
 
     The order of an epoch depends on its number, the seed and the length of the dataset, not on the

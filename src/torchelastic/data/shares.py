@@ -62,7 +62,7 @@ class Plan:
 
 
 def batch_of(policy: Policy, size: int) -> int:
-    """Return the batch size of a step. Refuses 0 from a custom policy: it would loop for ever."""
+    """Return the batch size of a step. Refuses 0 from a custom policy: it would loop forever."""
     batch = policy.batch(size)
     if batch < 1:
         raise ConfigError(f"policy.batch({size}) returned {batch}: it must be at least 1 sample.")

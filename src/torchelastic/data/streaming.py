@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from torchelastic.data.order import Order
 from torchelastic.data.own_rank import OwnRank
-from torchelastic.data.progress import Handed, Position, Progress
+from torchelastic.data.progress import DataProgress, Handed, Position
 from torchelastic.data.shares import Policy, batch_of, share_of, shares_of
 from torchelastic.errors import ConfigError
 
@@ -29,7 +29,7 @@ from torchelastic.errors import ConfigError
 Read = Callable[[int, int], Iterable[Any]]
 
 
-class ElasticStream(Progress):
+class ElasticStream(DataProgress):
     """Records in shards 0 to `shards` - 1, read by `read(shard, first)`; or a list of iterables.
 
     `first` is the record to start with: if a shard cannot be opened in the middle, skip that many
@@ -74,7 +74,7 @@ class ElasticStream(Progress):
         return Position(state["epoch"], state["consumed"], state["shard"], state["offset"])
 
 
-class Record(NamedTuple):
+class StreamRecord(NamedTuple):
     """A record, its shard, its number in the shard, and the position after it."""
 
     shard: int
@@ -83,7 +83,7 @@ class Record(NamedTuple):
     after: Position
 
 
-def records_from(stream: ElasticStream, seed: int, place: Position) -> Iterator[Record]:
+def records_from(stream: ElasticStream, seed: int, place: Position) -> Iterator[StreamRecord]:
     """Yield the rest of the epoch from this position on, in its order."""
     epoch, consumed, *begin = place
     records = _in_shards(stream, Order(stream.shards, seed, epoch, shuffle=stream.shuffle), *begin)
@@ -98,7 +98,7 @@ def records_from(stream: ElasticStream, seed: int, place: Position) -> Iterator[
             consumed += 1
             if index == len(window):
                 begin = [at, next_record + 1]
-            yield Record(shard, record, content, Position(epoch, consumed, *begin))
+            yield StreamRecord(shard, record, content, Position(epoch, consumed, *begin))
 
 
 def _in_shards(
@@ -123,7 +123,7 @@ class StreamStep(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedStep:
     """A loaded step: this rank's records, and the position after the step."""
 
     records: Any
@@ -143,9 +143,9 @@ class StreamSteps(Dataset[Any]):
         #: The number of the step to read next, counted from the position of `_begun`.
         self._next = 0
         self._begun: StreamStep | None = None
-        self._records: Iterator[Record] = iter(())
+        self._records: Iterator[StreamRecord] = iter(())
 
-    def __getitem__(self, step: StreamStep) -> Loaded | None:
+    def __getitem__(self, step: StreamStep) -> LoadedStep | None:
         """None at the end of the epoch."""
         begun = step._replace(number=0)
         if begun != self._begun or step.number < self._next:
@@ -162,7 +162,7 @@ class StreamSteps(Dataset[Any]):
             return None
         return self._share(step, records)
 
-    def _share(self, step: StreamStep, records: list[Record]) -> Loaded:
+    def _share(self, step: StreamStep, records: list[StreamRecord]) -> LoadedStep:
         after = records[-1].after
         end = after.consumed
         shares = shares_of(self._policy, step.size, len(records))
@@ -172,7 +172,7 @@ class StreamSteps(Dataset[Any]):
         handed = Handed(after.epoch, step.rank, step.size, (end - len(records), end), ids)
         decode = self._stream.decode or (lambda record: record)
         # A rank without a share gets a placeholder record: the others wait for its collectives.
-        return Loaded([decode(record.content) for record in own or records[:1]], handed, after)
+        return LoadedStep([decode(record.content) for record in own or records[:1]], handed, after)
 
     def __getstate__(self) -> dict[str, Any]:
         """State for a spawned loading process, without open files."""
@@ -185,7 +185,7 @@ class CollateStep:
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
 
-    def __call__(self, loaded: list[Loaded | None]) -> tuple[Any, Handed, Position] | None:
+    def __call__(self, loaded: list[LoadedStep | None]) -> tuple[Any, Handed, Position] | None:
         (step,) = loaded
         return None if step is None else (self._collate(step.records), step.handed, step.after)
 

@@ -2,12 +2,12 @@
 
 Not every line is valid. When a worker is lost, the others may roll back: steps committed beyond the
 step they continue from are void, and their samples come again. The first line of a generation shows
-where it continued. So a line is valid (*settled*) if no later generation has a line of the same or
-an earlier step. A restarted job may count its generations from 0 again: a later `start` voids lines
+where it continued. So a line is valid if no later generation has a line of the same or an earlier
+step. A restarted job may count its generations from 0 again: a later `start` voids lines
 in the same way, whatever its generation numbers are.
 
 A rank that was killed after its gradients were exchanged, but before it committed, has used samples
-of a settled step and wrote no line. The lines of its peers contain the number of positions that the
+of a valid step and wrote no line. The lines of its peers contain the number of positions that the
 step took (`span`). These samples are *unwitnessed*: their number is known, their ids are not. If
 the spans of an epoch cover its order without gap or overlap, and the number of samples in no line
 equals the number of unwitnessed samples, then these are the same samples, because an order contains
@@ -55,24 +55,24 @@ class Line:
         return f"step {self.step} of generation {self.generation}{start} (rank {self.rank})"
 
 
-class History(NamedTuple):
+class LedgerHistory(NamedTuple):
     """Valid lines, and lines that a later world has voided."""
 
-    settled: list[Line]
+    valid: list[Line]
     void: list[Line]
 
 
-def settle(lines: Iterable[Line]) -> History:
+def split_valid(lines: Iterable[Line]) -> LedgerHistory:
     """Split lines into valid and void ones."""
     lines = list(lines)
     first: dict[WorldId, int] = {}
     for line in lines:
         first[line.world] = min(line.step, first.get(line.world, line.step))
     ends = _ends(first)
-    history = History([], [])
+    history = LedgerHistory([], [])
     for line in lines:
         end = ends[line.world]
-        (history.settled if end is None or line.step < end else history.void).append(line)
+        (history.valid if end is None or line.step < end else history.void).append(line)
     return history
 
 
@@ -114,11 +114,11 @@ class Verdict:
     """The result for all epochs."""
 
     epochs: Sequence[EpochVerdict]
-    settled: int
+    valid: int
     void: int
     steps: int
     worlds: int
-    #: Ranks of settled steps that wrote no line.
+    #: Ranks of valid steps that wrote no line.
     absent: Sequence[str]
     #: Errors of worlds and their ranks.
     contradictions: Sequence[str]
@@ -151,32 +151,32 @@ def check(
     epoch may be missing: `drop_last` leaves out up to a batch but one.
     """
     lines = list(lines)
-    history = settle(lines)
-    settled, void = _by_epoch(history.settled), _by_epoch(history.void)
+    history = split_valid(lines)
+    valid, void = _by_epoch(history.valid), _by_epoch(history.void)
     if expected is None:
         expected = _seen_up_to(history)
     elif not isinstance(expected, range):
         expected = set(expected)
-    last = max(settled, default=0)
-    complete = range(min(settled, default=0), last) if epochs is None else range(epochs)
+    last = max(valid, default=0)
+    complete = range(min(valid, default=0), last) if epochs is None else range(epochs)
     return Verdict(
         epochs=[
             _check_epoch(
                 epoch,
-                settled.get(epoch, []),
+                valid.get(epoch, []),
                 void.get(epoch, []),
                 expected if epoch in complete else None,
                 known=expected,
                 dropped=dropped,
             )
-            for epoch in sorted({*settled, *complete})
+            for epoch in sorted({*valid, *complete})
         ],
-        settled=len(history.settled),
+        valid=len(history.valid),
         void=len(history.void),
-        steps=len({line.step for line in history.settled}),
-        worlds=len({line.world for line in history.settled + history.void}),
-        absent=[_place(*one) for one in _absent(history.settled)],
-        contradictions=[*_unequal_sizes(lines), *_without_excuse(history.settled, lines, lost)],
+        steps=len({line.step for line in history.valid}),
+        worlds=len({line.world for line in history.valid + history.void}),
+        absent=[_place(*one) for one in _absent(history.valid)],
+        contradictions=[*_unequal_sizes(lines), *_without_excuse(history.valid, lines, lost)],
         lost=lost,
         unreadable=unreadable,
     )
@@ -259,7 +259,7 @@ def _about_span(span: Span, line: Line, count: int, end: int) -> Iterator[str]:
 
 
 def _absent(lines: Iterable[Line]) -> list[tuple[WorldId, int, int]]:
-    """Return world, step and rank of each missing line of a settled step."""
+    """Return world, step and rank of each missing line of a valid step."""
     there: dict[tuple[WorldId, int, int], set[int]] = defaultdict(set)
     for line in lines:
         if line.size is not None:
@@ -272,13 +272,13 @@ def _absent(lines: Iterable[Line]) -> list[tuple[WorldId, int, int]]:
     ]
 
 
-def _without_excuse(settled: Iterable[Line], lines: Iterable[Line], lost: int) -> Iterator[str]:
+def _without_excuse(valid: Iterable[Line], lines: Iterable[Line], lost: int) -> Iterator[str]:
     """Report ranks that wrote no line of a step, but were alive in a later one."""
     latest: dict[tuple[WorldId, int], int] = {}
     for line in lines:
         key = line.world, line.rank
         latest[key] = max(line.step, latest.get(key, line.step))
-    for world, step, rank in () if lost else _absent(settled):
+    for world, step, rank in () if lost else _absent(valid):
         if latest.get((world, rank), step) > step:
             yield f"{_place(world, step, rank)} wrote no line, but wrote one for a later step"
 
@@ -306,7 +306,7 @@ def _by_epoch(lines: Iterable[Line]) -> dict[int, list[Line]]:
     return found
 
 
-def _seen_up_to(history: History) -> Collection[Sample]:
+def _seen_up_to(history: LedgerHistory) -> Collection[Sample]:
     """Return all numbers up to the largest seen: of samples, or of records in each shard."""
     seen = {sample for lines in history for line in lines for sample in line.ids}
     most: dict[int | None, int] = {}
@@ -327,7 +327,7 @@ def _seen_up_to(history: History) -> Collection[Sample]:
 
 def _report(verdict: Verdict) -> Iterator[str]:
     yield (
-        f"Valid lines: {verdict.settled}, from {_several(verdict.steps, 'step')} in "
+        f"Valid lines: {verdict.valid}, from {_several(verdict.steps, 'step')} in "
         f"{_several(verdict.worlds, 'generation')}. Void lines, from undone steps: {verdict.void}."
     )
     for epoch in verdict.epochs:

@@ -29,7 +29,7 @@ from torchelastic.doctor import (
 from torchelastic.doctor.finding import Finding, fault, not_checked, ok, warning
 
 #: Seconds for a check that waits for something.
-LIMIT = 20.0
+CHECK_TIMEOUT = 20.0
 
 Check = Callable[[], Sequence[Finding]]
 
@@ -64,12 +64,12 @@ def examine(subject: Subject) -> list[Finding]:
     here = machine_facts.gather()
     asked = side_by_side(
         {
-            "ports": (partial(_ports, here, subject), LIMIT),
-            "directories": (partial(_directories, subject.config), LIMIT),
-            "name": (partial(_names, subject), LIMIT),
-            "endpoints": (partial(port_checks.check, subject.config), LIMIT),
-            "rendezvous": (partial(_backend, subject), LIMIT),
-            "torch": (partial(_torch, subject), torch_check.LIMIT + LIMIT),
+            "ports": (partial(_ports, here, subject), CHECK_TIMEOUT),
+            "directories": (partial(_directories, subject.config), CHECK_TIMEOUT),
+            "name": (partial(_names, subject), CHECK_TIMEOUT),
+            "endpoints": (partial(port_checks.check, subject.config), CHECK_TIMEOUT),
+            "rendezvous": (partial(_backend, subject), CHECK_TIMEOUT),
+            "torch": (partial(_torch, subject), torch_check.IMPORT_TIMEOUT + CHECK_TIMEOUT),
         }
     )
     return [
@@ -163,7 +163,7 @@ def _grow(config: LaunchConfig) -> list[Finding]:
     ]
 
 
-def _on_machine(here: machine_rules.Machine, subject: Subject) -> list[Finding]:
+def _on_machine(here: machine_rules.MachineFacts, subject: Subject) -> list[Finding]:
     config = subject.config
     threads = subject.environ.get("OMP_NUM_THREADS", "")
     return [
@@ -176,7 +176,7 @@ def _on_machine(here: machine_rules.Machine, subject: Subject) -> list[Finding]:
     ]
 
 
-def _ports(here: machine_rules.Machine, subject: Subject) -> list[Finding]:
+def _ports(here: machine_rules.MachineFacts, subject: Subject) -> list[Finding]:
     embedded = subject.config.rdzv_backend not in ETCD_BACKENDS
     return [
         machine_rules.ports(

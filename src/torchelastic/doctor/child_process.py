@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from torchelastic.system import die_with_owner
 
 #: Seconds between SIGTERM and SIGKILL when the time is up.
-ENDING = 10.0
+TERMINATE_TIMEOUT = 10.0
 #: Bytes of its output that are read, at most.
-_MOST = 1 << 20
+_OUTPUT_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProgramResult:
     """The exit code, None if it timed out, and the output."""
 
     exitcode: int | None
@@ -35,7 +35,7 @@ class Ended:
 
 def run(
     command: Sequence[str], env: Mapping[str, str], limit: float, cwd: str | None = None
-) -> Ended:
+) -> ProgramResult:
     """Run a program to its end, or for `limit` seconds; it dies with this thread."""
     guarded = [sys.executable, "-I", "-S", die_with_owner.__file__, str(os.getpid()), *command]
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
@@ -47,8 +47,8 @@ def run(
         texts = []
         for file in (output, errors):
             file.seek(0)
-            texts.append(file.read(_MOST).decode(errors="replace"))
-    return Ended(exitcode, *texts)
+            texts.append(file.read(_OUTPUT_LIMIT).decode(errors="replace"))
+    return ProgramResult(exitcode, *texts)
 
 
 def _wait(process: subprocess.Popen[bytes], limit: float) -> int | None:
@@ -57,7 +57,7 @@ def _wait(process: subprocess.Popen[bytes], limit: float) -> int | None:
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)
     try:
-        process.wait(ENDING)
+        process.wait(TERMINATE_TIMEOUT)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

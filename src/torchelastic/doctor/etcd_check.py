@@ -18,25 +18,25 @@ from torchelastic.config import (
 )
 from torchelastic.doctor.finding import Finding, fault, ok, warning
 from torchelastic.errors import ConfigError, RendezvousError
-from torchelastic.rendezvous.etcd.cleanup import clear_remains
-from torchelastic.rendezvous.etcd.connection_pool import Address, ConnectionPool, Patience
+from torchelastic.rendezvous.etcd.connection_pool import Address, ConnectionPool, RetryLimit
 from torchelastic.rendezvous.etcd.etcd_store import EtcdStore
 from torchelastic.rendezvous.etcd.etcd_tls import client_context
+from torchelastic.rendezvous.etcd.open_store import remove_if_finished
 from torchelastic.rendezvous.etcd.settings import EtcdSettings
 
 CHECK = "etcd"
 OLDEST = (3, 4)
 #: Seconds for a server to answer.
-PATIENCE = 3.0
+ANSWER_TIMEOUT = 3.0
 #: A warning if a node's first requests take longer than this many seconds.
-SLOW = 0.5
+SLOW_LEASE = 0.5
 #: Seconds of the trial lease.
 _LEASE = 5.0
 _STATUS = "/v3/maintenance/status"
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerAnswer:
     """The answer of one server."""
 
     place: str
@@ -75,7 +75,7 @@ async def _examine(config: LaunchConfig, settings: EtcdSettings) -> list[Finding
     return [*found, await _try_lease(places, settings)]
 
 
-def servers_found(servers: list[Server]) -> list[Finding]:
+def servers_found(servers: list[ServerAnswer]) -> list[Finding]:
     """Judge the answers of the servers. Pure."""
     answering = [server for server in servers if server.version]
     if not answering:
@@ -98,20 +98,20 @@ def servers_found(servers: list[Server]) -> list[Finding]:
     return found
 
 
-async def _ask(place: tuple[str, int], settings: EtcdSettings) -> Server:
+async def _ask(place: tuple[str, int], settings: EtcdSettings) -> ServerAnswer:
     name = format_endpoint(*place)
     clock = SystemClock()
     try:
         tls = None if settings.tls is None else client_context(settings.tls)
         line = ConnectionPool([Address(*place)], clock=clock, tls=tls, login=settings.login)
         try:
-            patience = Patience(line, PATIENCE, clock, first=True)
+            patience = RetryLimit(line, ANSWER_TIMEOUT, clock, first=True)
             answer = await line.call(_STATUS, {}, patience)
         finally:
             line.close()
     except (RendezvousError, ConfigError) as error:
-        return Server(name, trouble=str(error))
-    return Server(name, version=str(answer.get("version", "of an unknown version")))
+        return ServerAnswer(name, trouble=str(error))
+    return ServerAnswer(name, version=str(answer.get("version", "of an unknown version")))
 
 
 async def _try_lease(places: tuple[tuple[str, int], ...], settings: EtcdSettings) -> Finding:
@@ -120,7 +120,7 @@ async def _try_lease(places: tuple[tuple[str, int], ...], settings: EtcdSettings
     began = time.monotonic()
     try:
         store = await EtcdStore.connect(
-            places, job, timeout=PATIENCE, settings=settings, reconnect_timeout=PATIENCE
+            places, job, timeout=ANSWER_TIMEOUT, settings=settings, reconnect_timeout=ANSWER_TIMEOUT
         )
         try:
             await store.open_lease(_LEASE)
@@ -128,7 +128,7 @@ async def _try_lease(places: tuple[tuple[str, int], ...], settings: EtcdSettings
             kept = await store.keep_alive()
             took = time.monotonic() - began
             await store.end_lease()
-            await clear_remains(store)
+            await remove_if_finished(store)
         finally:
             await store.close()
     except (RendezvousError, ConfigError) as error:
@@ -140,7 +140,7 @@ def lease_found(places: str, kept: bool, took: float) -> Finding:
     """Judge the trial lease. Pure."""
     if not kept:
         return fault(CHECK, f"etcd at {places} does not keep leases.", "Check its log.")
-    if took > SLOW:
+    if took > SLOW_LEASE:
         return warning(
             CHECK,
             f"etcd at {places} is slow: {took:.1f} s for a few small requests.",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-class Verdict(str, enum.Enum):
+class Severity(str, enum.Enum):
     """The severity of a finding; only a fault makes `doctor` fail."""
 
     OK = "ok"
@@ -22,7 +22,7 @@ class Finding:
     """One line of the report."""
 
     check: str
-    verdict: Verdict
+    verdict: Severity
     #: The fact, in one sentence.
     found: str
     #: What to do, in one sentence; empty if there is nothing to do or `found` says it.
@@ -38,23 +38,23 @@ class Finding:
 
 
 def ok(check: str, found: str) -> Finding:
-    return Finding(check, Verdict.OK, found)
+    return Finding(check, Severity.OK, found)
 
 
 def warning(check: str, found: str, advice: str = "") -> Finding:
-    return Finding(check, Verdict.WARNING, found, advice)
+    return Finding(check, Severity.WARNING, found, advice)
 
 
 def fault(check: str, found: str, advice: str = "") -> Finding:
-    return Finding(check, Verdict.FAULT, found, advice)
+    return Finding(check, Severity.FAULT, found, advice)
 
 
 def not_checked(check: str, found: str, advice: str = "") -> Finding:
-    return Finding(check, Verdict.NOT_CHECKED, found, advice)
+    return Finding(check, Severity.NOT_CHECKED, found, advice)
 
 
 def has_fault(findings: Sequence[Finding]) -> bool:
-    return any(finding.verdict is Verdict.FAULT for finding in findings)
+    return any(finding.verdict is Severity.FAULT for finding in findings)
 
 
 def summary(findings: Sequence[Finding]) -> str:
@@ -65,10 +65,10 @@ def summary(findings: Sequence[Finding]) -> str:
     """
     counts = Counter(finding.verdict for finding in findings)
     words = [
-        _count(counts[Verdict.FAULT], "fault", "faults"),
-        _count(counts[Verdict.WARNING], "warning", "warnings"),
-        _count(counts[Verdict.OK], "ok", "ok"),
-        _count(counts[Verdict.NOT_CHECKED], "not checked", "not checked"),
+        _count(counts[Severity.FAULT], "fault", "faults"),
+        _count(counts[Severity.WARNING], "warning", "warnings"),
+        _count(counts[Severity.OK], "ok", "ok"),
+        _count(counts[Severity.NOT_CHECKED], "not checked", "not checked"),
     ]
     return ", ".join(filter(None, words)) + "."
 

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from torchelastic.doctor import child_process, gpu_program
-from torchelastic.doctor.finding import Finding, Verdict, fault, not_checked, ok
+from torchelastic.doctor.finding import Finding, Severity, fault, not_checked, ok
 
 #: Seconds for a path: the first use of CUDA and NCCL is slow on a machine with many GPUs.
-LIMIT = 180.0
+PATH_TIMEOUT = 180.0
 #: Characters of each log file of a job in the report, at most.
-_LOGGED = 20_000
+_LOG_LIMIT = 20_000
 
 
 @dataclass(frozen=True)
-class Way:
+class GpuPath:
     """One path, and the job that tests it."""
 
     name: str
@@ -39,7 +39,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Taken:
+class PathResult:
     """The result of a path, with what the report shows of it."""
 
     finding: Finding
@@ -50,11 +50,11 @@ class Taken:
 
 
 PATHS = (
-    Way("zygote", "CUDA in a forked worker"),
-    Way("collective", "an all-reduce", most=8),
-    Way("abort", "aborting a group with a silent peer", least=2, most=8),
-    Way("train", "in-process recovery", least=2, most=8, restarts=3),
-    Way(
+    GpuPath("zygote", "CUDA in a forked worker"),
+    GpuPath("collective", "an all-reduce", most=8),
+    GpuPath("abort", "aborting a group with a silent peer", least=2, most=8),
+    GpuPath("train", "in-process recovery", least=2, most=8, restarts=3),
+    GpuPath(
         "hang",
         "detection of a hung rank",
         least=2,
@@ -62,39 +62,39 @@ PATHS = (
         restarts=3,
         flags=("--progress-timeout", "5"),
     ),
-    Way("snapshot", "restoring state from memory", restarts=1),
+    GpuPath("snapshot", "restoring state from memory", restarts=1),
 )
 
 
 def take(
-    way: Way, device: str, devices: int, environ: Mapping[str, str], backend: str = ""
-) -> Taken:
+    way: GpuPath, device: str, devices: int, environ: Mapping[str, str], backend: str = ""
+) -> PathResult:
     """Run the job of one path on `devices` devices, with the default back end of the device unless
     one is given."""
     check = f"{device} {way.name}"
     if devices < way.least:
-        return Taken(not_checked(check, f"{_capital(way.what)} needs {way.least} devices."))
+        return PathResult(not_checked(check, f"{_capital(way.what)} needs {way.least} devices."))
     workers = min(devices, way.most)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="torchelastic-doctor-") as directory:
         command = _command(way, device, workers, directory, backend)
         # In an empty directory: with `-m`, Python imports from the working directory first.
-        ended = child_process.run(command, _undisturbed(environ), LIMIT, cwd=directory)
+        ended = child_process.run(command, _undisturbed(environ), PATH_TIMEOUT, cwd=directory)
         seconds = time.monotonic() - began
         noted = _read(Path(directory), way.name, workers)
         finding = judge(check, way.what, ended.exitcode, noted, seconds)
-        if finding.verdict is not Verdict.FAULT:
-            return Taken(finding, seconds)
+        if finding.verdict is not Severity.FAULT:
+            return PathResult(finding, seconds)
         raised = Path(directory, f"{way.name}.traceback")
-        logs = {"the agent": ended.errors[-_LOGGED:], **_logs(Path(directory, "logs"))}
+        logs = {"the agent": ended.errors[-_LOG_LIMIT:], **_logs(Path(directory, "logs"))}
         text = raised.read_text() if raised.exists() else ""
-        return Taken(finding, seconds, text, logs)
+        return PathResult(finding, seconds, text, logs)
 
 
 def overall(findings: Sequence[Finding]) -> str:
     """Return the verdict on all paths in one sentence. Pure."""
-    broken = [finding.check for finding in findings if finding.verdict is Verdict.FAULT]
-    taken = sum(finding.verdict is not Verdict.NOT_CHECKED for finding in findings)
+    broken = [finding.check for finding in findings if finding.verdict is Severity.FAULT]
+    taken = sum(finding.verdict is not Severity.NOT_CHECKED for finding in findings)
     if broken:
         return f"{len(broken)} of {taken} GPU paths do not work: {', '.join(broken)}."
     if not taken:
@@ -103,7 +103,7 @@ def overall(findings: Sequence[Finding]) -> str:
 
 
 @dataclass(frozen=True)
-class Noted:
+class WorkerNotes:
     """The notes of the workers; empty where they wrote none."""
 
     doing: str = ""
@@ -111,7 +111,9 @@ class Noted:
     broken: str = ""
 
 
-def judge(check: str, what: str, exitcode: int | None, noted: Noted, seconds: float) -> Finding:
+def judge(
+    check: str, what: str, exitcode: int | None, noted: WorkerNotes, seconds: float
+) -> Finding:
     """Judge one path. Pure."""
     if noted.broken:
         return fault(check, f"{_capital(what)} does not work: {noted.broken}.", _ADVICE)
@@ -119,14 +121,16 @@ def judge(check: str, what: str, exitcode: int | None, noted: Noted, seconds: fl
         return ok(check, f"{_capital(noted.found)} ({seconds:.1f} s in all).")
     place = f" while {noted.doing}" if noted.doing else " before it started"
     if exitcode is None:
-        return fault(check, f"{_capital(what)} hung: timed out in {LIMIT:g} s{place}.", _ADVICE)
+        return fault(
+            check, f"{_capital(what)} hung: timed out in {PATH_TIMEOUT:g} s{place}.", _ADVICE
+        )
     return fault(check, f"{_capital(what)} failed{place} with exit code {exitcode}.", _ADVICE)
 
 
 _ADVICE = "Do not rely on it on this machine; please open an issue and attach the report."
 
 
-def _command(way: Way, device: str, workers: int, directory: str, backend: str) -> list[str]:
+def _command(way: GpuPath, device: str, workers: int, directory: str, backend: str) -> list[str]:
     return [
         *(sys.executable, "-m", "torchelastic", "run", "--standalone"),
         *("--nproc-per-node", str(workers), "--max-restarts", str(way.restarts)),
@@ -147,7 +151,7 @@ def _undisturbed(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _read(directory: Path, name: str, workers: int) -> Noted:
+def _read(directory: Path, name: str, workers: int) -> WorkerNotes:
     notes, broken = directory / f"{name}.json", directory / f"{name}.broken"
     noted = json.loads(notes.read_text()) if notes.exists() else {}
     found, why = noted.get("found", ""), broken.read_text() if broken.exists() else ""
@@ -155,7 +159,7 @@ def _read(directory: Path, name: str, workers: int) -> Noted:
         found, why = named(_hangs(directory), workers - 1)
     if len({file.read_text() for file in directory.glob(f"{name}.*.bits")}) > 1:
         why = "the ranks ended with different bits"
-    return Noted(doing=noted.get("doing", ""), found=found, broken=why)
+    return WorkerNotes(doing=noted.get("doing", ""), found=found, broken=why)
 
 
 def named(hangs: Sequence[Mapping[str, Any]], sleeper: int) -> tuple[str, str]:
@@ -177,7 +181,7 @@ def _hangs(directory: Path) -> list[dict[str, Any]]:
 def _logs(directory: Path) -> dict[str, str]:
     """Return the end of each log file of the job, by its path in the directory."""
     return {
-        str(file.relative_to(directory)): file.read_text(errors="replace")[-_LOGGED:]
+        str(file.relative_to(directory)): file.read_text(errors="replace")[-_LOG_LIMIT:]
         for file in sorted(directory.rglob("*"))
         if file.is_file()
     }

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 IS_WARM = "torch._dynamo" in sys.modules
 
 #: Seconds for the ranks to meet.
-MEETING = timedelta(seconds=60)
+RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
 #: All-reduces before one peer goes silent, and elements of each.
 ROUNDS, ELEMENTS = 20, 1 << 20
 #: Seconds that the others wait for the silent peer before the abort.
-SILENCE = 0.5
+SILENCE_BEFORE_ABORT = 0.5
 #: Steps of the training that is killed.
 STEPS = 20
 
@@ -99,7 +99,7 @@ def collective(given: Given) -> None:
     device, notes = given.device, given.notes
     use(device)
     notes.doing("making a process group")
-    dist.init_process_group(given.backend, timeout=MEETING)
+    dist.init_process_group(given.backend, timeout=RENDEZVOUS_TIMEOUT)
     notes.doing("in an all-reduce")
     check_sum(device, dist.get_rank(), dist.get_world_size())
     size = dist.get_world_size()
@@ -116,7 +116,10 @@ def abort(given: Given) -> None:
     use(device)
     rank, size = int(env.get("RANK")), int(env.get("WORLD_SIZE"))
     store = TCPStore(
-        env.get("MASTER_ADDR"), int(env.get("MASTER_PORT")), is_master=False, timeout=MEETING
+        env.get("MASTER_ADDR"),
+        int(env.get("MASTER_PORT")),
+        is_master=False,
+        timeout=RENDEZVOUS_TIMEOUT,
     )
 
     def build(generation: int) -> Group:
@@ -127,16 +130,16 @@ def abort(given: Given) -> None:
             size=size,
             generation=generation,
             backend=given.backend,
-            timeout=MEETING,
+            timeout=RENDEZVOUS_TIMEOUT,
         )
 
     group = build(0)
     for _ in range(ROUNDS):
         check_sum(device, rank, size)
-    group.settle()
+    group.check_collectives()
     freed = 0.0
     if rank == size - 1:
-        store.wait([f"freed/{other}" for other in range(size - 1)], MEETING)
+        store.wait([f"freed/{other}" for other in range(size - 1)], RENDEZVOUS_TIMEOUT)
         group.abort("the others were freed")
     else:
         notes.doing("waiting for the abort to interrupt a collective with a silent peer")
@@ -146,7 +149,7 @@ def abort(given: Given) -> None:
         raise Broken("a collective may still write to tensors after the abort")
     group = build(1)
     check_sum(device, rank, size)
-    group.settle()
+    group.check_collectives()
     group.leave()
     notes.found(f"the abort took {1000 * freed:.0f} ms with a silent peer; the next group works")
 
@@ -161,12 +164,12 @@ def _be_freed(group: Any, device: torch.device) -> float:
         aborted.append(time.monotonic())
         group.abort("torchelastic doctor tests the abort")
 
-    timer = threading.Timer(SILENCE, end)
+    timer = threading.Timer(SILENCE_BEFORE_ABORT, end)
     timer.start()
     error: Exception | None = None
     try:
         all_reduce(device, 1.0)  # gloo's waits raise; those of CUDA just end
-        group.settle()
+        group.check_collectives()
     except RuntimeError as raised:
         error = group.explain(raised)
     now = time.monotonic()
@@ -212,7 +215,7 @@ def hang(given: Given) -> None:
     def at_step(state: Any, here: Any) -> None:
         if here.generation == 0 and state.step == STEPS // 2:
             if here.rank == here.size - 1:
-                time.sleep(MEETING.total_seconds() * 10)
+                time.sleep(RENDEZVOUS_TIMEOUT.total_seconds() * 10)
             given.notes.doing("waiting for a sleeping rank")
 
     _train(given, at_step)

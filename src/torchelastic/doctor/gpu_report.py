@@ -11,12 +11,12 @@ from pathlib import Path
 
 from torchelastic.doctor import child_process
 from torchelastic.doctor.finding import Finding
-from torchelastic.doctor.gpu_jobs import Taken, overall
+from torchelastic.doctor.gpu_jobs import PathResult, overall
 
 #: Variables in the report: settings of torch and NCCL, nothing about users or keys.
 _REPORTED = ("NCCL_", "TORCH_", "CUDA_", "GLOO_", "PYTORCH_", "NVIDIA_VISIBLE_DEVICES", "OMP_")
 #: Seconds for `nvidia-smi`.
-_LIMIT = 30.0
+_SMI_TIMEOUT = 30.0
 _ASKED = (
     ("--query-gpu=index,name,driver_version,memory.total", "--format=csv"),
     ("topo", "-m"),
@@ -24,7 +24,10 @@ _ASKED = (
 
 
 def write(
-    version: str, environ: Mapping[str, str], findings: Sequence[Finding], taken: Sequence[Taken]
+    version: str,
+    environ: Mapping[str, str],
+    findings: Sequence[Finding],
+    taken: Sequence[PathResult],
 ) -> Path:
     """Write the report to the working or else the temporary directory; return its path."""
     name = time.strftime("torchelastic-doctor-%Y%m%d-%H%M%S.txt")
@@ -43,7 +46,7 @@ def gpus(environ: Mapping[str, str]) -> str:
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if program is None:
         return "nvidia-smi is not installed."
-    ended = [child_process.run([program, *words], environ, _LIMIT) for words in _ASKED]
+    ended = [child_process.run([program, *words], environ, _SMI_TIMEOUT) for words in _ASKED]
     return "\n\n".join((one.output or one.last_words).strip() for one in ended)
 
 
@@ -53,7 +56,7 @@ def text(
     environ: Mapping[str, str],
     devices: str,
     findings: Sequence[Finding],
-    taken: Sequence[Taken],
+    taken: Sequence[PathResult],
 ) -> str:
     """Return the whole report. Pure."""
     settings = [
@@ -73,12 +76,12 @@ def text(
     return "\n\n".join(parts) + "\n"
 
 
-def _line(one: Taken) -> str:
+def _line(one: PathResult) -> str:
     finding = one.finding
     return f"{finding.verdict.value:11}  {finding.check} ({one.seconds:.1f} s): {finding.found}"
 
 
-def _details(one: Taken) -> str:
+def _details(one: PathResult) -> str:
     logs = [f"--- {name}\n{content.rstrip()}" for name, content in one.logs.items() if content]
     raised = one.traceback.rstrip() or "No worker raised an exception."
     return "\n\n".join([f"## {one.finding.check}\n\n{raised}", *logs])

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from torchelastic.doctor.machine_rules import Clocks, Limits, Machine, Ports, Space
+from torchelastic.doctor.machine_rules import Clocks, EphemeralPorts, Limits, MachineFacts, Space
 from torchelastic.system import linux, memory_limit
 from torchelastic.system.cgroup import Cgroup
 
@@ -25,9 +25,9 @@ _TIME_ERROR = 5
 _SAMPLE = 1 << 20
 
 
-def gather() -> Machine:
+def gather() -> MachineFacts:
     """Return everything that does not depend on the launch."""
-    return Machine(
+    return MachineFacts(
         kernel=".".join(os.uname().release.split(".")[:2]),
         features={
             "pidfd": _works(_use_pidfd),
@@ -127,7 +127,7 @@ def _soft(kind: int) -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def _ports() -> Ports | None:
+def _ports() -> EphemeralPorts | None:
     try:
         first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
         sockets = Path("/proc/net/sockstat").read_text()
@@ -135,4 +135,4 @@ def _ports() -> Ports | None:
         return None
     tcp = next((line.split() for line in sockets.splitlines() if line.startswith("TCP:")), [])
     counts = dict(zip(tcp[1::2], map(int, tcp[2::2]), strict=True))
-    return Ports(int(first), int(last), counts.get("inuse", 0), counts.get("tw", 0))
+    return EphemeralPorts(int(first), int(last), counts.get("inuse", 0), counts.get("tw", 0))

@@ -17,15 +17,15 @@ WORKER_MEMORY = 512 * MIB
 SMALL_SHARED_MEMORY = GIB
 #: Free space in a directory for logs: too little to start, and too little for a long run.
 NO_SPACE, LITTLE_SPACE = 16 * MIB, GIB
-LITTLE_INODES = 1000
+INODES_MINIMUM = 1000
 #: Files that a process opens besides its connections to other workers.
 OWN_FILES = 128
-FEW_PROCESSES = 1024
-FEW_PORTS = 2048
+PROCESSES_MINIMUM = 1024
+PORTS_MINIMUM = 2048
 #: Seconds by which the wall clock may jump during the check.
-JUMP = 0.2
+CLOCK_JUMP_LIMIT = 0.2
 #: Seconds of suspend since boot.
-SLEEP = 5.0
+SUSPEND_LIMIT = 5.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Ports:
+class EphemeralPorts:
     """The ephemeral port range."""
 
     first: int
@@ -79,7 +79,7 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineFacts:
     """The facts of this machine."""
 
     kernel: str
@@ -91,12 +91,12 @@ class Machine:
     memory: Sequence[Limit]
     shared_memory: Space
     limits: Limits
-    ports: Ports | None
+    ports: EphemeralPorts | None
     #: It has RDMA devices; their drivers lock memory.
     infiniband: bool
 
 
-def kernel(machine: Machine) -> Finding:
+def kernel(machine: MachineFacts) -> Finding:
     lacking = [name for name, there in machine.features.items() if not there]
     if lacking:
         return fault(
@@ -111,7 +111,7 @@ def kernel(machine: Machine) -> Finding:
     return ok("kernel", f"Linux {machine.kernel} has {names}, and cgroups for workers.")
 
 
-def cpus(machine: Machine, config: LaunchConfig, threads: int | None) -> Finding:
+def cpus(machine: MachineFacts, config: LaunchConfig, threads: int | None) -> Finding:
     """`threads` is the value of OMP_NUM_THREADS; None: not set."""
     workers, there = config.nproc_per_node, machine.cpus
     each = threads or (1 if workers > 1 else there)
@@ -147,7 +147,7 @@ def devices(gpus: int, config: LaunchConfig) -> list[Finding]:
     return [ok("gpus", f"{_count(gpus, 'GPU')} for {_count(config.nproc_per_node, 'worker')}.")]
 
 
-def memory(machine: Machine, config: LaunchConfig) -> Finding:
+def memory(machine: MachineFacts, config: LaunchConfig) -> Finding:
     tightest = min(machine.memory, key=lambda limit: limit.left, default=None)
     if tightest is None:
         return ok("memory", "No memory limit could be read.")
@@ -161,7 +161,7 @@ def memory(machine: Machine, config: LaunchConfig) -> Finding:
     return ok("memory", f"{left} for workers and their snapshots.")
 
 
-def shared_memory(machine: Machine) -> Finding:
+def shared_memory(machine: MachineFacts) -> Finding:
     space = machine.shared_memory
     if space.trouble or space.size is None or space.free is None:
         return warning(
@@ -181,7 +181,7 @@ def shared_memory(machine: Machine) -> Finding:
     return ok("shared memory", f"{text}.")
 
 
-def limits(machine: Machine, config: LaunchConfig) -> Finding:
+def limits(machine: MachineFacts, config: LaunchConfig) -> Finding:
     """Judge the resource limits; all that are too low go into one finding."""
     low = list(_low_limits(machine, config))
     if low:
@@ -192,7 +192,7 @@ def limits(machine: Machine, config: LaunchConfig) -> Finding:
     return ok("limits", f"Open files: {'unlimited' if files is None else files}.")
 
 
-def _low_limits(machine: Machine, config: LaunchConfig) -> list[tuple[str, str]]:
+def _low_limits(machine: MachineFacts, config: LaunchConfig) -> list[tuple[str, str]]:
     low, has = [], machine.limits
     world = config.max_nodes * config.nproc_per_node
     # gloo connects every worker with every other, by two groups of a DDP job at least.
@@ -205,7 +205,7 @@ def _low_limits(machine: Machine, config: LaunchConfig) -> list[tuple[str, str]]
                 f"Raise it: ulimit -n {max(needed, 4096)}.",
             )
         )
-    if has.processes is not None and has.processes < FEW_PROCESSES:
+    if has.processes is not None and has.processes < PROCESSES_MINIMUM:
         low.append(
             (
                 f"A user may have only {has.processes} processes and threads; torch starts many.",
@@ -231,14 +231,14 @@ def _low_limits(machine: Machine, config: LaunchConfig) -> list[tuple[str, str]]
     return low
 
 
-def ports(machine: Machine, config: LaunchConfig, hosts: bool) -> Finding:
+def ports(machine: MachineFacts, config: LaunchConfig, hosts: bool) -> Finding:
     """`hosts`: the endpoint may be on this machine."""
     there = machine.ports
     if there is None:
         return ok("ports", "The ephemeral port range is unknown.")
     text = f"Ephemeral ports are {there.first} to {there.last}"
     used = there.in_use + there.waiting
-    if there.count < FEW_PORTS or used > there.count // 2:
+    if there.count < PORTS_MINIMUM or used > there.count // 2:
         return warning(
             "ports",
             f"{text}, and {used} TCP sockets are in use or in TIME_WAIT; every worker needs some.",
@@ -257,14 +257,14 @@ def ports(machine: Machine, config: LaunchConfig, hosts: bool) -> Finding:
 
 def clock(clocks: Clocks, config: LaunchConfig) -> Finding:
     """Warn at most: no decision compares the clocks of two machines."""
-    if abs(clocks.jumped) > JUMP:
+    if abs(clocks.jumped) > CLOCK_JUMP_LIMIT:
         return warning(
             "clock",
             f"The wall clock jumped by {clocks.jumped:+.1f} s during the check: times in logs "
             "will be wrong.",
             "Run only one of chrony, ntpd and systemd-timesyncd.",
         )
-    if clocks.slept > SLEEP:
+    if clocks.slept > SUSPEND_LIMIT:
         return warning(
             "clock",
             f"This machine was suspended for {clocks.slept:.0f} s since boot: a suspended node is "
@@ -298,7 +298,7 @@ def directory(space: Space, what: str) -> Finding:
         return fault(check, f"Only {text}.", "Free space, or use another directory.")
     if space.free < LITTLE_SPACE:
         return warning(check, f"Only {text}.", "Free space before a long run.")
-    if space.free_inodes is not None and space.free_inodes < LITTLE_INODES:
+    if space.free_inodes is not None and space.free_inodes < INODES_MINIMUM:
         return warning(
             check,
             f"{space.path} has room for {_count(space.free_inodes, 'more file')} only.",

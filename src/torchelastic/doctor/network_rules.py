@@ -9,7 +9,7 @@ from torchelastic.config import LaunchConfig
 from torchelastic.doctor.finding import Finding, fault, ok, warning
 
 #: Seconds that a name lookup may take: workers look up names on the way into every world.
-SLOW = 1.0
+SLOW_LOOKUP = 1.0
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 LOOPBACK = "lo"
 
@@ -38,7 +38,7 @@ def name(known: Name, config: LaunchConfig) -> Finding:
             "This machine has no address that other machines can reach.",
             "Connect it to the network of the other nodes, or set --local-addr.",
         )
-    if known.seconds > SLOW:
+    if known.seconds > SLOW_LOOKUP:
         return warning(
             "name",
             f"Name lookup is slow: '{known.name}' took {known.seconds:.1f} s, and workers look up "

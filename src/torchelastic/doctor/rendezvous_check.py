@@ -20,7 +20,7 @@ from torchelastic.transport.connect import Endpoint, NoAnswer, connect_once, is_
 
 CHECK = "rendezvous"
 #: Seconds for an endpoint to answer.
-PATIENCE = 3.0
+ANSWER_TIMEOUT = 3.0
 
 
 def secret(config: LaunchConfig) -> list[Finding]:
@@ -92,9 +92,9 @@ def _call(place: Endpoint, *, ours: bool) -> Finding:
 
 
 async def _greet(place: Endpoint) -> None:
-    link, _ = await connect_once(place, timeout=PATIENCE)
+    link, _ = await connect_once(place, timeout=ANSWER_TIMEOUT)
     link.abort()
-    await asyncio.wait({link.ended}, timeout=PATIENCE)
+    await asyncio.wait({link.ended}, timeout=ANSWER_TIMEOUT)
 
 
 def _unanswered(place: Endpoint, error: Exception, ours: bool) -> Finding:

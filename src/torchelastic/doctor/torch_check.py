@@ -13,7 +13,7 @@ from torchelastic.doctor.finding import Finding, fault, not_checked, ok, warning
 
 CHECK = "torch"
 #: Seconds: importing torch from a cold network file system is slow.
-LIMIT = 90.0
+IMPORT_TIMEOUT = 90.0
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,15 @@ class Torch:
 def check(python: str, env: Mapping[str, str], *, gpus: int) -> list[Finding]:
     """Ask the Python that workers run with, in their environment."""
     # By path and with -P: a module next to the probe must not hide another one.
-    ended = child_process.run([python, "-P", torch_probe.__file__], env, LIMIT)
+    ended = child_process.run([python, "-P", torch_probe.__file__], env, IMPORT_TIMEOUT)
     if ended.exitcode == 2:  # Python 3.10 has no -P
-        ended = child_process.run([python, torch_probe.__file__], env, LIMIT)
+        ended = child_process.run([python, torch_probe.__file__], env, IMPORT_TIMEOUT)
     if ended.exitcode is None:
-        return [not_checked(CHECK, f"Importing torch timed out after {LIMIT:g} s.", "Try again.")]
+        return [
+            not_checked(
+                CHECK, f"Importing torch timed out after {IMPORT_TIMEOUT:g} s.", "Try again."
+            )
+        ]
     if ended.exitcode != 0:
         return [
             fault(

@@ -37,7 +37,7 @@ class AppendFile:
 
     def _open(self) -> int:
         if self._fd is not None and not self._is_in_place(self._fd):
-            self.close()  # it was removed or moved away: nobody would find further lines
+            self.close()  # it was removed or moved away: further lines would be lost
         if self._fd is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             self._fd = os.open(self.path, flags, 0o644)

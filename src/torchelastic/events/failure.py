@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 #: Bounds of the last log lines in a failure, which is sent to every node.
-MOST_LINES, MOST_LOG, MOST_LINE = 20, 4000, 500
+LOG_LINES_LIMIT, LOG_LENGTH_LIMIT, LINE_LENGTH_LIMIT = 20, 4000, 500
 #: Characters of a hint, and of a collective's description.
-MOST_HINT = 500
+HINT_LENGTH_LIMIT = 500
 #: Exceptions of a program that cannot run anywhere, or that asks for something unsupported.
 INCURABLE = frozenset(
     {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"}
@@ -170,15 +170,15 @@ def last_lines(text: str, besides: str = "") -> tuple[str, ...]:
 
 def _shown(line: str) -> str:
     """Remove escape sequences and other unprintable characters."""
-    bare = _ESCAPES.sub("", line.expandtabs()).rstrip()[:MOST_LINE]
+    bare = _ESCAPES.sub("", line.expandtabs()).rstrip()[:LINE_LENGTH_LIMIT]
     return "".join(one if one.isprintable() else "�" for one in bare)
 
 
 def _bounded(lines: Sequence[str]) -> tuple[str, ...]:
     """Return the last lines within the bounds on number and total length."""
     kept: list[str] = []
-    room = MOST_LOG
-    for line in reversed(lines[-MOST_LINES:]):
+    room = LOG_LENGTH_LIMIT
+    for line in reversed(lines[-LOG_LINES_LIMIT:]):
         room -= len(line) + 1
         if room < 0:
             break
@@ -189,10 +189,12 @@ def _bounded(lines: Sequence[str]) -> tuple[str, ...]:
 def _cut(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the bounded texts of a failure, cut."""
     made: dict[str, Any] = {
-        name: data[name][:MOST_HINT] for name in ("hint", "collective", "place") if name in data
+        name: data[name][:HINT_LENGTH_LIMIT]
+        for name in ("hint", "collective", "place")
+        if name in data
     }
     if "log_lines" in data:
-        made["log_lines"] = _bounded([line[:MOST_LINE] for line in data["log_lines"]])
+        made["log_lines"] = _bounded([line[:LINE_LENGTH_LIMIT] for line in data["log_lines"]])
     return made
 
 

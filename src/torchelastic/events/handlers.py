@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 #: The group of entry points under which packages register handlers.
 GROUP = "torchelastic.event_handlers"
 #: Events that may wait for a handler, and seconds that it gets for the rest at the end.
-WAITING, LAST = 10_000, 2.0
+QUEUE_LIMIT, CLOSE_TIMEOUT = 10_000, 2.0
 
 Handler = Callable[[str], None]
 
@@ -46,10 +46,10 @@ class ByLogging:
         self._handler.flush()
 
 
-class Sink:
+class HandlerThread:
     """Passes lines to a handler in a thread. Never blocks, never raises."""
 
-    def __init__(self, name: str, handler: Handler, *, waiting: int = WAITING) -> None:
+    def __init__(self, name: str, handler: Handler, *, waiting: int = QUEUE_LIMIT) -> None:
         #: Lines lost because the handler was too slow or failed.
         self.lost = 0
         self._name = name
@@ -64,7 +64,7 @@ class Sink:
         except queue.Full:
             self._lose("is stuck or too slow")
 
-    def close(self, patience: float = LAST) -> None:
+    def close(self, patience: float = CLOSE_TIMEOUT) -> None:
         """Let the handler take what is left, for at most `patience` seconds."""
         try:
             self._lines.put(None, timeout=patience)
@@ -92,11 +92,11 @@ class Sink:
             log.warning("Events are lost: --event-log-handler %s %s.", self._name, why)
 
 
-def sink_for(name: str) -> Sink | None:
+def sink_for(name: str) -> HandlerThread | None:
     """Return the sink for a handler's name; None: no handler. Raises `ConfigError` if unknown."""
     if name in ("null", "dynamic_rendezvous"):  # the latter is torch's other name for null
         return None
-    return Sink(name, _to_stderr if name == "console" else _as_handler(name, _find(name)))
+    return HandlerThread(name, _to_stderr if name == "console" else _as_handler(name, _find(name)))
 
 
 def _to_stderr(line: str) -> None:

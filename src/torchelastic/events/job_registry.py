@@ -34,7 +34,7 @@ KEEP_JOBS = 20
 #: Ended agents of one job id are listed until there are this many newer ones.
 KEEP_AGENTS = 20
 #: A node that starts within this many seconds after the job finished does not start it again.
-LATE = 600.0
+LATE_START_TIME = 600.0
 
 _AGENT_FILE = "agent.json"
 
@@ -253,7 +253,7 @@ def finished_before(
             for agent in reversed(run)
             if agent.finished
             and agent.command == tuple(command)
-            and 0 <= now - agent.last_seen < LATE
+            and 0 <= now - agent.last_seen < LATE_START_TIME
         ),
         None,
     )

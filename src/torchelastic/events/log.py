@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 #: A log that grows beyond this is rotated to `events.jsonl.1`.
 MAX_BYTES = 16 * 1024 * 1024
 #: Seconds to finish a rotation when the agent ends.
-PATIENCE = 10.0
+ROTATION_TIMEOUT = 10.0
 
 EVENTS_FILE = "events.jsonl"
 #: The leader's log of all agents.
 COLLECTED_FILE = "job.jsonl"
 #: Up to this many bytes of logs, every step is read for a view; of longer logs, only these last
 #: bytes and a sample.
-MUCH, _LATEST = 16 * 1024 * 1024, 256 * 1024
+READ_ALL_LIMIT, _LATEST = 16 * 1024 * 1024, 256 * 1024
 #: The beginning of a line with steps.
 _PROGRESS = b'{"v":1,"type":"progress"'
 
@@ -123,7 +123,7 @@ class EventLog:
 
     def close(self) -> None:
         self._file.close()
-        self._rotation.wait(PATIENCE)
+        self._rotation.wait(ROTATION_TIMEOUT)
 
     def _append(self, line: bytes) -> None:
         self._file.append(line)
@@ -193,7 +193,7 @@ def read_files(files: Iterable[Path], *, steps: bool = True, thin: bool = False)
 
 def _one_in(files: Iterable[Path]) -> int:
     """Return N, if one in N lines with steps is to be read of logs as long as these."""
-    return 1 + sum(map(length, files)) // MUCH
+    return 1 + sum(map(length, files)) // READ_ALL_LIMIT
 
 
 def find_logs(where: Path) -> list[Path]:

@@ -17,7 +17,7 @@ from torchelastic.events.record import Record
 #: Logs whose boot times differ by less than this are taken to be of one machine.
 _SAME_MACHINE = 1.0
 #: Shared records that are compared to find how two clocks differ.
-_ENOUGH = 201
+_COMPARED_LIMIT = 201
 
 Log = Sequence[Record]
 Key = tuple[str, float, str]
@@ -73,12 +73,12 @@ def _shifts(records: Log, known: dict[Key, Record]) -> dict[str, float]:
 def _shift(records: Log, known: dict[Key, Record]) -> float:
     shared = [(record, known[record.key]) for record in records if record.key in known]
     if shared:
-        return median(other.time - record.time for record, other in shared[:_ENOUGH])
+        return median(other.time - record.time for record, other in shared[:_COMPARED_LIMIT])
     own = [other for other in known.values() if other.node == records[0].node]
     if own and records[0].heard is None:
-        return median(other.time - other.mono for other in own[:_ENOUGH])
-    here = median(record.wall - record.time for record in records[:_ENOUGH])
-    there = median(record.wall - record.time for record in islice(known.values(), _ENOUGH))
+        return median(other.time - other.mono for other in own[:_COMPARED_LIMIT])
+    here = median(record.wall - record.time for record in records[:_COMPARED_LIMIT])
+    there = median(record.wall - record.time for record in islice(known.values(), _COMPARED_LIMIT))
     return 0.0 if abs(here - there) < _SAME_MACHINE else here - there
 
 

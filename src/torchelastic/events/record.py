@@ -23,7 +23,7 @@ ENVELOPE = ("v", "type", "job", "node", "wall", "mono", "generation")
 HEARD = "heard"
 
 #: Exceptions from parsing an invalid line.
-_JUNK = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+_PARSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +80,7 @@ class Record:
             event = from_fields(head["type"], data)
             record = cls(**head, event=event, fields=data)
             record._check()
-        except _JUNK:
+        except _PARSE_ERRORS:
             return None
         return record
 

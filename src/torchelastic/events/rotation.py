@@ -21,7 +21,7 @@ from typing import BinaryIO
 log = logging.getLogger(__name__)
 
 #: The beginnings of lines that are dropped first.
-_PASSING = (b'{"v":1,"type":"progress"', b'{"v":1,"type":"checkpoint-stored"')
+_FREQUENT = (b'{"v":1,"type":"progress"', b'{"v":1,"type":"checkpoint-stored"')
 #: Two parts whose last bytes are equal end with the same lines, since lines have times.
 _END = 4096
 
@@ -150,7 +150,7 @@ def _condense(path: Path, kept_bytes: int) -> None:
 def lasting(lines: Iterable[bytes], most: int) -> Iterator[bytes]:
     """Yield the lines worth keeping, the first ones up to `most` bytes."""
     for line in lines:
-        if not line.startswith(_PASSING) and line.endswith(b"\n"):
+        if not line.startswith(_FREQUENT) and line.endswith(b"\n"):
             most -= len(line)
             if most < 0:
                 return

@@ -208,6 +208,9 @@ class WorldFormed(Event):
     count: int = 0
     #: Nodes held out because they kept failing: name and reason.
     held: Json = field(default_factory=dict)
+    #: The number of workers in a replica; 0: the model is not sharded. A world whose scripts name
+    #: it only in `torchelastic.train` is reported again then.
+    replica: int = 0
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,7 @@ class GenerationOver(Event):
 
 @dataclass(frozen=True)
 class WorldChanging(Event):
-    """The world is about to change: the generation ends once all resident workers have finished
+    """The world is about to change: the generation ends once all in-process workers have finished
     the same step."""
 
     type: ClassVar[str] = "world-changing"
@@ -274,7 +277,7 @@ class StandbyStarted(Event):
 
 @dataclass(frozen=True)
 class Training(Event):
-    """A resident worker trains in the new world: its process group and state are ready."""
+    """An in-process worker trains in the new world: its process group and state are ready."""
 
     type: ClassVar[str] = "training"
     rank: int

@@ -14,11 +14,11 @@ from torchelastic.events.failure import Failure, signal_name
 from torchelastic.events.record import Record
 
 #: At most this many names or ranks are listed in a sentence.
-_LISTED = 8
+_NAMES_LIMIT = 8
 #: Texts that must fit in a line are cut to this many characters.
-_LINE = 200
+_LINE_LENGTH = 200
 #: A step takes too long after this many seconds, and this many times the usual step time.
-_LONG, _TOO_LONG = 10.0, 5.0
+_STUCK_AFTER, _STUCK_FACTOR = 10.0, 5.0
 
 
 def sentence(record: Record) -> str:
@@ -34,19 +34,19 @@ def sentence(record: Record) -> str:
 def first_line(text: str) -> str:
     """Return the first line, cut to the length of a line."""
     first = text.strip().partition("\n")[0]
-    return first if len(first) <= _LINE else first[: _LINE - 1] + "…"
+    return first if len(first) <= _LINE_LENGTH else first[: _LINE_LENGTH - 1] + "…"
 
 
 def listed(items: Sequence[Any]) -> str:
     """`a, b and 40 more`."""
-    shown = ", ".join(str(item) for item in items[:_LISTED])
-    more = len(items) - _LISTED
+    shown = ", ".join(str(item) for item in items[:_NAMES_LIMIT])
+    more = len(items) - _NAMES_LIMIT
     return f"{shown} and {more} more" if more > 0 else shown
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 node`, `2 nodes`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """`1 node`, `2,048 nodes`."""
+    return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def seconds(duration: float) -> str:
@@ -101,7 +101,7 @@ def pace(seen: JobView, now: float | None) -> str:
         return ""
     step = f"step {seen.step}"
     lasts = now - seen.stepped if now is not None and seen.stepped is not None else 0.0
-    if lasts > max(_LONG, _TOO_LONG / seen.rate if seen.rate else 0.0):
+    if lasts > max(_STUCK_AFTER, _STUCK_FACTOR / seen.rate if seen.rate else 0.0):
         return f"{step}, no new step for {span(lasts)}"
     return f"{step}, {rate(seen.rate)}" if seen.rate is not None else step
 
@@ -126,13 +126,24 @@ def _over(seen: JobView, now: float) -> str:
     return f"{text}, exit code {seen.exitcode}" if ended else text
 
 
+def worker_count(size: int, replica: int) -> str:
+    """`8 workers` or, of a sharded model, `2 replicas of 4 workers`.
+
+    >>> worker_count(8, 0), worker_count(8, 4)
+    ('8 workers', '2 replicas of 4 workers')
+    """
+    if replica <= 1:
+        return counted(size, "worker")
+    return f"{counted(size // replica, 'replica')} of {counted(replica, 'worker')}"
+
+
 def workers(seen: JobView) -> str:
     """`4 workers on 2 nodes`, for the current or last world."""
     count = len(seen.members()) + seen.unnamed
     if not count and seen.worlds:
         count = seen.worlds[-1].count
     where = f" on {counted(count, 'node')}" if count else ""
-    return f"{counted(seen.size, 'worker')}{where}"
+    return f"{worker_count(seen.size, seen.replica)}{where}"
 
 
 def reported(seen: JobView) -> str:
@@ -227,7 +238,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _formed(event: events.WorldFormed) -> str:
     nodes = event.count or len(event.nodes)
-    who = f"{counted(event.size, 'worker')} on {counted(nodes, 'node')} ({listed(event.nodes)})"
+    size = worker_count(event.size, event.replica)
+    who = f"{size} on {counted(nodes, 'node')} ({listed(event.nodes)})"
     spares = f", spare: {listed(event.spares)}" if event.spares else ""
     return _because(f"world formed with {who}{spares}", event.reason)
 

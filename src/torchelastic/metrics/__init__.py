@@ -15,13 +15,15 @@ from torchelastic.metrics.streams import (
     MetricStream,
     NullMetricHandler,
     configure,
+    get_elapsed_time_ms,
     getStream,
     initialize_metrics,
+    prof,
+    profile,
     publish_metric,
     put_metric,
 )
 from torchelastic.metrics.tensor_board import TensorBoardMetricHandler
-from torchelastic.metrics.timing import get_elapsed_time_ms, prof, profile
 
 __all__ = [
     "ConsoleMetricHandler",

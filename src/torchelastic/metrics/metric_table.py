@@ -8,11 +8,11 @@ row whose counts differ is being written: readers skip it.
 from __future__ import annotations
 
 import logging
-import mmap
 import os
-import struct
 import time
 from typing import Any, NamedTuple
+
+from torchelastic.system.shared_memory import Field, SharedMemory, Text
 
 log = logging.getLogger(__name__)
 
@@ -23,16 +23,13 @@ MOST = 8
 ROW_BYTES = 128
 SIZE = ROW_BYTES * MOST
 #: Seconds between two conversions of a tensor: each may have to wait for a GPU.
-LOOK = 0.5
+CONVERSION_INTERVAL = 0.5
 
-_VALUE = struct.Struct("@qdq")
-_LENGTH = struct.Struct("@H")
-_LENGTH_AT = _VALUE.size
-_NAME_AT = _LENGTH_AT + _LENGTH.size
-_NAME_BYTES = ROW_BYTES - _NAME_AT
+_VALUE = Field("@qdq")
+_NAME = Text(_VALUE.end, ROW_BYTES)
 
 
-class Row(NamedTuple):
+class MetricRow(NamedTuple):
     """The last value of a metric, and its number, counted from 1."""
 
     name: str
@@ -44,9 +41,8 @@ class MetricTable:
     """The worker's side."""
 
     def __init__(self) -> None:
-        self.descriptor = os.memfd_create("torchelastic-metrics", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, SIZE)
-        self._memory = mmap.mmap(self.descriptor, SIZE)
+        shared = SharedMemory("metrics", SIZE)
+        self.descriptor, self._memory, self.close = shared.descriptor, shared.map, shared.close
         #: By name: the offset of its row, and the count of values.
         self._rows: dict[str, tuple[int, int]] = {}
         #: By name: when a value that is not a Python number may be converted again.
@@ -69,7 +65,7 @@ class MetricTable:
         now = time.monotonic()
         if now < self._due.get(name, 0.0):
             return None
-        self._due[name] = now + LOOK
+        self._due[name] = now + CONVERSION_INTERVAL
         return _number(value)
 
     def _new_row(self, name: str) -> tuple[int, int] | None:
@@ -83,15 +79,10 @@ class MetricTable:
                 )
             return None
         begin = ROW_BYTES * len(self._rows)
-        text = name.encode(errors="backslashreplace")[:_NAME_BYTES]
-        _LENGTH.pack_into(self._memory, begin + _LENGTH_AT, len(text))
-        self._memory[begin + _NAME_AT : begin + _NAME_AT + len(text)] = text
+        text = name.encode(errors="backslashreplace")[: _NAME.room]
+        _NAME.write(self._memory, begin, text)
         row = self._rows[name] = (begin, 0)
         return row
-
-    def close(self) -> None:
-        self._memory.close()
-        os.close(self.descriptor)
 
 
 def _number(value: Any) -> float | None:
@@ -105,17 +96,13 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def read(descriptor: int) -> list[Row]:
+def read(descriptor: int) -> list[MetricRow]:
     """Read the rows that are complete; ignores any other content."""
     data = os.pread(descriptor, SIZE, 0)
     rows = (_parse(data[begin:]) for begin in range(0, len(data) - ROW_BYTES + 1, ROW_BYTES))
     return [row for row in rows if row is not None]
 
 
-def _parse(data: bytes) -> Row | None:
-    count, value, again = _VALUE.unpack_from(data)
-    if count <= 0 or count != again:
-        return None
-    (length,) = _LENGTH.unpack_from(data, _LENGTH_AT)
-    text = data[_NAME_AT : _NAME_AT + min(length, _NAME_BYTES)]
-    return Row(text.decode(errors="ignore"), count, value)
+def _parse(data: bytes) -> MetricRow | None:
+    count, value, again = _VALUE.of(data)
+    return MetricRow(_NAME.of(data), count, value) if count == again > 0 else None

@@ -15,7 +15,7 @@ from torchelastic.metrics.metric_table import MESSAGE, MetricTable
 from torchelastic.worker import channel
 
 #: Seconds to wait for a busy agent, once.
-PATIENCE = 1.0
+SEND_TIMEOUT = 1.0
 
 _table: MetricTable | None = None
 _connected = False
@@ -44,7 +44,7 @@ def _create_table() -> MetricTable | None:
         return None
     table = MetricTable()
     try:
-        link.tell({"type": MESSAGE}, [table.descriptor], patience=PATIENCE)
+        link.tell({"type": MESSAGE}, [table.descriptor], timeout=SEND_TIMEOUT)
     except ChannelLost:  # training matters more than metrics
         table.close()
         return None

@@ -59,7 +59,7 @@ def test_a_world_that_is_over_cannot_take_its_turn_any_more(storage):
     assert steps(catalog) == [100]
 
 
-def test_two_ranks_that_both_save_are_told_so(catalog):
+def test_two_ranks_that_both_save_are_reported(catalog):
     catalog.take(of_generation(0), base=None)
     other = Fence("other", "job", "s", 0)
     with pytest.raises(Fenced, match="call save on rank 0 only, or on all ranks with together"):

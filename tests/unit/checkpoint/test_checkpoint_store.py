@@ -170,7 +170,7 @@ def lose(path):
 @pytest.mark.parametrize(
     "harm", [cut, flip, unmark, halve_the_marker, lose], ids=lambda f: f.__name__
 )
-def test_one_that_is_not_whole_is_told_and_passed_over(open_store, tmp_path, caplog, harm):
+def test_one_that_is_not_whole_is_reported_and_passed_over(open_store, tmp_path, caplog, harm):
     saved(open_store(tmp_path), 1, 2)
     told = harm(tmp_path)
     store = open_store(tmp_path)
@@ -180,6 +180,15 @@ def test_one_that_is_not_whole_is_told_and_passed_over(open_store, tmp_path, cap
     assert caplog.text.count(told) == 1, "once is enough"
     saved(store, 3)
     assert store.load().step == 3
+
+
+def test_a_store_with_no_usable_checkpoint_says_that_none_is_loaded(open_store, tmp_path, caplog):
+    assert open_store(tmp_path).load() is None
+    saved(open_store(tmp_path), 1)
+    assert "none is loaded" not in caplog.text, "an empty store is no reason to warn"
+    cut(tmp_path)
+    assert open_store(tmp_path).load() is None
+    assert f"No checkpoint at {tmp_path} can be used: none is loaded." in caplog.text
 
 
 def test_the_last_good_one_is_not_removed_for_torn_ones(open_store, tmp_path):
@@ -269,7 +278,7 @@ def test_steps_beyond_the_base_of_a_later_world_are_void(open_store, url, caplog
     assert steps(new) == [116, 110]
 
 
-def test_a_job_started_anew_counts_generations_from_0_and_may_write(open_store, url):
+def test_a_job_started_again_counts_generations_from_0_and_may_write(open_store, url):
     old = open_store(url)
     saved(old, 100, generation=7)
     old.close()
@@ -292,7 +301,7 @@ def test_what_killed_writers_left_in_an_object_store_is_cleared(open_store, tmp_
 # --- when -----------------------------------------------------------------------------------------
 
 
-def test_the_automatic_interval_is_told(open_store, tmp_path, caplog):
+def test_the_automatic_interval_is_reported(open_store, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     store = open_store(tmp_path, every="auto")
     assert not store.is_due(1)
@@ -303,7 +312,7 @@ def test_the_automatic_interval_is_told(open_store, tmp_path, caplog):
 
 
 def test_failures_make_it_shorter(open_store, tmp_path, monkeypatch):
-    monkeypatch.setattr(store_module.interval, "SHORTEST", 0.0)
+    monkeypatch.setattr(store_module.interval, "SHORTEST_INTERVAL", 0.0)
     intervals = []
     for generation in range(3):
         store = open_store(tmp_path, every="auto")  # of a new process, as in a script

@@ -59,9 +59,7 @@ def test_a_state_that_is_written_to_meanwhile_is_not_stored(behind, monkeypatch,
     assert behind.save({"w": weight}, 2, lasting=[weight])
     weight.fill_(2)
     go.set()
-    with pytest.raises(
-        CheckpointError, match="Could not write the checkpoint of step 2: parameters"
-    ):
+    with pytest.raises(CheckpointError, match=rf"checkpoint of step 2 to {behind.url}: parameters"):
         behind.finish()
     assert behind.load().step == 1
     assert behind.save({"w": weight}, 3, lasting=[weight])
@@ -95,7 +93,9 @@ def test_without_memory_for_a_copy_training_waits_until_it_is_written(behind, no
     assert behind._stagings[0].descriptor == -1
 
 
-def test_without_memory_storage_that_fails_is_told_and_training_goes_on(behind, no_memory, caplog):
+def test_without_memory_storage_that_fails_is_reported_and_training_goes_on(
+    behind, no_memory, caplog
+):
     faults.plan("raise@place=checkpoint.write,generation=any")
     assert behind.save(state(1), 1)
     assert "Could not write the checkpoint of step 1" in caplog.text
@@ -125,6 +125,7 @@ def test_a_state_that_is_loaded_is_copied_first(used, monkeypatch):
     assert model.weight.eq(0).all()
 
 
+@pytest.mark.slow  # the process that writes imports torch
 def test_optimizers_wait_until_checkpoints_have_their_copy(used, monkeypatch):
     """And nothing else has to be done for it; here the process that writes is a real one."""
     monkeypatch.setattr(store_module, "LARGE", 1)

@@ -179,7 +179,7 @@ def test_a_rebuilt_fence_knows_what_was_done_again(stored, void):
         (Fence("", "job", "s", 4), WriteVerdict.VOID),
     ],
 )
-def test_who_writes_takes_a_damaged_fence_anew(newest, verdict):
+def test_who_writes_takes_a_damaged_fence_again(newest, verdict):
     assert fence.judge(fence.rebuilt([], newest), replace(MINE, start="s")) is verdict
 
 

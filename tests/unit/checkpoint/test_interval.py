@@ -7,12 +7,12 @@ import math
 import pytest
 
 from torchelastic.checkpoint.interval import (
-    HIDDEN,
-    PRIOR,
-    SHORTEST,
+    ASSUMED_TIME_BETWEEN_FAILURES,
+    BACKGROUND_COST,
+    SHORTEST_INTERVAL,
+    CheckpointSchedule,
     Every,
     Measured,
-    Pace,
     automatic,
     best_interval,
     between_failures,
@@ -32,7 +32,7 @@ from torchelastic.errors import ConfigError
         ("auto", Every(auto=True)),
     ],
 )
-def test_how_often_is_said(text, every):
+def test_how_often_is_reported(text, every):
     assert parse(text) == every
 
 
@@ -77,22 +77,31 @@ def test_no_other_interval_loses_less(cost, mean):
 
 
 def test_failures_are_counted_from_a_prior():
-    assert between_failures(0, 0) == PRIOR
-    assert between_failures(3600, 3) == (3600 + PRIOR) / 4
+    assert between_failures(0, 0) == ASSUMED_TIME_BETWEEN_FAILURES
+    assert between_failures(3600, 3) == (3600 + ASSUMED_TIME_BETWEEN_FAILURES) / 4
     assert between_failures(10**7, 100) == pytest.approx(10**5, rel=0.02)
 
 
 @pytest.mark.parametrize(
     ("measured", "seconds"),
     [
-        (Measured(0.0, 0.0, 0, 0), SHORTEST),
-        (Measured(0.1, 0.0, 0, 0), best_interval(0.1, PRIOR)),
+        (Measured(0.0, 0.0, 0, 0), SHORTEST_INTERVAL),
+        (Measured(0.1, 0.0, 0, 0), best_interval(0.1, ASSUMED_TIME_BETWEEN_FAILURES)),
         # What is hidden costs something, too.
-        (Measured(0.0, 5.0, 0, 0), best_interval(5 * HIDDEN, PRIOR)),
-        (Measured(0.1, 1.0, 0, 0), best_interval(0.1 + HIDDEN, PRIOR)),
+        (
+            Measured(0.0, 5.0, 0, 0),
+            best_interval(5 * BACKGROUND_COST, ASSUMED_TIME_BETWEEN_FAILURES),
+        ),
+        (
+            Measured(0.1, 1.0, 0, 0),
+            best_interval(0.1 + BACKGROUND_COST, ASSUMED_TIME_BETWEEN_FAILURES),
+        ),
         # Storage that needs longer than pays sets the pace.
         (Measured(0.1, 5000.0, 0, 0), 5000.0),
-        (Measured(0.1, 0.0, 3600, 9), best_interval(0.1, (3600 + PRIOR) / 10)),
+        (
+            Measured(0.1, 0.0, 3600, 9),
+            best_interval(0.1, (3600 + ASSUMED_TIME_BETWEEN_FAILURES) / 10),
+        ),
     ],
 )
 def test_the_automatic_interval(measured, seconds):
@@ -100,7 +109,7 @@ def test_the_automatic_interval(measured, seconds):
 
 
 def test_every_so_many_steps():
-    pace = Pace.begin(Every(steps=5), 0, now=0.0)
+    pace = CheckpointSchedule.begin(Every(steps=5), 0, now=0.0)
     assert due_of(pace, range(1, 21)) == [5, 10, 15, 20]
     assert not pace.at(10).began(10, 1.0).is_due(2.0), "once for each step"
     assert pace.at(10).at(10).is_due(0.0), "asked twice"
@@ -116,7 +125,7 @@ def test_every_so_many_steps():
     ],
 )
 def test_not_every_step_need_be_asked_about(every, asked, due):
-    assert due_of(Pace.begin(Every(steps=every), asked[0] - 1, now=0.0), asked) == due
+    assert due_of(CheckpointSchedule.begin(Every(steps=every), asked[0] - 1, now=0.0), asked) == due
 
 
 def due_of(pace, steps):
@@ -128,7 +137,7 @@ def due_of(pace, steps):
 
 
 def test_every_so_many_seconds():
-    pace = Pace.begin(Every(seconds=30), 0, now=100.0)
+    pace = CheckpointSchedule.begin(Every(seconds=30), 0, now=100.0)
     assert (pace.is_due(129.9), pace.is_due(130.0)) == (False, True)
     pace = pace.began(2, 131.0)
     assert (pace.is_due(160.9), pace.is_due(161.0)) == (False, True)
@@ -136,9 +145,9 @@ def test_every_so_many_seconds():
 
 
 def test_an_automatic_pace_follows_what_is_measured():
-    pace = Pace.begin(Every(auto=True), 0, now=0.0)
-    assert pace.is_due(SHORTEST)
-    pace = pace.began(1, SHORTEST).learned(Measured(2.0, 3.0, 10.0, 0))
+    pace = CheckpointSchedule.begin(Every(auto=True), 0, now=0.0)
+    assert pace.is_due(SHORTEST_INTERVAL)
+    pace = pace.began(1, SHORTEST_INTERVAL).learned(Measured(2.0, 3.0, 10.0, 0))
     assert pace.seconds == pytest.approx(240, rel=0.02)
-    assert not pace.is_due(SHORTEST + 200)
-    assert pace.is_due(SHORTEST + 250)
+    assert not pace.is_due(SHORTEST_INTERVAL + 200)
+    assert pace.is_due(SHORTEST_INTERVAL + 250)

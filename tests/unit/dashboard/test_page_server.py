@@ -21,7 +21,7 @@ TOKEN = b"0123456789abcdef"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """A busy machine must not look like a slow reader, and no test waits for a picture."""
-    monkeypatch.setattr(page_server, "PATIENCE", 600.0)
+    monkeypatch.setattr(page_server, "REQUEST_TIMEOUT", 600.0)
     monkeypatch.setattr(page_server, "LAST", 600.0)
     monkeypatch.setattr(page_server, "PERIOD", 0.0)
     monkeypatch.setattr(page_server, "SHARE", 1.0)
@@ -174,7 +174,7 @@ async def test_nobody_looks_and_nothing_is_made():
 
 
 @in_a_loop
-async def test_who_never_reads_keeps_nobody_waiting_and_skips_what_it_missed():
+async def test_who_never_reads_does_not_block_others_and_skips_what_it_missed():
     """Pictures that no kernel buffer holds: the next is sent when the last was taken, no other."""
     source = Source(padding="x" * (2 << 20))
     async with Running(source) as it:
@@ -213,7 +213,7 @@ def read_steps(connection, last):
 
 @in_a_loop
 async def test_who_takes_nothing_for_long_is_shown_out(monkeypatch):
-    monkeypatch.setattr(page_server, "PATIENCE", 0.2)
+    monkeypatch.setattr(page_server, "REQUEST_TIMEOUT", 0.2)
     async with Running(Source(padding="x" * (2 << 20))) as it:
         deaf = never_reads(it.port)
         await until(lambda: it.server._viewers)
@@ -230,7 +230,7 @@ async def test_silence_is_filled(monkeypatch):
 
 
 @in_a_loop
-async def test_there_is_room_for_so_many_streams_and_the_page_loads_all_the_same(monkeypatch):
+async def test_there_is_room_for_so_many_streams_and_the_page_loads_anyway(monkeypatch):
     monkeypatch.setattr(page_server, "MOST_STREAMS", 3)
     monkeypatch.setattr(page_server, "MOST", 5)
     async with Running() as it, contextlib.AsyncExitStack() as stack:
@@ -268,7 +268,7 @@ async def test_of_many_who_come_at_once_the_newest_stay(monkeypatch):
 
 
 @in_a_loop
-async def test_a_picture_that_cannot_be_made_is_told_once_and_the_next_is_shown(caplog):
+async def test_a_picture_that_cannot_be_made_is_reported_once_and_the_next_is_shown(caplog):
     caplog.set_level(logging.ERROR)
     async with Running() as it:
         it.source.broken = True

@@ -10,8 +10,8 @@ from torchelastic.transport.http import Request
 
 TOKEN = b"0123456789abcdef"
 FILES = {
-    "/": static_files.File("text/html; charset=utf-8", b"<!doctype html>"),
-    "/static/page.js": static_files.File("text/javascript; charset=utf-8", b"1"),
+    "/": static_files.StaticFile("text/html; charset=utf-8", b"<!doctype html>"),
+    "/static/page.js": static_files.StaticFile("text/javascript; charset=utf-8", b"1"),
 }
 HERE = {"host": "localhost:29480"}
 
@@ -134,7 +134,7 @@ def test_what_is_packed():
         assert (b"Content-Encoding: gzip" in responses.stream_head(packed=packed)) is packed
 
 
-def test_a_picture_that_could_not_be_made_is_told():
+def test_a_picture_that_could_not_be_made_is_reported():
     assert responses.state(None).status == 503
     made = responses.state(JobState.of(1, {"a": 1}, live=True))
     assert (made.status, made.body, made.content_type) == (200, b'{"a":1}', "application/json")

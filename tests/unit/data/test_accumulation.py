@@ -55,7 +55,7 @@ def in_a_world(policy, size, inputs, targets):
     return [gradient / size for gradient in added]
 
 
-@examples(25)
+@examples(10)
 @given(st.integers(1, 24), st.none() | st.integers(1, 5), st.integers(1, 11))
 def test_the_gradient_is_that_of_all_samples_at_any_size(total, micro, size):
     policy = BatchPolicy.constant_global(24, micro=micro)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.data.worlds import examples
-from torchelastic.data.batch_policy import BatchPolicy, Cut
+from torchelastic.data.batch_policy import BatchPolicy, MicroBatchSlice
 from torchelastic.errors import ConfigError
 
 SIZES = st.integers(1, 97)
@@ -51,9 +51,9 @@ def test_shares_are_cut_into_micro_batches(batch, micro, size, count):
 
 def test_a_rank_with_fewer_samples_than_micro_batches_has_empty_ones():
     policy = BatchPolicy.constant_global(7, micro=1)
-    assert policy.cuts(0, 4) == (Cut(0, 1, 4 / 7), Cut(1, 2, 4 / 7))
-    assert policy.cuts(3, 4) == (Cut(0, 1, 4 / 7), Cut(1, 1, 0.0))
-    assert policy.cuts(4, 5, batch=3) == (Cut(0, 0, 0.0),)
+    assert policy.cuts(0, 4) == (MicroBatchSlice(0, 1, 4 / 7), MicroBatchSlice(1, 2, 4 / 7))
+    assert policy.cuts(3, 4) == (MicroBatchSlice(0, 1, 4 / 7), MicroBatchSlice(1, 1, 0.0))
+    assert policy.cuts(4, 5, batch=3) == (MicroBatchSlice(0, 0, 0.0),)
 
 
 @examples(50)

@@ -157,7 +157,7 @@ def live(job, draw):
 
 
 def used(job):
-    """Without the checker: what this test saw in settled steps, in their order."""
+    """Without the checker: what this test saw in steps that count, in their order."""
     return [taken for step in sorted(job.seen) for taken in job.seen[step]]
 
 
@@ -186,16 +186,16 @@ def sampled(length, policy):
     return make
 
 
-@examples(40)
+@examples(20)
 @given(length=st.integers(1, 40), policy=POLICIES, way=st.sampled_from(Way), data=st.data())
-def test_every_sample_is_used_once_whatever_happens(length, policy, way, data):
+def test_every_sample_is_used_once_under_any_faults(length, policy, way, data):
     job = trained(sampled(length, policy), way, data.draw)
     verdict = check(job.lines, expected=range(length), epochs=EPOCHS)
     assert verdict.ok, str(verdict)
     assert used(job) == in_order(lambda epoch: Order(length, 7, epoch).at(0, length))
 
 
-@examples(25)
+@examples(12)
 @given(
     counts=st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any),
     window=st.integers(1, 8),
@@ -203,7 +203,7 @@ def test_every_sample_is_used_once_whatever_happens(length, policy, way, data):
     way=st.sampled_from(Way),
     data=st.data(),
 )
-def test_every_record_of_a_stream_is_used_once_whatever_happens(counts, window, policy, way, data):
+def test_every_record_of_a_stream_is_used_once_under_any_faults(counts, window, policy, way, data):
     def make():
         stream = ElasticStream([range(count) for count in counts], window=window, seed=7)
         return stream, DataLoader(stream, policy=policy)

@@ -94,7 +94,7 @@ def told(caplog):
     return [record for record in caplog.records if "loses lines" in record.message]
 
 
-def test_a_full_disk_is_told_once_and_the_training_goes_on(tmp_path, caplog):
+def test_a_full_disk_is_reported_once_and_the_training_goes_on(tmp_path, caplog):
     (tmp_path / "g0-r0.jsonl").symlink_to("/dev/full")
     with Ledger(tmp_path) as ledger:
         for step in range(5):
@@ -107,7 +107,7 @@ def test_a_full_disk_is_told_once_and_the_training_goes_on(tmp_path, caplog):
     assert len(lines(tmp_path / "g1-r0.jsonl")) == 1
 
 
-def test_a_directory_that_cannot_be_made_is_told_once(tmp_path, caplog):
+def test_a_directory_that_cannot_be_made_is_reported_once(tmp_path, caplog):
     (tmp_path / "file").touch()
     with Ledger(tmp_path / "file" / "ledger") as ledger:
         ledger.committed(0, 1, 0, 0, [1])
@@ -136,7 +136,7 @@ def hangs(monkeypatch):
 
 
 def test_a_disk_that_hangs_costs_lines_and_no_time(tmp_path, caplog, monkeypatch, hangs):
-    monkeypatch.setattr(module, "MOST_WAITING", 3)
+    monkeypatch.setattr(module, "QUEUE_LIMIT", 3)
     with Ledger(tmp_path) as ledger:
         ledger.committed(0, 0, 0, 0, [])
         poll_for(lambda: ledger._writer._queue.empty(), what="the disk to hang")
@@ -149,7 +149,7 @@ def test_a_disk_that_hangs_costs_lines_and_no_time(tmp_path, caplog, monkeypatch
 
 
 def test_a_process_ends_though_the_disk_hangs(tmp_path, caplog, monkeypatch, hangs):
-    monkeypatch.setattr(module, "PATIENCE", 0.01)
+    monkeypatch.setattr(module, "EXIT_TIMEOUT", 0.01)
     ledger = Ledger(tmp_path)
     ledger.committed(0, 0, 0, 0, [])
     ledger.close()

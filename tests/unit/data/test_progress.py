@@ -1,10 +1,10 @@
 """What is committed and what is only handed out."""
 
-from torchelastic.data.progress import MOST_IN_FLIGHT, Handed, Position, Progress
+from torchelastic.data.progress import IN_FLIGHT_LIMIT, DataProgress, Handed, Position
 
 
 def progress():
-    return Progress(seed=0, shuffle=True, rank=0, size=1)
+    return DataProgress(seed=0, shuffle=True, rank=0, size=1)
 
 
 def hand_out(one, begin, end, epoch=0):
@@ -37,10 +37,10 @@ def test_what_is_loaded_forgets_what_was_handed_out():
 
 def test_where_nobody_commits_memory_does_not_grow():
     one = progress()
-    for step in range(MOST_IN_FLIGHT + 5):
+    for step in range(IN_FLIGHT_LIMIT + 5):
         hand_out(one, step, step + 1)
     one.committed()
-    assert len(one.latest) == MOST_IN_FLIGHT
+    assert len(one.latest) == IN_FLIGHT_LIMIT
 
 
 def test_the_end_of_an_epoch_is_no_jump_but_another_epoch_is():

@@ -15,7 +15,7 @@ from torchelastic import TorchState, data
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 
-def test_who_lacks_torchdata_is_told_so(monkeypatch):
+def test_without_torchdata_the_error_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchdata", None)
     monkeypatch.delitem(sys.modules, "torchelastic.data.stateful", raising=False)
     with pytest.raises(ImportError, match="pip install torchdata"):

@@ -52,7 +52,7 @@ def whole(lengths, epochs, window=4):
     window=st.integers(1, 12),
     epoch=st.integers(0, 2),
 )
-@examples(20)
+@examples(10)
 def test_all_records_are_there_and_one_can_go_on_behind_any(lengths, window, epoch):
     stream = ElasticStream(reader(lengths), len(lengths), window=window)
     records = list(records_from(stream, 7, Position(epoch)))
@@ -75,10 +75,9 @@ def test_without_shuffling_they_come_as_they_are():
     assert [batch for batch in DataLoader(stream, 2, collate_fn="".join)] == ["ab", "c"]
 
 
-@pytest.mark.parametrize("persistent", [True, False])
-def test_with_loading_processes(persistent):
+def test_with_loading_processes():
     lengths = [7, 0, 5, 9]
-    loader = streamed(lengths, batch_size=2, num_workers=2, persistent_workers=persistent)
+    loader = streamed(lengths, batch_size=2, num_workers=2, persistent_workers=True)
     world = World(loader, 1)
     play(world, [("step",), ("fail", {0}), ("step",), ("resize", 2), ("step",), ("resize", 1)])
     play(world, [("step",)] * 12)

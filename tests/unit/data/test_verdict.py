@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchelastic.data.verdict import Line, check, settle
+from torchelastic.data.verdict import Line, check, split_valid
 
 
 def line(generation, step, ids, *, rank=0, epoch=0, **more):
@@ -32,7 +32,7 @@ def test_an_undisturbed_epoch():
 
 
 @pytest.mark.parametrize(
-    ("worlds", "settled"),
+    ("worlds", "valid"),
     [
         pytest.param({0: [1, 2, 3]}, {0: [1, 2, 3]}, id="one generation"),
         pytest.param({0: [1, 2], 1: [3]}, {0: [1, 2], 1: [3]}, id="nothing lost"),
@@ -43,17 +43,17 @@ def test_an_undisturbed_epoch():
         pytest.param({2: [3], 0: [1, 2, 3]}, {0: [1, 2], 2: [3]}, id="in any order"),
     ],
 )
-def test_later_generations_void_lines_from_where_they_begin(worlds, settled):
+def test_later_generations_void_lines_from_where_they_begin(worlds, valid):
     lines = [line(g, step, []) for g, steps in worlds.items() for step in steps]
     found = {}
-    for one in settle(lines).settled:
+    for one in split_valid(lines).valid:
         found.setdefault(one.generation, []).append(one.step)
-    assert found == settled
+    assert found == valid
 
 
 def test_a_later_start_voids_whatever_its_generations_are():
-    history = settle([line(7, 1, []), line(7, 2, []), line(0, 2, [], start=1)])
-    assert [(one.start, one.step) for one in history.settled] == [(0, 1), (1, 2)]
+    history = split_valid([line(7, 1, []), line(7, 2, []), line(0, 2, [], start=1)])
+    assert [(one.start, one.step) for one in history.valid] == [(0, 1), (1, 2)]
 
 
 def test_samples_of_steps_that_were_taken_back_come_again():
@@ -112,7 +112,7 @@ def test_what_is_exactly_once(lines, options, ok):
     assert check(lines, **options).ok is ok
 
 
-def test_the_last_epoch_need_not_be_complete_unless_it_is_said():
+def test_the_last_epoch_need_not_be_complete_unless_asked_for():
     lines = [line(0, 1, [0, 1, 2]), line(0, 2, [2], epoch=1)]
     assert check(lines).ok
     assert "epoch 1: 1 sample; not complete, so none count as missing." in str(check(lines))

@@ -7,17 +7,17 @@ from hypothesis import settings
 from tests.support import SOAK
 from torchelastic.data.loader import DataLoader
 from torchelastic.data.own_rank import OwnRank
-from torchelastic.data.progress import Progress
+from torchelastic.data.progress import DataProgress
 from torchelastic.data.sampler import ElasticSampler
 from torchelastic.data.streaming import ElasticStream
 
 
 def examples(count):
     """So many, always the same ones; more, and others each time, when they are to be searched."""
-    return settings(max_examples=count * SOAK, derandomize=SOAK == 1)
+    return settings(max_examples=count * SOAK)
 
 
-class Placed(Progress):
+class Placed(DataProgress):
     """One whose rank can be changed, as in a process that lives from world to world."""
 
     here = OwnRank(0, 1)

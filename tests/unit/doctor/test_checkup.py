@@ -5,7 +5,7 @@ import threading
 from torchelastic.config import Entry, Grow, LaunchConfig
 from torchelastic.doctor import checkup
 from torchelastic.doctor.checkup import side_by_side
-from torchelastic.doctor.finding import Verdict, ok
+from torchelastic.doctor.finding import Severity, ok
 
 
 def test_findings_come_in_the_order_of_the_checks_whoever_is_first():
@@ -33,8 +33,8 @@ def test_a_check_that_does_not_end_hides_no_other():
     found = side_by_side({"slow": (never, 0.01), "quick": (lambda: [ok("quick", "x")], 60.0)})
     release.set()
     assert [(finding.check, finding.verdict) for finding in found] == [
-        ("slow", Verdict.NOT_CHECKED),
-        ("quick", Verdict.OK),
+        ("slow", Severity.NOT_CHECKED),
+        ("quick", Severity.OK),
     ]
     assert "0.01 s" in found[0].found
 
@@ -44,9 +44,9 @@ def test_a_check_that_fails_says_so_and_hides_no_other():
         raise KeyError("x")
 
     found = side_by_side({"broken": (broken, 60.0), "quick": (lambda: [ok("quick", "x")], 60.0)})
-    assert found[0].verdict is Verdict.NOT_CHECKED
+    assert found[0].verdict is Severity.NOT_CHECKED
     assert "KeyError" in found[0].found
-    assert found[1].verdict is Verdict.OK
+    assert found[1].verdict is Severity.OK
 
 
 def test_newcomers_that_would_wait_for_ever(tmp_path):
@@ -56,7 +56,7 @@ def test_newcomers_that_would_wait_for_ever(tmp_path):
 
     (tmp_path / "there").mkdir()
     assert told("there/*.pt") == told("there") == told("*/last.pt") == []
-    assert told("nowhere/last.pt") == [Verdict.WARNING]
+    assert told("nowhere/last.pt") == [Severity.WARNING]
 
 
 def test_directories_that_are_written_to(tmp_path):
@@ -71,11 +71,11 @@ def test_what_is_beside_a_script_is_seen_and_a_directory_that_is_no_package_is_n
     script.write_text("")
     (tmp_path / "random").mkdir()
     entry = Entry("script", str(script))
-    assert [finding.verdict for finding in checkup._beside(entry)] == [Verdict.OK]
+    assert [finding.verdict for finding in checkup._beside(entry)] == [Severity.OK]
     (tmp_path / "torch.py").write_text("")
     (tmp_path / "random" / "__init__.py").write_text("")
     found = checkup._beside(entry)
-    assert [finding.verdict for finding in found] == [Verdict.FAULT, Verdict.WARNING]
+    assert [finding.verdict for finding in found] == [Severity.FAULT, Severity.WARNING]
     assert found[0].found.startswith(f"torch in {tmp_path} hides")
     assert found[1].found.startswith(f"random in {tmp_path}")
     assert checkup._beside(Entry("program", str(script))) == []

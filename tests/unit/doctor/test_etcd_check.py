@@ -1,5 +1,5 @@
-from torchelastic.doctor.etcd_check import Server, lease_found, servers_found
-from torchelastic.doctor.finding import Verdict
+from torchelastic.doctor.etcd_check import ServerAnswer, lease_found, servers_found
+from torchelastic.doctor.finding import Severity
 
 
 def verdicts(*servers):
@@ -7,14 +7,14 @@ def verdicts(*servers):
 
 
 def test_one_server_that_answers_and_is_new_enough_will_do():
-    good, silent = Server("a:2379", "3.5.9"), Server("b:2379", trouble="No etcd.")
-    assert verdicts(good) == verdicts(Server("a", "of an unknown version")) == []
-    assert verdicts(good, silent) == [Verdict.WARNING], "it is named"
-    assert verdicts(silent, silent) == [Verdict.FAULT], "the reason is told once"
-    assert verdicts(Server("a", "3.3.27"), Server("b", "3.4.0")) == [Verdict.FAULT]
+    good, silent = ServerAnswer("a:2379", "3.5.9"), ServerAnswer("b:2379", trouble="No etcd.")
+    assert verdicts(good) == verdicts(ServerAnswer("a", "of an unknown version")) == []
+    assert verdicts(good, silent) == [Severity.WARNING], "it is named"
+    assert verdicts(silent, silent) == [Severity.FAULT], "the reason is told once"
+    assert verdicts(ServerAnswer("a", "3.3.27"), ServerAnswer("b", "3.4.0")) == [Severity.FAULT]
 
 
 def test_the_lease():
-    assert lease_found("a", True, 0.02).verdict is Verdict.OK
-    assert lease_found("a", True, 2.0).verdict is Verdict.WARNING
-    assert lease_found("a", False, 0.02).verdict is Verdict.FAULT
+    assert lease_found("a", True, 0.02).verdict is Severity.OK
+    assert lease_found("a", True, 2.0).verdict is Severity.WARNING
+    assert lease_found("a", False, 0.02).verdict is Severity.FAULT

@@ -1,34 +1,39 @@
 import pytest
 
 from torchelastic.doctor import gpu_program
-from torchelastic.doctor.finding import Verdict, fault, not_checked, ok
-from torchelastic.doctor.gpu_jobs import PATHS, Noted, Taken, judge, named, overall, take
+from torchelastic.doctor.finding import Severity, fault, not_checked, ok
+from torchelastic.doctor.gpu_jobs import PATHS, PathResult, WorkerNotes, judge, named, overall, take
 from torchelastic.doctor.gpu_report import text
 
 
 @pytest.mark.parametrize(
     ("exitcode", "noted", "verdict", "words"),
     [
-        (0, Noted(found="it works"), Verdict.OK, "It works (3.0 s in all)."),
-        (1, Noted(broken="other bits"), Verdict.FAULT, "A thing does not work: other bits."),
+        (0, WorkerNotes(found="it works"), Severity.OK, "It works (3.0 s in all)."),
+        (1, WorkerNotes(broken="other bits"), Severity.FAULT, "A thing does not work: other bits."),
         # One rank says it is broken while another one has noted that it is done.
-        (0, Noted(found="it works", broken="not here"), Verdict.FAULT, "not here"),
-        (None, Noted(doing="waiting"), Verdict.FAULT, "hung: timed out in 180 s while waiting"),
-        (1, Noted(), Verdict.FAULT, "failed before it started with exit code 1"),
-        (0, Noted(doing="restoring"), Verdict.FAULT, "failed while restoring"),
+        (0, WorkerNotes(found="it works", broken="not here"), Severity.FAULT, "not here"),
+        (
+            None,
+            WorkerNotes(doing="waiting"),
+            Severity.FAULT,
+            "hung: timed out in 180 s while waiting",
+        ),
+        (1, WorkerNotes(), Severity.FAULT, "failed before it started with exit code 1"),
+        (0, WorkerNotes(doing="restoring"), Severity.FAULT, "failed while restoring"),
     ],
 )
 def test_how_a_path_ended(exitcode, noted, verdict, words):
     found = judge("cuda thing", "a thing", exitcode, noted, 3.0)
     assert found.verdict is verdict
     assert words in found.found
-    assert bool(found.advice) is (verdict is Verdict.FAULT)
+    assert bool(found.advice) is (verdict is Severity.FAULT)
 
 
 def test_a_path_that_needs_two_devices_is_not_taken_with_one():
     (abort,) = [way for way in PATHS if way.name == "abort"]
     found = take(abort, "cuda", 1, {}).finding
-    assert found.verdict is Verdict.NOT_CHECKED
+    assert found.verdict is Severity.NOT_CHECKED
     assert "needs 2 devices" in found.found
 
 
@@ -65,8 +70,8 @@ def test_a_hang_is_found_only_if_the_sleeper_is_named(hangs, found, wrong):
 def test_the_report_has_what_an_issue_needs_and_no_secrets():
     environ = {"NCCL_DEBUG": "INFO", "TORCHELASTIC_SECRET": "hush", "HOME": "/home/me"}
     taken = [
-        Taken(ok("cuda zygote", "It works."), 2.0),
-        Taken(
+        PathResult(ok("cuda zygote", "It works."), 2.0),
+        PathResult(
             fault("cuda abort", "It hangs."),
             180.0,
             "Traceback: Boom",

@@ -5,13 +5,21 @@ from dataclasses import replace
 from tests.unit.cli.tables import wrong
 from torchelastic.config import LaunchConfig
 from torchelastic.doctor import machine_rules
-from torchelastic.doctor.finding import Verdict
-from torchelastic.doctor.machine_rules import GIB, MIB, Clocks, Limits, Machine, Ports, Space
+from torchelastic.doctor.finding import Severity
+from torchelastic.doctor.machine_rules import (
+    GIB,
+    MIB,
+    Clocks,
+    EphemeralPorts,
+    Limits,
+    MachineFacts,
+    Space,
+)
 from torchelastic.system.memory_limit import Limit
 
-OK, WARNING, FAULT = Verdict.OK, Verdict.WARNING, Verdict.FAULT
+OK, WARNING, FAULT = Severity.OK, Severity.WARNING, Severity.FAULT
 
-GOOD = Machine(
+GOOD = MachineFacts(
     kernel="6.1",
     features={"pidfd": True, "memfd": True},
     cgroup=True,
@@ -19,7 +27,7 @@ GOOD = Machine(
     memory=[Limit("this machine", 64 * GIB, 4 * GIB)],
     shared_memory=Space("/dev/shm", 32 * GIB, 31 * GIB, 10**6),
     limits=Limits(65536, None, None, 0),
-    ports=Ports(32768, 60999, 100, 50),
+    ports=EphemeralPorts(32768, 60999, 100, 50),
     infiniband=False,
 )
 ONE = LaunchConfig()
@@ -86,7 +94,7 @@ def test_shared_memory():
         assert (found.verdict, bool(found.advice)) == (verdict, verdict is WARNING), space
 
 
-def test_low_limits_that_matter_to_the_job_are_told_with_what_to_do():
+def test_low_limits_that_matter_to_the_job_are_reported_with_what_to_do():
     for limits, infiniband, words in (
         (Limits(256, None, None, 0), False, "needs about 384"),
         (Limits(65536, 512, None, 0), False, "512 processes"),
@@ -103,11 +111,11 @@ def test_low_limits_that_matter_to_the_job_are_told_with_what_to_do():
 
 def test_ports():
     cases = [
-        (Ports(32768, 60999, 100, 100), True, OK),
-        (Ports(1024, 65535, 100, 100), True, WARNING),  # 29400 may be given away
-        (Ports(1024, 65535, 100, 100), False, OK),
-        (Ports(40000, 41000, 10, 10), True, WARNING),
-        (Ports(32768, 60999, 100, 20000), True, WARNING),
+        (EphemeralPorts(32768, 60999, 100, 100), True, OK),
+        (EphemeralPorts(1024, 65535, 100, 100), True, WARNING),  # 29400 may be given away
+        (EphemeralPorts(1024, 65535, 100, 100), False, OK),
+        (EphemeralPorts(40000, 41000, 10, 10), True, WARNING),
+        (EphemeralPorts(32768, 60999, 100, 20000), True, WARNING),
         (None, True, OK),  # a sandbox hides them
     ]
 

@@ -1,10 +1,10 @@
 from tests.unit.cli.tables import wrong
 from torchelastic.config import LaunchConfig
 from torchelastic.doctor import network_rules
-from torchelastic.doctor.finding import Verdict
+from torchelastic.doctor.finding import Severity
 from torchelastic.doctor.network_rules import Name, nccl_matches
 
-OK, WARNING, FAULT = Verdict.OK, Verdict.WARNING, Verdict.FAULT
+OK, WARNING, FAULT = Severity.OK, Severity.WARNING, Severity.FAULT
 ONE = LaunchConfig()
 TWO = LaunchConfig(2, 2, rdzv_endpoint="node1:29400")
 THERE = ["lo", "eth0", "eth1", "docker0"]

@@ -2,7 +2,7 @@
 
 from tests.unit.cli.tables import wrong
 from torchelastic.config import LaunchConfig, WorldSizes
-from torchelastic.doctor.finding import Verdict
+from torchelastic.doctor.finding import Severity
 from torchelastic.doctor.timeout_rules import ETCD_RECONNECT, RULES, contradictions
 from torchelastic.rendezvous.etcd.etcd_store import RECONNECT_TIMEOUT
 
@@ -16,7 +16,7 @@ def launch(low=2, high=4, workers=1, **more):
 
 
 def told(config, environ):
-    return [item for item in contradictions(config, environ) if item.verdict is not Verdict.OK]
+    return [item for item in contradictions(config, environ) if item.verdict is not Severity.OK]
 
 
 FINE = [
@@ -67,5 +67,5 @@ def test_a_contradiction_is_one_warning_with_what_to_do():
     assert ETCD_RECONNECT == RECONNECT_TIMEOUT
     for config, environ, words in CONTRADICTIONS:
         (found,) = told(config, environ)
-        assert (found.verdict, words in found.found) == (Verdict.WARNING, True), words
+        assert (found.verdict, words in found.found) == (Severity.WARNING, True), words
         assert found.advice, words

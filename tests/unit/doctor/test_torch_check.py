@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from torchelastic.doctor.finding import Verdict
+from torchelastic.doctor.finding import Severity
 from torchelastic.doctor.torch_check import Torch, judge
 from torchelastic.doctor.torch_probe import in_words
 
@@ -13,7 +13,7 @@ def verdicts(found, *, paths="", gpus=0):
 
 
 def test_what_the_probe_tells():
-    ok, warning, fault = Verdict.OK, Verdict.WARNING, Verdict.FAULT
+    ok, warning, fault = Severity.OK, Severity.WARNING, Severity.FAULT
     for found, gpus, expected in (
         (GOOD, 8, {"torch": ok, "gloo": ok, "nccl": ok}),
         (CPU, 0, {"torch": ok, "gloo": ok}),
@@ -27,10 +27,10 @@ def test_what_the_probe_tells():
         assert verdicts(found, gpus=gpus) == expected, found
 
 
-def test_a_torch_of_the_python_path_is_told():
+def test_a_torch_of_the_python_path_is_reported():
     found = replace(CPU, place="/home/me/pytorch/torch/__init__.py")
-    assert verdicts(found, paths="/other:/home/me/pytorch")["torch"] is Verdict.WARNING
-    assert verdicts(found, paths="/home/me/py")["torch"] is Verdict.OK
+    assert verdicts(found, paths="/other:/home/me/pytorch")["torch"] is Severity.WARNING
+    assert verdicts(found, paths="/home/me/py")["torch"] is Severity.OK
 
 
 def test_an_error_of_gloos_for_people():

@@ -1,7 +1,7 @@
 import pytest
 
 from torchelastic.config import LaunchConfig
-from torchelastic.doctor.finding import Verdict
+from torchelastic.doctor.finding import Severity
 from torchelastic.doctor.variables import variables
 
 ONE = LaunchConfig()
@@ -16,8 +16,8 @@ def judged(environ, config=ONE, used=(), overridden=()):
 
 def test_variables_that_are_used_are_named():
     ((verdict, found),) = judged({"PET_NNODES": "2"}, TWO, used=["PET_NNODES"])
-    assert (verdict, found) == (Verdict.OK, "Flags are set by PET_NNODES.")
-    assert judged({"HOME": "/"})[0][0] is Verdict.OK
+    assert (verdict, found) == (Severity.OK, "Flags are set by PET_NNODES.")
+    assert judged({"HOME": "/"})[0][0] is Severity.OK
 
 
 @pytest.mark.parametrize(
@@ -36,10 +36,10 @@ def test_variables_that_are_used_are_named():
 )
 def test_what_was_forgotten_or_does_harm_is_a_warning(environ, config, words):
     ((verdict, found),) = judged(environ, config)
-    assert verdict is (Verdict.WARNING if words else Verdict.OK)
+    assert verdict is (Severity.WARNING if words else Severity.OK)
     assert (words or "") in found
 
 
 def test_a_variable_that_the_command_line_contradicts():
     ((verdict, found),) = judged({"PET_NNODES": "3"}, TWO, overridden=["PET_NNODES"])
-    assert (verdict, "overrides PET_NNODES" in found) == (Verdict.WARNING, True)
+    assert (verdict, "overrides PET_NNODES" in found) == (Severity.WARNING, True)

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from torchelastic.events.failure import (
-    MOST_HINT,
-    MOST_LINE,
-    MOST_LINES,
-    MOST_LOG,
+    HINT_LENGTH_LIMIT,
+    LINE_LENGTH_LIMIT,
+    LOG_LENGTH_LIMIT,
+    LOG_LINES_LIMIT,
     Failure,
     last_lines,
     node_failure,
@@ -68,9 +68,9 @@ def test_what_makes_no_sense_is_left_out():
 def test_what_travels_is_bounded_whoever_sends_it():
     long = FAILURE.to_json() | {"log_lines": ["x" * 10_000] * 1000, "hint": "h" * 10_000}
     read = Failure.from_json(long)
-    assert len(read.hint) == MOST_HINT
-    assert 0 < len(read.log_lines) <= MOST_LINES
-    assert sum(map(len, read.log_lines)) <= MOST_LOG
+    assert len(read.hint) == HINT_LENGTH_LIMIT
+    assert 0 < len(read.log_lines) <= LOG_LINES_LIMIT
+    assert sum(map(len, read.log_lines)) <= LOG_LENGTH_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_what_travels_is_bounded_whoever_sends_it():
         ("\x1b[31mred\x1b[0m and \x1b]0;title\x07plain", ("red and plain",)),
         ("bell\x07 and \x1bthe rest\u202e", ("bell� and �the rest�",)),
         ("a\tb", ("a       b",)),
-        ("x" * 2 * MOST_LINE, ("x" * MOST_LINE,)),
-        ("\n".join(map(str, range(1000))), tuple(map(str, range(1000 - MOST_LINES, 1000)))),
+        ("x" * 2 * LINE_LENGTH_LIMIT, ("x" * LINE_LENGTH_LIMIT,)),
+        ("\n".join(map(str, range(1000))), tuple(map(str, range(1000 - LOG_LINES_LIMIT, 1000)))),
     ],
     ids=range(10),
 )
@@ -93,7 +93,7 @@ def test_last_lines(text, lines):
     assert last_lines(text) == lines
 
 
-def test_a_traceback_that_is_told_is_not_told_twice():
+def test_a_traceback_that_is_reported_is_not_reported_twice():
     traceback = 'Traceback (most recent call last):\n  File "t.py", line 1\n    f()\nE: boom\n'
     ranked = "".join(f"[rank1]: {line}\n" for line in traceback.splitlines())
     assert last_lines(f"loading\n{traceback}bye\n", traceback) == ("loading", "bye")

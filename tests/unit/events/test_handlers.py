@@ -9,7 +9,7 @@ from tests.support import poll_for
 from tests.unit.cli.tables import not_refused
 from torchelastic.errors import ConfigError
 from torchelastic.events import handlers
-from torchelastic.events.handlers import Sink, sink_for
+from torchelastic.events.handlers import HandlerThread, sink_for
 
 _taken = []
 _seen = []
@@ -92,11 +92,11 @@ def test_a_handler_that_is_stuck_costs_events_and_nothing_else(caplog):
         entered.set()
         stuck.wait()
 
-    last = Sink("last", lambda line: stuck.wait() and None)
+    last = HandlerThread("last", lambda line: stuck.wait() and None)
     last("with room for many more behind it")
     last.close(patience=0.001)
     assert caplog.text.count("--event-log-handler last did not take the last events") == 1
-    sink = Sink("slow", handler, waiting=2)
+    sink = HandlerThread("slow", handler, waiting=2)
     sink("in the handler")
     assert entered.wait(30)
     for number in range(5):
@@ -116,7 +116,7 @@ def test_a_handler_that_fails_is_asked_again_and_told_once(caplog):
         taken.append(line)
         raise OSError("disk full")
 
-    sink = Sink("broken", handler)
+    sink = HandlerThread("broken", handler)
     sink("a")
     sink("b")
     poll_for(lambda: sink.lost == 2, what="both")

@@ -171,7 +171,7 @@ def test_a_symbolic_link_is_refused(runtime_dir, tmp_path_factory):
         job_registry.list_jobs()
 
 
-def test_a_directory_of_somebody_else_is_refused(monkeypatch):
+def test_a_directory_of_another_user_is_refused(monkeypatch):
     base = job_registry.registry()
     base.mkdir()
     monkeypatch.setattr(job_registry, "registry", lambda: base)
@@ -180,7 +180,7 @@ def test_a_directory_of_somebody_else_is_refused(monkeypatch):
         job_registry.directory_for("job", "node")
 
 
-def test_a_runtime_directory_of_somebody_else_is_passed_over(monkeypatch, tmp_path):
+def test_a_runtime_directory_of_another_user_is_passed_over(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     uid = os.getuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: uid)
@@ -230,7 +230,7 @@ DONE = ended("a", 100, 200, finished=True, step=1200)
     [
         ([], 210, False),
         ([DONE], 210, True),
-        ([DONE], 200 + job_registry.LATE, False),
+        ([DONE], 200 + job_registry.LATE_START_TIME, False),
         ([DONE], 190, False),  # the clock was set back: nobody knows when it was
         ([DONE, ended("b", 101, 150, exitcode=143)], 210, True),  # one node had left before the end
         ([ended("a", 100, 200, exitcode=1)], 210, False),
@@ -247,7 +247,7 @@ def test_who_comes_too_late(agents, now, late):
     assert (found is not None) == late
 
 
-def test_who_comes_too_late_is_told_so():
+def test_who_comes_too_late_is_rejected_with_a_reason():
     command = ["train.py", "--lr", "0.1"]
     assert job_registry.too_late("job", command) == ""
     registration = register("job")

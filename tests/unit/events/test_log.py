@@ -43,7 +43,8 @@ def test_a_line_has_an_envelope_and_the_fields_of_its_event_for_all_who_hear_of_
     assert first == json.loads(
         '{"v": 1, "type": "world-formed", "job": "job", "node": "8f2c", "mono": 12.5, '
         '"generation": 0, "nodes": ["a", "b"], "size": 4, "store": "a:1", '
-        '"reason": "the job starts", "restarts_used": 0, "spares": [], "count": 0, "held": {}}'
+        '"reason": "the job starts", "restarts_used": 0, "spares": [], "count": 0, "held": {}, '
+        '"replica": 0}'
     )
     assert second["generation"] is None
 
@@ -238,7 +239,7 @@ def test_of_a_long_log_not_every_step_is_read_for_a_picture(tmp_path, monkeypatc
         log.close()
     size = path.stat().st_size
     monkeypatch.setattr(events_log, "_LATEST", 1000)
-    monkeypatch.setattr(events_log, "MUCH", size // 7)
+    monkeypatch.setattr(events_log, "READ_ALL_LIMIT", size // 7)
     found = read_files([path], thin=True)
     kept = [record for record in found if record.type == "progress"]
     assert len(found) - len(kept) == 4, "what is no progress is read in full"
@@ -247,5 +248,5 @@ def test_of_a_long_log_not_every_step_is_read_for_a_picture(tmp_path, monkeypatc
     last = max(record.event.steps[0] for record in kept if record.node == "n3")
     assert last == 59, "the latest is"
     assert len(read_files([path])) == 244
-    monkeypatch.setattr(events_log, "MUCH", size + 1)
+    monkeypatch.setattr(events_log, "READ_ALL_LIMIT", size + 1)
     assert len(read_files([path], thin=True)) == 244

@@ -89,7 +89,7 @@ def slow_disk(monkeypatch):
     let.set()
 
 
-def test_a_slow_disk_holds_up_nobody_and_whoever_reads_meanwhile_finds_everything(
+def test_a_slow_disk_blocks_nothing_and_whoever_reads_meanwhile_finds_everything(
     tmp_path, slow_disk
 ):
     path = tmp_path / "events.jsonl"

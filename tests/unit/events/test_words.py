@@ -28,7 +28,7 @@ def test_an_event_is_a_sentence():
         ),
         (
             events.WorldFormed(["a"] * 9, 9000, "", "", 0, [], 900),
-            "world formed with 9000 workers on 900 nodes (a, a, a, a, a, a, a, a and 1 more)",
+            "world formed with 9,000 workers on 900 nodes (a, a, a, a, a, a, a, a and 1 more)",
         ),
         (
             events.GenerationOver("failure", "boom\nat line 3"),
@@ -99,7 +99,7 @@ def test_durations_are_as_exact_as_it_is_of_use():
     assert wrong(words.seconds, cases) == []
 
 
-def test_how_long_a_job_has_run_is_told_more_roughly():
+def test_how_long_a_job_has_run_is_reported_more_roughly():
     cases = [
         (-1, "0 s"),
         (59.9, "59 s"),
@@ -210,7 +210,7 @@ def test_goodput_in_a_line():
 def test_goodput_without_a_step_is_unknown():
     story = Story().world(0, 0).workers_start(0, 0).over(10, 0, "finished").end(10)
     assert words.goodput(goodput(story.records)) == (
-        "goodput unknown (no step seen in 10 s): running, steps unknown 10 s"
+        "goodput unknown (no step seen in 10 s): running (steps not reported) 10 s"
     )
     assert words.goodput_in_brief(goodput(story.records)) == "goodput unknown"
     assert words.goodput_in_brief(goodput(undisturbed().records)) == "goodput 62.5%"

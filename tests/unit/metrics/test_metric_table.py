@@ -10,7 +10,7 @@ import struct
 import pytest
 
 from torchelastic.metrics import metric_table
-from torchelastic.metrics.metric_table import MOST, ROW_BYTES, MetricTable, Row, read
+from torchelastic.metrics.metric_table import MOST, ROW_BYTES, MetricRow, MetricTable, read
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_the_last_value_of_each_name_is_there(shown):
     shown.put("loss", 2.5)
     shown.put("epoch", 3)
     shown.put("loss", 2.25)
-    assert read(shown.descriptor) == [Row("loss", 2, 2.25), Row("epoch", 1, 3.0)]
+    assert read(shown.descriptor) == [MetricRow("loss", 2, 2.25), MetricRow("epoch", 1, 3.0)]
 
 
 def test_every_float_comes_through(shown):
@@ -58,7 +58,7 @@ def test_names_are_as_the_user_gave_them_and_a_long_one_is_cut(shown):
     ]
 
 
-def test_a_name_too_many_is_left_to_handlers_and_that_is_said_once(shown, caplog):
+def test_a_name_too_many_is_left_to_handlers_and_that_is_reported_once(shown, caplog):
     for n in range(MOST + 3):
         shown.put(f"name-{n}", n)
     assert [row.name for row in read(shown.descriptor)] == [f"name-{n}" for n in range(MOST)]
@@ -74,9 +74,9 @@ def test_a_tensor_is_not_waited_for_with_every_step(shown, monkeypatch):
     for _ in range(10):
         shown.put("loss", loss)
     assert loss.waited == 1
-    now, loss.value = 100.0 + metric_table.LOOK, 3.0
+    now, loss.value = 100.0 + metric_table.CONVERSION_INTERVAL, 3.0
     shown.put("loss", loss)
-    assert read(shown.descriptor) == [Row("loss", 2, 3.0)]
+    assert read(shown.descriptor) == [MetricRow("loss", 2, 3.0)]
 
 
 class Raises:
@@ -96,7 +96,7 @@ def test_what_is_no_number_is_for_handlers_only_and_does_not_end_the_training(sh
         shown.put("note", value)
         assert read(shown.descriptor) == []
     shown.put("note", 1.0)
-    assert read(shown.descriptor) == [Row("note", 1, 1.0)]
+    assert read(shown.descriptor) == [MetricRow("note", 1, 1.0)]
 
 
 def test_a_row_that_is_being_written_is_left_out(shown):
@@ -109,7 +109,7 @@ def test_a_row_that_is_being_written_is_left_out(shown):
 def test_junk_and_memory_of_another_size_are_no_reason_to_fail(shown):
     os.pwrite(shown.descriptor, b"\xff" * ROW_BYTES, 0)
     os.pwrite(shown.descriptor, struct.pack("@qdqH", 7, 1.0, 7, 65535) + b"\xff" * 102, ROW_BYTES)
-    assert read(shown.descriptor) == [Row("", 7, 1.0)]
+    assert read(shown.descriptor) == [MetricRow("", 7, 1.0)]
     descriptor = os.memfd_create("test")
     try:
         for size in (0, 1, ROW_BYTES - 1, ROW_BYTES + 1):

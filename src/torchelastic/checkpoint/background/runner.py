@@ -33,7 +33,7 @@ class Task:
 
 
 #: Seconds that a program that ends with an error waits for the checkpoint being written.
-PATIENCE_AFTER_AN_ERROR = 10.0
+TIMEOUT_AFTER_AN_ERROR = 10.0
 
 _runners: weakref.WeakSet[Runner] = weakref.WeakSet()
 
@@ -41,8 +41,10 @@ _runners: weakref.WeakSet[Runner] = weakref.WeakSet()
 class Runner:
     """Runs tasks in a thread that ends when idle. The program waits for it at exit."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: str = "") -> None:
         _runners.add(self)
+        #: Where checkpoints go, for messages.
+        self._place = place
         self._lock = threading.Lock()
         self._waiting: Task | None = None
         self._thread: threading.Thread | None = None
@@ -113,14 +115,15 @@ class Runner:
         try:
             task.write()
         except Exception as error:
+            to = f" to {self._place}" if self._place else ""
             told = CheckpointError(
-                f"Could not write the checkpoint of step {task.step}: {_words(error)}"
+                f"Could not write the checkpoint of step {task.step}{to}: {_words(error)}"
             )
             told.__cause__ = error
             # Its frames hold the copy of the state: keeping the error would keep that too.
             traceback.clear_frames(error.__traceback__)
             again = f" ({len(self.failures) + 1} failures in a row)" if self.failures else ""
-            log.error("%s%s. Training continues; the last good checkpoint stays.", str(told), again)
+            log.error("%s%s. Training continues; earlier checkpoints stay.", str(told), again)
             return told
         return None
 
@@ -130,8 +133,8 @@ def _finish_before_the_end() -> None:
     """Wait at exit: a thread inside torch would crash the interpreter."""
     failing = hasattr(sys, "last_type")
     for runner in list(_runners):
-        runner.wait(PATIENCE_AFTER_AN_ERROR if failing else None)
+        runner.wait(TIMEOUT_AFTER_AN_ERROR if failing else None)
 
 
 def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else repr(error)
+    return str(error) if isinstance(error, CheckpointError | OSError) else repr(error)

@@ -21,8 +21,8 @@ from torchelastic.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 #: Seconds between two looks of rank 0 for the parts of the others: at first, and at most.
-_LOOK = 0.05
-_LOOK_SELDOM = 2.0
+_POLL_INTERVAL = 0.05
+_LONGEST_POLL_INTERVAL = 2.0
 _PART = "part-"
 _FAILED = "failed-"
 
@@ -122,7 +122,7 @@ def _leave_word(job: Job, draft: Draft, why: str) -> None:
 def _parts_of_others(job: Job, draft: Draft) -> Iterator[dcp_files.Part]:
     missing = set(range(1, job.size))
     deadline = time.monotonic() + job.patience
-    look = _LOOK
+    look = _POLL_INTERVAL
     while missing:
         there = draft.storage.sizes(draft.directory)
         for rank in sorted(missing):
@@ -139,4 +139,4 @@ def _parts_of_others(job: Job, draft: Draft) -> Iterator[dcp_files.Part]:
             )
         if missing:
             time.sleep(look)
-            look = min(look * 1.2, _LOOK_SELDOM)
+            look = min(look * 1.2, _LONGEST_POLL_INTERVAL)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torchelastic import faults
 from torchelastic.checkpoint import time_left as leaving
 from torchelastic.checkpoint.background.runner import Runner, Task
-from torchelastic.checkpoint.checkpoint_store import CheckpointStore, Loaded
+from torchelastic.checkpoint.checkpoint_store import CheckpointStore, LoadedCheckpoint
 from torchelastic.checkpoint.manager import (
     PROGRESS_KEY,
     STATE_KEY,
@@ -230,7 +230,7 @@ def _lasting_of(state: Saved) -> Collection[torch.Tensor]:
 
 def _load_from_store(
     store: CheckpointStore, state: Saved, *, together: bool = False, beyond: int = -1
-) -> Loaded | None:
+) -> LoadedCheckpoint | None:
     put = getattr(state, "_load_stored", None)
     like = getattr(state, "_shards_of", None)
     loaded = store.load(like=like, together=together, beyond=beyond)

@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystemWriter,
 )
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
@@ -36,7 +37,8 @@ from torchelastic.checkpoint.marker import File
 from torchelastic.checkpoint.storage import safe_pickle
 from torchelastic.checkpoint.storage.storage import Storage
 from torchelastic.errors import CheckpointError
-from torchelastic.tensors import checkpoint_tree
+from torchelastic.tensors.dtensors import local_of, region_of
+from torchelastic.tensors.shard_layout import Box, Region
 
 _METADATA = ".metadata"
 
@@ -60,7 +62,7 @@ def write_part(
     writer = _writer(draft)
     # torch names files after a plan's place in the list.
     named = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
-    results = writer.write_data(named, _Staged(tensors)).wait()
+    results = writer.write_data(named, _Staged(plan, tensors)).wait()
     return Part(plan, results, dict(draft.files))
 
 
@@ -90,12 +92,21 @@ def _writer(draft: Draft) -> FileSystemWriter:
 class _Staged(DefaultSavePlanner):
     """Finds the tensors of a plan where they were copied to."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, plan: SavePlan, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._tensors = tensors
+        self._boxes: dict[str, list[Box]] = {}
+        for item in plan.items:
+            if item.tensor_data is not None:
+                chunk = item.tensor_data.chunk
+                box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+                self._boxes.setdefault(item.index.fqn, []).append(box)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return self._tensors[index.fqn]
+        tensor, boxes = self._tensors[index.fqn], self._boxes[index.fqn]
+        if len(boxes) == 1 or index.offset is None:
+            return tensor
+        return planning.at_offset(Region.of_boxes(boxes), tensor, index.offset)
 
 
 class _Files(FileSystemBase):
@@ -178,11 +189,9 @@ def read(storage: Storage, directory: str, like: Any = None, *, rank: int = 0) -
     shards = like(names) if callable(like) else _dtensors(like)
     tensors = {name: _room(found, shards.get(name)) for name, found in names.items()}
     _fill(reader, metadata, tensors)
-    shared = checkpoint_tree.restore(planning.from_tensor(tensors[planning.SKELETON]), tensors)
+    shared = planning.restore(planning.from_tensor(tensors[planning.SKELETON]), tensors)
     own = tensors.get(planning.own_skeleton(rank))
-    return shared, None if own is None else checkpoint_tree.restore(
-        planning.from_tensor(own), tensors
-    )
+    return shared, None if own is None else planning.restore(planning.from_tensor(own), tensors)
 
 
 def _reader(storage: Storage, directory: str) -> _Reader:
@@ -195,7 +204,7 @@ def _reader(storage: Storage, directory: str) -> _Reader:
 def _dtensors(like: Any) -> dict[str, DTensor]:
     if like is None:
         return {}
-    _, tensors = checkpoint_tree.flatten(like)
+    _, tensors = planning.flatten(like)
     return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
 
 
@@ -211,12 +220,42 @@ def _room(found: TensorStorageMetadata, like: DTensor | None) -> torch.Tensor:
 
 def _fill(reader: _Reader, metadata: Metadata, tensors: dict[str, torch.Tensor]) -> None:
     """Load like torch's `load`, but for one rank alone, without a process group."""
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = _Parts(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     local = reader.prepare_local_plan(planner.create_local_plan())
     plans = reader.prepare_global_plan(planner.create_global_plan([local]))
     reader.read_data(planner.finish_plan(plans[0]), planner).wait()
+
+
+class _Parts(DefaultLoadPlanner):
+    """Reads this rank's part of DTensors, whatever its boxes are."""
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        everything, self._parts = self.state_dict, dict[str, Region]()
+        self.state_dict = {}
+        items: list[ReadItem] = []
+        for name, tensor in everything.items():
+            if isinstance(tensor, DTensor):
+                found = self.metadata.state_dict_metadata[name]
+                if not isinstance(found, TensorStorageMetadata) or found.size != tensor.size():
+                    raise CheckpointError(
+                        f"'{name}' in the checkpoint does not have the shape {tuple(tensor.shape)}."
+                    )
+                self._parts[name] = part = region_of(name, tensor)
+                items += create_read_items_for_chunk_list(name, found, planning.chunks(part))
+            else:
+                self.state_dict[name] = tensor
+        plain = super().create_local_plan()
+        self.state_dict = everything
+        return LoadPlan([*plain.items, *items])
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        if (part := self._parts.get(index.fqn)) is None or index.offset is None:
+            return super().lookup_tensor(index)
+        local = local_of(self.state_dict[index.fqn])
+        return planning.at_offset(part, local, index.offset)
 
 
 class _Reader(FileSystemReader):

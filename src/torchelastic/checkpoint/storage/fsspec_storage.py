@@ -55,7 +55,7 @@ class FsspecStorage:
     def make(self, directory: str) -> None:
         self._fs.makedirs(self._at(directory), exist_ok=True)
 
-    def settle(self, directory: str) -> None:
+    def sync(self, directory: str) -> None:
         """Nothing to do: an object is durable once it was put."""
 
     def rename(self, old: str, new: str) -> None:

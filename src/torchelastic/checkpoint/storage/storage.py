@@ -1,7 +1,7 @@
 """Checkpoint storage: a local directory, or any URL of fsspec.
 
 One level of directories, each with files. Guarantees: a file is durable once its stream is closed,
-`put` replaces a file atomically, and the entries of a directory are durable after `settle`.
+`put` replaces a file atomically, and the entries of a directory are durable after `sync`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Storage(Protocol):
     def make(self, directory: str) -> None:
         """Create a directory, unless it exists."""
 
-    def settle(self, directory: str) -> None:
+    def sync(self, directory: str) -> None:
         """Make its entries durable."""
 
     def rename(self, old: str, new: str) -> None: ...
@@ -128,7 +128,7 @@ class LocalStorage:
     def make(self, directory: str) -> None:
         (self.path / directory).mkdir(parents=True, exist_ok=True)
 
-    def settle(self, directory: str) -> None:
+    def sync(self, directory: str) -> None:
         _sync_directory(self.path / directory)
 
     def rename(self, old: str, new: str) -> None:

@@ -54,7 +54,7 @@ function facts(found, cause) {
     ["rank", worker ? rank : ""],
     ["node", oneLine(cause.node, 200)],
     ["generation", String(cause.generation)],
-    ["end", worker ? exitWords(cause) : "the whole node was lost"],
+    ["end", worker ? exitWords(cause) : "the node was lost with all its workers"],
     ["step", Number.isFinite(cause.step) ? count(cause.step) : ""],
     ["last collective", oneLine(cause.collective, 200)],
     ["error", found.sentence.includes(cause.message) ? "" : oneLine(cause.message, 400)],
@@ -97,17 +97,18 @@ function hang(found, state) {
 }
 
 function stack(one) {
+  const place = one.waiting ? "waiting in" : "last collective";
   const where = [
     `on ${oneLine(one.node, 60)}`,
     Number.isFinite(one.step) ? `step ${count(one.step)}` : "",
-    one.collective ? `${one.waiting ? "waits in" : "last in"} ${oneLine(one.collective, 120)}` : "",
+    one.collective ? `${place} ${oneLine(one.collective, 120)}` : "",
   ];
   const title = [
     h("b", null, `Rank ${one.rank}`),
     ` ${where.filter(Boolean).join(", ")} `,
     one.missing ? h("span", { class: "tag bad" }, "missing") : null,
   ];
-  return text(`stack ${one.rank}`, title, one.stack || "the stack could not be read");
+  return text(`stack ${one.rank}`, title, one.stack || "The stack could not be read.");
 }
 
 // --- consequences --------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ export function phase(view, now) {
 }
 
 const BUSY = {
-  starting: () => ["Starting", "busy", "the first world is not formed yet"],
+  starting: () => ["Starting", "busy", "waiting for the first world"],
   waiting: (view) => ["Waiting for nodes", "warn", lastWhy(view) || "not enough nodes"],
   restarting: (view) =>
     view.worlds.at(-1)?.end_kind === "finished"
@@ -30,7 +30,7 @@ function lastWhy(view) {
 }
 
 const ENDS = {
-  died: () => ["Killed", "bad", "its agents are gone without reporting an end"],
+  died: () => ["Killed", "bad", "its agents disappeared without reporting how it ended"],
   ended: (view) => {
     const why = lastWhy(view);
     if (view.exitcode === 0) return ["Finished", "still", why];
@@ -42,7 +42,7 @@ const ENDS = {
 function running(view, now) {
   if (view.step === null) {
     return view.goodput?.steps_known === false
-      ? ["Running", "busy", "no step seen: it is unknown whether the job trains"]
+      ? ["Running", "busy", "no step seen, so it is unknown whether the job makes progress"]
       : ["Starting", "busy", "no worker has entered a step yet"];
   }
   const since = now - (view.stepped ?? now);

@@ -4,6 +4,7 @@
 const APART = 10;
 /** More lanes are not drawn. */
 const MOST = 60;
+const MOST_REPLICAS = 16;
 /** Pixels. */
 const TALL = 18;
 const FLAT = 8;
@@ -26,6 +27,21 @@ export function lanesOf(worlds) {
   const places = [...unnamed.keys()].filter((place) => unnamed[place] > 0);
   if (places.length) lanes.push({ names: [], beyond: Math.max(...unnamed), worlds: places });
   return lanes.length > MOST ? [...lanes.slice(0, MOST - 1), rest(lanes.slice(MOST - 1))] : lanes;
+}
+
+/** One lane per replica of a sharded model, with its ranks in the last world that had it. */
+export function replicasOf(worlds) {
+  const lanes = [];
+  worlds.forEach((world, place) => {
+    const number = world.replica > 1 ? Math.floor(world.size / world.replica) : 0;
+    for (let index = 0; index < Math.min(number, MOST_REPLICAS); index += 1) {
+      lanes[index] ??= { names: [`replica ${index}`], worlds: [] };
+      const first = index * world.replica;
+      lanes[index].title = `replica ${index}: ranks ${first} to ${first + world.replica - 1}`;
+      lanes[index].worlds.push(place);
+    }
+  });
+  return lanes;
 }
 
 function alone(inWorlds) {

@@ -72,7 +72,7 @@ function more(left) {
 }
 
 function unnamed(many) {
-  const text = `and ${counted(many, "more node")} whose names are not known here`;
+  const text = `and ${counted(many, "more node")} whose names this node does not know`;
   return h("p", { key: "unnamed", class: "quiet" }, text);
 }
 

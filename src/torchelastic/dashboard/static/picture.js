@@ -13,7 +13,7 @@ export const PARTS = {
   data: "data stalls",
   waiting: "waiting for nodes",
   other: "other",
-  unknown: "running, steps unknown",
+  unknown: "running (steps not reported)",
 };
 
 /** Goodput as a percentage, or `unknown`. */

@@ -23,7 +23,7 @@ export function recoveries(picture, state) {
     { key: "recoveries", id: "recoveries", "aria-labelledby": "recoveries-title" },
     h("h2", { id: "recoveries-title" }, "Recoveries", aside),
     all.length === 0
-      ? h("p", { class: "quiet" }, "No change of the world so far.")
+      ? h("p", { class: "quiet" }, "No failures and no joining or leaving nodes so far.")
       : [legend(), table(shown, picture), more(all.length - shown.length)],
   );
 }

@@ -1,10 +1,12 @@
 // The job over time: the nodes of each world, recoveries, and charts on the same axis. Pure.
 
 import { chart, gaps, gutter, rows, seriesOf, valueAt } from "./charts.js";
-import { laneHeight, laneName, lanePath, lanesOf, marks, scale, ticks } from "./lanes.js";
+import { laneHeight, laneName, lanePath, lanesOf } from "./lanes.js";
+import { marks, replicasOf, scale, ticks } from "./lanes.js";
 import { extent } from "./picture.js";
 import { h } from "./tree.js";
-import { clock, count, counted, date, hours, oneLine, seconds, span } from "./words.js";
+import { clock, count, counted, date, hours, oneLine } from "./words.js";
+import { seconds, span, workerCount } from "./words.js";
 
 const RANGES = [
   ["all", "whole job"],
@@ -44,7 +46,7 @@ export function timeline(picture, state) {
 function summary(view) {
   const world = view.worlds.at(-1);
   if (!world) return "";
-  const size = `${counted(world.size, "worker")} on ${counted(world.count, "node")}`;
+  const size = `${workerCount(world.size, world.replica)} on ${counted(world.count, "node")}`;
   return `generation ${world.generation}: ${size}`;
 }
 
@@ -93,7 +95,7 @@ function drawing(view, shown, width, cursor) {
   const [left, right] = [width < 560 ? 96 : 132, Math.max(width - MARGIN, 200)];
   const x = scale(shown, left, right);
   const frame = { domain: shown, left, right, x, breaks: gaps(view.worlds, x) };
-  const lanes = lanesOf(view.worlds);
+  const lanes = [...replicasOf(view.worlds), ...lanesOf(view.worlds)];
   const tall = laneHeight(lanes);
   const pitch = tall + (tall > 10 ? 4 : 1);
   const bottom = HEAD + lanes.length * pitch;
@@ -132,7 +134,7 @@ function drawing(view, shown, width, cursor) {
 
 function label(view) {
   const changes = counted(view.recoveries.length, "change");
-  return `${counted(view.worlds.length, "world")}, ${changes}; the tables below say the same`;
+  return `${counted(view.worlds.length, "world")}, ${changes}; the tables below have the same data`;
 }
 
 function hair(kind, x, from, until) {
@@ -154,6 +156,7 @@ function laneOf(lane, view, frame, y, height) {
 }
 
 function laneTitle(lane) {
+  if (lane.title) return lane.title;
   const names = lane.names.slice(0, 20).map((name) => oneLine(name, 60));
   const more = lane.names.length - names.length;
   return (names.join(", ") || laneName(lane)) + (more > 0 ? ` and ${more} more` : "");
@@ -198,7 +201,7 @@ function hovers(view, frame, bottom) {
 }
 
 function worldText(world, now) {
-  const size = `${counted(world.size, "worker")} on ${counted(world.count, "node")}`;
+  const size = `${workerCount(world.size, world.replica)} on ${counted(world.count, "node")}`;
   const lines = [
     `generation ${world.generation}: ${size}`,
     `${clock(world.began, now)} for ${seconds((world.ended ?? now) - world.began)}`,

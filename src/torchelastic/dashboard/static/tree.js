@@ -1,8 +1,8 @@
-// A description of elements, and the one place that changes the document.
+// Descriptions of elements, and the one place that changes the document.
 //
-// Sections are pure functions from data to a description; `patch` makes an element's children what
-// a description says, by changing no more than what differs: what is open, scrolled, focused or
-// selected stays so. Text is only ever put into text nodes: there is no markup to inject into.
+// Sections are pure functions from data to a description. `patch` updates an element's children to
+// match a description and changes only what differs, so whatever is open, scrolled, focused or
+// selected stays that way. Text only goes into text nodes, so it cannot inject markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 /** The description that an element was last made from. */
@@ -15,11 +15,11 @@ export function h(tag, attributes, ...children) {
   return { tag, attributes: given, key: given.key, children: inside };
 }
 
-/** Make the children of an element what these descriptions say. */
+/** Update the children of an element to match these descriptions. */
 export function patch(parent, wanted) {
   const free = new Free(parent);
   const nodes = joined(wanted).map((one) => free.take(one) ?? create(one, parent));
-  // Those that go, go first: what stays need not be moved then, and moving would lose its focus.
+  // Remove first: then elements that stay need not move, and keep their focus.
   const staying = new Set(nodes);
   for (const child of [...parent.childNodes]) if (!staying.has(child)) child.remove();
   nodes.forEach((node, place) => {
@@ -32,7 +32,7 @@ function isSomething(child) {
   return child !== null && child !== undefined && child !== false && child !== "";
 }
 
-/** Texts beside each other are one text node. */
+/** Join neighbouring texts into one text node. */
 function joined(children) {
   const all = [];
   for (const child of children.flat(Infinity).filter(isSomething)) {
@@ -43,7 +43,7 @@ function joined(children) {
   return all;
 }
 
-/** The children an element has, to be used again: by key, else the next one of the same kind. */
+/** The current children of an element, for reuse: by key, or else the next one of the same kind. */
 class Free {
   constructor(parent) {
     this.keyed = new Map();

@@ -46,6 +46,12 @@ export function counted(number, noun) {
   return `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 }
 
+/** `8 workers` or, of a sharded model, `2 replicas of 4 workers`. */
+export function workerCount(size, replica) {
+  if (!(replica > 1)) return counted(size, "worker");
+  return `${counted(Math.floor(size / replica), "replica")} of ${counted(replica, "worker")}`;
+}
+
 /** `12 ms`, `0.18 s`, `3.1 s`, `34 s`, `3 min 20 s`: as exact as is useful. */
 export function seconds(duration) {
   if (duration === null || duration === undefined) return "–";
@@ -117,9 +123,9 @@ export function number(value) {
   return String(Number(value.toPrecision(3)));
 }
 
-/** `93.1 %`. */
+/** `93.1%`. */
 export function percent(ratio) {
-  return ratio === null || ratio === undefined ? "–" : `${(ratio * 100).toFixed(1)} %`;
+  return ratio === null || ratio === undefined ? "–" : `${(ratio * 100).toFixed(1)}%`;
 }
 
 /** `0–3, 8, 10–11`: ranks, in order. */

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 #: Seconds between two reads.
-LOOK = 0.2
+POLL_INTERVAL = 0.2
 #: Bytes read from one file at a time.
-_PORTION = 4 << 20
+_READ_SIZE = 4 << 20
 
 
 @dataclass
@@ -21,7 +21,7 @@ class _Open:
     rest: bytes = b""
 
     def lines(self) -> list[bytes]:
-        data = self.rest + self.file.read(_PORTION)
+        data = self.rest + self.file.read(_READ_SIZE)
         *whole, self.rest = data.split(b"\n")
         return whole
 

@@ -45,7 +45,7 @@ PARTS: dict[Part, str] = {
     "data": "data stalls",
     "waiting": "waiting for nodes",
     "other": "other",
-    "unknown": "running, steps unknown",
+    "unknown": "running (steps not reported)",
 }
 #: The part that time without a world belongs to, by phase.
 _WITHOUT: dict[_Phase, Part] = {
@@ -311,7 +311,7 @@ class GoodputFold:
 
     def _formed(self, generation: int) -> None:
         self._end_world(None)
-        self._settle()
+        self._assign_time()
         self._world = _World(generation=generation, fresh=self._world.generation < 0)
         self._phase = "entering"
 
@@ -332,7 +332,7 @@ class GoodputFold:
         self._end_world(None)
         if enough and self._phase != "waiting":
             return  # unchanged: the job is starting, or forming the next world
-        self._settle()
+        self._assign_time()
         without: _Phase = "forming" if self._world.generation >= 0 else "starting"
         self._phase = without if enough else "waiting"
 
@@ -340,7 +340,7 @@ class GoodputFold:
         self._agents.discard(node)
         if not self._agents:
             self._end_world(None)
-            self._settle(last=True)
+            self._assign_time(last=True)
             self._phase = "ended"
 
     # --- steps -----------------------------------------------------------------------------------
@@ -449,7 +449,7 @@ class GoodputFold:
             self._micros[part] += span
             self._cursor += span
 
-    def _settle(self, *, last: bool = False) -> None:
+    def _assign_time(self, *, last: bool = False) -> None:
         """Assign all time up to now: the current phase has ended."""
         world = self._world
         if self._phase == "over" and world.begun is None and world.base is not None:

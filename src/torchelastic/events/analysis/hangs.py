@@ -27,9 +27,9 @@ WORLD = "0"
 _BETWEEN_TWO = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
 #: Characters of one rank's stack, and of all stacks of an event: lines of more than a megabyte are
 #: not sent to the leader.
-STACK, STACKS = 8_000, 400_000
+STACK_LIMIT, STACKS_LIMIT = 8_000, 400_000
 #: Ranks that an event lists: those missing come first.
-RANKS = 1024
+RANKS_LIMIT = 1024
 _LEFT_OUT = "omitted: too many different stacks"
 
 
@@ -46,7 +46,7 @@ class Collective(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doing:
+class RankActivity:
     """The activity of one rank."""
 
     rank: int
@@ -92,7 +92,7 @@ class Doing:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Doing:
+    def from_json(cls, data: Mapping[str, Any]) -> RankActivity:
         """Raises `ValueError` for invalid data."""
         try:
             return cls(
@@ -113,7 +113,7 @@ def _collective(data: Sequence[Any]) -> Collective:
     return Collective(str(name), int(number), str(group))
 
 
-class Judgement(NamedTuple):
+class HangDiagnosis(NamedTuple):
     """The diagnosis as a sentence, and the missing ranks."""
 
     text: str
@@ -124,13 +124,13 @@ class Judgement(NamedTuple):
     sure: bool = True
 
 
-def judge(doings: Iterable[Doing], unheard: Sequence[str] = ()) -> Judgement:
+def diagnose(doings: Iterable[RankActivity], unheard: Sequence[str] = ()) -> HangDiagnosis:
     """Find the ranks of a hung world that keep the others waiting."""
     ranks = sorted(doings, key=lambda one: one.rank)
     waiting = {one.rank: at for one in ranks if (at := one.in_collective) is not None}
     gaps = _gaps([one.rank for one in ranks if not one.is_known], unheard)
     found = _judge(ranks, waiting, is_all=not gaps)
-    return Judgement("; ".join([found.text, *gaps]), found.missing, bool(waiting), not gaps)
+    return HangDiagnosis("; ".join([found.text, *gaps]), found.missing, bool(waiting), not gaps)
 
 
 def _gaps(unknown: Sequence[int], unheard: Sequence[str]) -> list[str]:
@@ -144,10 +144,12 @@ def _gaps(unknown: Sequence[int], unheard: Sequence[str]) -> list[str]:
     return gaps
 
 
-def _judge(ranks: Sequence[Doing], waiting: Mapping[int, Collective], *, is_all: bool) -> Judgement:
+def _judge(
+    ranks: Sequence[RankActivity], waiting: Mapping[int, Collective], *, is_all: bool
+) -> HangDiagnosis:
     idle = [one for one in ranks if one.rank not in waiting and one.is_known]
     if not waiting:
-        return Judgement(f"no rank waits in a collective{f': {_each(idle)}' if idle else ''}")
+        return HangDiagnosis(f"no rank waits in a collective{f': {_each(idle)}' if idle else ''}")
     if differing := _mismatch(ranks, waiting):
         return differing
     waited = sorted(set(waiting.values()), key=lambda at: (at.group, at.number, at.name))
@@ -160,33 +162,35 @@ def _judge(ranks: Sequence[Doing], waiting: Mapping[int, Collective], *, is_all:
             return _missing(missing, at, waiting)
     if idle:
         text = f"{_who_waits(waiting)}; no rank is missing from it; {_each(idle)}"
-        return Judgement(text, tuple(one.rank for one in idle))
+        return HangDiagnosis(text, tuple(one.rank for one in idle))
     if not is_all:
-        return Judgement(_who_waits(waiting))
-    return Judgement(
+        return HangDiagnosis(_who_waits(waiting))
+    return HangDiagnosis(
         f"{_who_waits(waiting)}; no rank is missing: check the network between the nodes"
     )
 
 
 def _missing(
-    missing: Sequence[Doing], at: Collective, waiting: Mapping[int, Collective]
-) -> Judgement:
+    missing: Sequence[RankActivity], at: Collective, waiting: Mapping[int, Collective]
+) -> HangDiagnosis:
     inside = sorted(rank for rank, where in waiting.items() if where == at)
     is_or_are, wait = _verbs(missing, "is", "are"), _verbs(inside, "waits", "wait")
     text = f"{_named(missing)} {is_or_are} missing from {at}, in which {listed(inside)} {wait}"
-    return Judgement(text, tuple(one.rank for one in missing))
+    return HangDiagnosis(text, tuple(one.rank for one in missing))
 
 
-def _is_missing(one: Doing, at: Collective) -> bool:
-    if one.frozen or not one.launched or not at.number:
+def _is_missing(one: RankActivity, at: Collective) -> bool:
+    if not one.launched or not at.number:
         return True
     launched = [last for last in one.launched if last.group == at.group]
     if not launched:
         return at.group == WORLD  # a rank that launched nothing in another group is not in it
-    return launched[0].number < at.number
+    return one.frozen or launched[0].number < at.number
 
 
-def _mismatch(ranks: Sequence[Doing], waiting: Mapping[int, Collective]) -> Judgement | None:
+def _mismatch(
+    ranks: Sequence[RankActivity], waiting: Mapping[int, Collective]
+) -> HangDiagnosis | None:
     """Find ranks that call different collectives where all must call the same one."""
     names: dict[tuple[str, int], dict[str, list[int]]] = {}
     for one in ranks:
@@ -202,7 +206,7 @@ def _mismatch(ranks: Sequence[Doing], waiting: Mapping[int, Collective]) -> Judg
                 f"{listed(who)} in {Collective(name, number, group)}"
                 for name, who in sorted(by_name.items(), key=lambda item: item[1])
             )
-            return Judgement(
+            return HangDiagnosis(
                 f"the ranks call different collectives ({calls}): a bug in the script; all ranks "
                 "must call the same collectives in the same order"
             )
@@ -219,7 +223,7 @@ def _who_waits(waiting: Mapping[int, Collective]) -> str:
     return ", ".join(waits[:4]) + (f" and {len(waits) - 4} more" if len(waits) > 4 else "")
 
 
-def _each(ranks: Sequence[Doing]) -> str:
+def _each(ranks: Sequence[RankActivity]) -> str:
     state = "stopped" if all(one.frozen for one in ranks) else "outside any collective"
     return f"{_named(ranks)} {_verbs(ranks, 'is', 'are')} {state}"
 
@@ -228,7 +232,7 @@ def _verbs(ranks: Sequence[object], one: str, several: str) -> str:
     return one if len(ranks) == 1 else several
 
 
-def _named(ranks: Sequence[Doing]) -> str:
+def _named(ranks: Sequence[RankActivity]) -> str:
     """`rank 3 (frozen)`, `ranks 3-5`."""
     well = [one.rank for one in ranks if not one.frozen]
     frozen = [one.rank for one in ranks if one.frozen]
@@ -268,7 +272,7 @@ _UNSEEN = {
 }
 
 
-def tidy(dump: str, limit: int = STACK) -> str:
+def tidy(dump: str, limit: int = STACK_LIMIT) -> str:
     """Normalize a `faulthandler` dump, so that equal stacks of two processes are equal texts.
 
     The main thread, which `faulthandler` writes last, comes first; the thread that answers the
@@ -315,17 +319,17 @@ def collective_in(stack: str) -> Collective | None:
 # --- the event -----------------------------------------------------------------------------------
 
 
-def event_of(doings: Iterable[Doing], unheard: Sequence[str] = ()) -> events.Hang:
+def event_of(doings: Iterable[RankActivity], unheard: Sequence[str] = ()) -> events.Hang:
     """Return the `hang` event, of bounded size."""
     ranks = sorted(doings, key=lambda one: one.rank)
-    found = judge(ranks, unheard)
+    found = diagnose(ranks, unheard)
     missing = set(found.missing)
-    chosen = sorted(ranks, key=lambda one: one.rank not in missing)[:RANKS]
+    chosen = sorted(ranks, key=lambda one: one.rank not in missing)[:RANKS_LIMIT]
     stacks: dict[str, int] = {}
     rows = []
-    room = STACKS
+    room = STACKS_LIMIT
     for one in chosen:
-        stack = one.stack[:STACK]
+        stack = one.stack[:STACK_LIMIT]
         if stack not in stacks and len(stack) > room:
             stack = _LEFT_OUT
         if stack not in stacks:
@@ -342,7 +346,7 @@ def event_of(doings: Iterable[Doing], unheard: Sequence[str] = ()) -> events.Han
     )
 
 
-def row(one: Doing) -> dict[str, Any]:
+def row(one: RankActivity) -> dict[str, Any]:
     """Return what is shown of a rank besides its stack."""
     return {
         "rank": one.rank,

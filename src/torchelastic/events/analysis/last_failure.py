@@ -16,7 +16,7 @@ from torchelastic.events.failure import Failure
 from torchelastic.events.record import Record
 
 #: Consequences that are kept.
-KEPT = 32
+CONSEQUENCES_LIMIT = 32
 #: The ends of a generation that have a first failure.
 FAILURES = ("failure", "error", "node-failure")
 
@@ -64,7 +64,7 @@ class _Case:
             wall=self.wall,
             sentence=cause.sentence(),
             cause=self._in_full(cause),
-            consequences=tuple(self._in_full(one) for one in others[:KEPT]),
+            consequences=tuple(self._in_full(one) for one in others[:CONSEQUENCES_LIMIT]),
         )
 
     def _in_full(self, failure: Failure) -> Failure:
@@ -112,7 +112,7 @@ class Failures:
         if failure.stopped:
             return  # stopped by its own agent
         case = self._case(record, failure.generation)
-        if case is not None and len(case.seen) <= KEPT:
+        if case is not None and len(case.seen) <= CONSEQUENCES_LIMIT:
             case.seen.append(failure)
 
     def _judged(

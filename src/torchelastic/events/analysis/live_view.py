@@ -14,11 +14,11 @@ from torchelastic.events.analysis.view import JobFold, JobView
 from torchelastic.events.record import Record
 
 #: Lines of several agents arrive out of order; records this many seconds old are in order.
-_SETTLED = 5.0
+_IN_ORDER_AFTER = 5.0
 #: The number of last events to show.
 _LATEST = 50
 #: Event types that are too frequent to show.
-_NOISE = ("progress",)
+_FREQUENT = ("progress",)
 
 
 #: New lines this many seconds older than what is folded are from nodes whose events were missing
@@ -67,7 +67,7 @@ class LiveView:
         self._fold = JobFold()
         self._folded = float("-inf")
         self._recent: list[Record] = []
-        self._settled: deque[Record] = deque(maxlen=_LATEST)
+        self._in_order: deque[Record] = deque(maxlen=_LATEST)
         #: The names of nodes by the ids of their agents.
         self._names: dict[str, str] = {}
         #: By node: from its clock to that of the merged log.
@@ -111,7 +111,7 @@ class LiveView:
 
     def latest(self) -> list[tuple[str, Record]]:
         """Return the last events, the oldest first, with the names of their nodes."""
-        records = [*self._settled, *(one for one in self._recent if one.type not in _NOISE)]
+        records = [*self._in_order, *(one for one in self._recent if one.type not in _FREQUENT)]
         return [(self._names.get(one.node, one.node), one) for one in records[-_LATEST:]]
 
     def _news(self) -> list[Record]:
@@ -137,10 +137,10 @@ class LiveView:
                 self._names[record.node] = record.event.name
         self._recent = sorted([*self._recent, *records], key=lambda record: record.time)
         newest = self._recent[-1].time if self._recent else 0.0
-        count = sum(record.time <= newest - _SETTLED for record in self._recent)
+        count = sum(record.time <= newest - _IN_ORDER_AFTER for record in self._recent)
         for record in self._recent[:count]:
             self._folded = max(self._folded, record.time)
             self._fold.feed(record)
-            if record.type not in _NOISE:
-                self._settled.append(record)
+            if record.type not in _FREQUENT:
+                self._in_order.append(record)
         del self._recent[:count]

@@ -16,7 +16,7 @@ from torchelastic.events.analysis.goodput import DISRUPTIONS, GoodputFold
 from torchelastic.events.record import Record
 
 #: Recoveries kept, the last ones.
-KEPT = 50
+RECOVERIES_LIMIT = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Recoveries:
 
     def __init__(self, goodput: GoodputFold) -> None:
         self._goodput = goodput
-        self._known: deque[Recovery] = deque(maxlen=KEPT)
+        self._known: deque[Recovery] = deque(maxlen=RECOVERIES_LIMIT)
         self._generation = -1
         self._now: Recovery | None = None
         self._saw = _Seen()

@@ -17,14 +17,14 @@ from torchelastic.events.record import Record
 Point = tuple[float, int | None, float]
 
 #: Points of a curve at most, and names of metrics.
-MOST = 300
-NAMES = 8
+POINTS_LIMIT = 300
+METRICS_LIMIT = 8
 
 
 class Series:
     """One curve. Takes points in the order of time."""
 
-    def __init__(self, most: int = MOST) -> None:
+    def __init__(self, most: int = POINTS_LIMIT) -> None:
         #: Two points of each span, and the last point of all.
         self._spans: list[_Span] = []
         self._most_spans = (most - 1) // 4 * 2  # an even number: two become one
@@ -148,7 +148,7 @@ class Curves:
         return lowest == self._reporters[what]
 
     def _has_room(self, name: str) -> bool:
-        return name in self._metrics or len(self._metrics) < NAMES
+        return name in self._metrics or len(self._metrics) < METRICS_LIMIT
 
     # --- results ---------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from bisect import bisect_left
 
 #: Points kept. Beyond that, every other older one is dropped: the cost of a roll-back far into the
 #: past is then less exact.
-_MOST = 4096
+_POINTS_LIMIT = 4096
 
 
 class StepTime:
@@ -27,8 +27,8 @@ class StepTime:
             return
         self._steps.append(step)
         self._micros.append(micros)
-        if len(self._steps) > _MOST:
-            del self._steps[1 : _MOST // 2 : 2], self._micros[1 : _MOST // 2 : 2]
+        if len(self._steps) > _POINTS_LIMIT:
+            del self._steps[1 : _POINTS_LIMIT // 2 : 2], self._micros[1 : _POINTS_LIMIT // 2 : 2]
 
     def less(self, micros: int) -> None:
         """Remove time before the last point that turned out not to be productive."""

@@ -29,23 +29,23 @@ from torchelastic.events import words
 from torchelastic.events.types import Progress, Straggler
 
 #: The first steps do not count: libraries warm up in them.
-WARM_UP = 3
+WARM_UP_STEPS = 3
 #: Rounds in a row, and steps in them, before a rank is called slow, or no longer slow.
-ROUNDS, STEPS = 3, 5
+ROUNDS_TO_REPORT, STEPS_TO_REPORT = 3, 5
 #: An excess below this many seconds, or below this share of a step, does not matter.
-LEAST, SHARE = 0.002, 0.05
+EXCESS_SECONDS, EXCESS_SHARE = 0.002, 0.05
 #: A rank is in step with the others if a step takes it at most this many times the usual time: the
 #: others do not wait for one that takes longer.
-IN_STEP = 1.25
+IN_STEP_FACTOR = 1.25
 #: Report again when the excess per step, or the total cost, has grown by this factor.
-WORSE, DOUBLED = 1.5, 2.0
+PACE_GROWTH, COST_GROWTH = 1.5, 2.0
 #: A round also ends when a rank has reported this often, and more than half of all ranks have: one
 #: node that cannot report must not hide another straggler.
-PATIENCE = 4
+REPORTS_PER_ROUND_LIMIT = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class StragglerReport:
     """A rank that is slow, or no longer slow."""
 
     rank: int
@@ -122,22 +122,22 @@ class _Rank:
     #: How often it has reported in this round.
     spoken: int = 0
     #: The last rounds, and for how many rounds and steps it has been as it is now.
-    recent: deque[_Window] = field(default_factory=lambda: deque(maxlen=ROUNDS))
+    recent: deque[_Window] = field(default_factory=lambda: deque(maxlen=ROUNDS_TO_REPORT))
     slow: bool = False
     rounds: int = 0
     steps: int = 0
     cost: float = 0.0
     #: The last finding, while it is a straggler.
-    reported: Finding | None = None
+    reported: StragglerReport | None = None
 
     @property
     def has_moved(self) -> bool:
         return self.last.step > self.begin.step
 
     @property
-    def is_settled(self) -> bool:
+    def is_certain(self) -> bool:
         """It has been slow, or not, for long enough to say so."""
-        return self.rounds >= ROUNDS and self.steps >= STEPS
+        return self.rounds >= ROUNDS_TO_REPORT and self.steps >= STEPS_TO_REPORT
 
     def end_round(self, usual: float, in_step: float, threshold: float) -> float:
         """Close the round and return the seconds that this rank cost in it.
@@ -149,7 +149,7 @@ class _Rank:
         own = max(0.0, self.last.own - self.begin.own)
         window = _Window(steps, own, usual * steps)
         excess = window.own - window.usual
-        matters = excess > max(LEAST * steps, SHARE * seconds)
+        matters = excess > max(EXCESS_SECONDS * steps, EXCESS_SHARE * seconds)
         waited_for = seconds <= in_step * steps
         self._note(window, slow=matters and waited_for and own > threshold * window.usual)
         self.begin, self.spoken = self.last, 0
@@ -166,9 +166,9 @@ class _Rank:
         elif self.reported is None:
             self.cost = 0.0  # that was no straggler
 
-    def finding(self, rank: int, lost: float) -> Finding:
+    def finding(self, rank: int, lost: float) -> StragglerReport:
         steps = sum(window.steps for window in self.recent)
-        return Finding(
+        return StragglerReport(
             rank=rank,
             node=self.node,
             step=self.last.step,
@@ -203,7 +203,7 @@ class Stragglers:
         return self._generation
 
     @property
-    def named(self) -> Mapping[int, Finding]:
+    def named(self) -> Mapping[int, StragglerReport]:
         """The last finding of each current straggler, by rank."""
         return {
             number: rank.reported
@@ -211,7 +211,7 @@ class Stragglers:
             if rank.reported is not None
         }
 
-    def feed(self, generation: int, node: str, progress: Progress) -> list[Finding]:
+    def feed(self, generation: int, node: str, progress: Progress) -> list[StragglerReport]:
         """Take a node's progress; return the findings that follow."""
         if generation != self._generation:
             return []
@@ -219,12 +219,12 @@ class Stragglers:
         points = zip(progress.steps, progress.at, progress.own, strict=False)
         for rank, point in zip(progress.ranks, points, strict=False):
             spoken = max(spoken, self._take(rank, node, _Point._make(point)))
-        is_late = spoken >= PATIENCE and 2 * self._moved > self._size
+        is_late = spoken >= REPORTS_PER_ROUND_LIMIT and 2 * self._moved > self._size
         if self._moved >= self._size or is_late:
             return self._end_round()
         return []
 
-    def sum_up(self) -> list[Finding]:
+    def sum_up(self) -> list[StragglerReport]:
         """Return the total cost of each straggler when the generation has ended, if it is more than
         was reported. Later calls return nothing."""
         found = []
@@ -240,7 +240,7 @@ class Stragglers:
         if point.step < 0:
             return 0
         self._first = min(self._first, point.step)
-        if point.step < self._first + WARM_UP:
+        if point.step < self._first + WARM_UP_STEPS:
             return 0
         rank = self._ranks.setdefault(number, _Rank(node, point, point))
         if point.step <= rank.last.step:
@@ -250,11 +250,11 @@ class Stragglers:
         rank.spoken += 1
         return rank.spoken
 
-    def _end_round(self) -> list[Finding]:
+    def _end_round(self) -> list[StragglerReport]:
         moved = {number: rank for number, rank in self._ranks.items() if rank.has_moved}
         self._moved = 0
         usual = median_low(map(_pace, moved.values()))
-        in_step = IN_STEP * median_low(map(_whole_pace, moved.values()))
+        in_step = IN_STEP_FACTOR * median_low(map(_whole_pace, moved.values()))
         costs = {
             number: rank.end_round(usual, in_step, self._threshold)
             for number, rank in moved.items()
@@ -273,11 +273,11 @@ class Stragglers:
 
     @staticmethod
     def _is_new(rank: _Rank) -> bool:
-        return rank.reported is None and rank.slow and rank.is_settled
+        return rank.reported is None and rank.slow and rank.is_certain
 
-    def _judge(self, number: int, rank: _Rank) -> Finding | None:
+    def _judge(self, number: int, rank: _Rank) -> StragglerReport | None:
         """Return what there is to report of a rank after a round, if anything."""
-        if not rank.is_settled or (rank.reported is None and not rank.slow):
+        if not rank.is_certain or (rank.reported is None and not rank.slow):
             return None
         found = rank.finding(number, self._lost)
         if rank.reported is not None and rank.slow and not _is_news(rank.reported, found):
@@ -297,5 +297,5 @@ def _whole_pace(rank: _Rank) -> float:
     return (rank.last.at - rank.begin.at) / (rank.last.step - rank.begin.step)
 
 
-def _is_news(before: Finding, now: Finding) -> bool:
-    return now.excess > WORSE * before.excess or now.cost >= DOUBLED * before.cost
+def _is_news(before: StragglerReport, now: StragglerReport) -> bool:
+    return now.excess > PACE_GROWTH * before.excess or now.cost >= COST_GROWTH * before.cost

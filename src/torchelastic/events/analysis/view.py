@@ -29,8 +29,8 @@ _PLACED = ("running", "spare")
 _NO_WORLD = "no world yet"
 
 #: Changes, and worlds, that are kept.
-HISTORY = 50
-WORLDS = 200
+HISTORY_LIMIT = 50
+WORLDS_LIMIT = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class NodeView:
 
 
 @dataclass(frozen=True)
-class Change:
+class HistoryEntry:
     """A change of the job, and why."""
 
     wall: float
@@ -74,6 +74,8 @@ class WorldView:
     ended: float | None = None
     end_kind: str = ""
     end_why: str = ""
+    #: The number of workers in a replica; 0: the model is not sharded.
+    replica: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,8 @@ class JobView:
     generation: int | None = None
     #: Workers in the world.
     size: int = 0
+    #: Workers in a replica; 0: the model is not sharded.
+    replica: int = 0
     #: Nodes of the world whose names are unknown: an agent knows only some of thousands.
     unnamed: int = 0
     restarts_used: int = 0
@@ -110,7 +114,7 @@ class JobView:
     exitcode: int | None = None
     #: The last failure, even if the job recovered from it.
     failure: FailureView | None = None
-    history: tuple[Change, ...] = ()
+    history: tuple[HistoryEntry, ...] = ()
     #: The furthest step a worker entered, and steps per second; None: unknown.
     step: int | None = None
     rate: float | None = None
@@ -135,7 +139,7 @@ class JobView:
     checkpoint: StoredView | None = None
 
     @property
-    def last_change(self) -> Change | None:
+    def last_change(self) -> HistoryEntry | None:
         return self.history[-1] if self.history else None
 
     @property
@@ -202,8 +206,10 @@ class JobFold:
         self._names: dict[str, str] = {}
         #: Ids of agents that have events and are not known to be gone.
         self._agents: set[str] = set()
-        self._history: deque[Change] = deque(maxlen=HISTORY)
-        self._worlds: deque[WorldView] = deque(maxlen=WORLDS)
+        #: Those that have written their end: what they write after it does not bring them back.
+        self._ended: set[str] = set()
+        self._history: deque[HistoryEntry] = deque(maxlen=HISTORY_LIMIT)
+        self._worlds: deque[WorldView] = deque(maxlen=WORLDS_LIMIT)
         self._goodput = GoodputFold()
         self._recoveries = Recoveries(self._goodput)
         self._ranks = Ranks()
@@ -344,12 +350,16 @@ class JobFold:
     def _world_formed(self, record: Record, formed: events.WorldFormed) -> None:
         generation = record.generation or 0
         if self._view.generation is not None and generation <= self._view.generation:
+            if generation == self._view.generation and formed.replica > self._view.replica:
+                self._change(replica=formed.replica)
+                self._worlds[-1] = replace(self._worlds[-1], replica=formed.replica)
             return  # every agent reports it
         self._place(formed)
         self._change(
             phase="running",
             generation=generation,
             size=formed.size,
+            replica=formed.replica,
             unnamed=max(0, formed.count - len(formed.nodes)),
             restarts_used=formed.restarts_used,
         )
@@ -362,6 +372,7 @@ class JobFold:
                 size=formed.size,
                 began=record.wall,
                 why=formed.reason,
+                replica=formed.replica,
             )
         )
         self._tell(record, f"generation {generation} began", formed.reason)
@@ -398,6 +409,7 @@ class JobFold:
         self._set(name, state="ended", exitcode=ended.exitcode)
         self._change(exitcode=ended.exitcode)
         self._agents.discard(record.node)
+        self._ended.add(record.node)
         if not self._agents:
             self._nodes = _let_in(self._nodes)
             self._change(phase="ended", ended=record.wall)
@@ -407,7 +419,10 @@ class JobFold:
     # --- small changes ---------------------------------------------------------------------------
 
     def _seen(self, record: Record) -> None:
-        self._agents.add(record.node)
+        if isinstance(record.event, events.AgentStarted):
+            self._ended.discard(record.node)
+        if record.node not in self._ended:
+            self._agents.add(record.node)
         name = self._names.setdefault(record.node, record.node)
         present = self._nodes.get(name) or NodeView(name=name, state="starting")
         self._nodes[name] = replace(present, agent=record.node, last_seen=record.wall)
@@ -422,7 +437,7 @@ class JobFold:
         self._view = replace(self._view, **changes)
 
     def _tell(self, record: Record, what: str, why: str = "") -> None:
-        self._history.append(Change(record.wall, what, why))
+        self._history.append(HistoryEntry(record.wall, what, why))
 
 
 def _as_judged(

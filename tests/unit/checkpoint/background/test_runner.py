@@ -37,6 +37,6 @@ def test_a_program_that_ends_waits_for_what_is_being_written(end, code):
 
 
 def test_one_that_fails_waits_a_limited_time():
-    ended = run("atexit.unregister(ended.set); runner.PATIENCE_AFTER_AN_ERROR = 0.1; 1 / 0")
+    ended = run("atexit.unregister(ended.set); runner.TIMEOUT_AFTER_AN_ERROR = 0.1; 1 / 0")
     assert (ended.returncode, ended.stdout) == (1, "")
     assert "ZeroDivisionError" in ended.stderr

@@ -119,7 +119,7 @@ def test_storage_that_is_too_slow_gets_the_newest_and_the_log_says_so(manager, h
     assert "Skipped the checkpoint of step 2" in caplog.text
 
 
-def test_a_failed_write_is_told_and_leaves_nothing_behind(either, caplog):
+def test_a_failed_write_is_reported_and_leaves_nothing_behind(either, caplog):
     faults.plan("raise@place=checkpoint.write,generation=any")
     checkpoint.save(Number(1), 1)
     with pytest.raises(CheckpointError, match="Could not write the checkpoint of step 1"):
@@ -214,7 +214,7 @@ def test_another_manager_comes_after_what_was_begun(manager, tmp_path):
     assert steps(second) == [2]
 
 
-def test_a_manager_that_nothing_asks_for_checkpoints_is_told_of(manager, tmp_path, caplog):
+def test_a_manager_that_nothing_asks_for_checkpoints_is_reported(manager, tmp_path, caplog):
     checkpoint.warn_if_never_due()
     assert "no interval is set" in caplog.text
     caplog.clear()

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
-from tests.support import poll_for
 from torchelastic.checkpoint.background import staging
-from torchelastic.checkpoint.background.staging import Copying, Staging, layout, staged
-from torchelastic.errors import CheckpointError
+from torchelastic.checkpoint.background.staging import Staging, layout, staged
 from torchelastic.system import memory_limit
 
 LARGE = staging.SMALL // 4 + 1
-PATIENCE = 30.0
 
 
 @pytest.fixture
@@ -44,7 +39,7 @@ def test_tensors_are_copied_as_they_are(memory):
         "large, with gaps": torch.arange(4.0 * LARGE).view(LARGE, 4).t()[::2],
     }
     copying, found = begin(memory, tensors)
-    copying.result()
+    copying.run()
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor), name
@@ -52,17 +47,17 @@ def test_tensors_are_copied_as_they_are(memory):
 
 
 def test_the_memory_is_used_again(memory):
-    begin(memory, {"a": torch.zeros(2 * LARGE), "b": torch.zeros(3)})[0].result()
+    begin(memory, {"a": torch.zeros(2 * LARGE), "b": torch.zeros(3)})[0].run()
     descriptor = memory.descriptor
     for value in (1.0, 2.0):
         tensors = {"a": torch.full((LARGE,), value), "b": torch.full((3,), value)}
         copying, found = begin(memory, tensors)
-        copying.result()
+        copying.run()
         assert memory.descriptor == descriptor
         assert found["a"].eq(value).all()
         assert found["b"].eq(value).all()
     copying, found = begin(memory, {"a": torch.ones(9 * LARGE)})
-    copying.result()
+    copying.run()
     assert found["a"].eq(1).all()
 
 
@@ -83,7 +78,7 @@ def test_what_is_lasting_is_copied_later_and_nothing_else(memory):
     assert [name for name, one in found.items() if one.eq(1).all()] == ["buffer", "number"]
     tensors["buffer"].zero_()
     tensors["number"].zero_()
-    copying.result()
+    copying.run()
     assert all(one.eq(1).all() for one in found.values())
 
 
@@ -92,46 +87,12 @@ def test_a_write_before_its_time_is_noticed_and_one_after_its_end_is_none(memory
     copying, found = begin(memory, {"w": tensor}, {tensor.data_ptr(): tensor})
     copying.run()
     tensor.add_(1)
-    copying.result()
+    assert not copying.is_disturbed
     assert found["w"].eq(1).all()
     copying, _ = begin(memory, {"w": tensor}, {tensor.data_ptr(): tensor})
     tensor.add_(1)
-    copying.run()  # who only helps is not told
-    with pytest.raises(CheckpointError, match=r"changed before optimizer\.step"):
-        copying.result()
-
-
-def test_who_waits_helps_and_waits_for_the_others():
-    begun, go, done = threading.Event(), threading.Event(), []
-
-    def slow():
-        begun.set()
-        assert go.wait(PATIENCE)
-        done.append("slow")
-
-    copying = Copying([slow, lambda: done.append("quick")])
-    thread = threading.Thread(target=copying.run)
-    thread.start()
-    assert begun.wait(PATIENCE)
-    helper = threading.Thread(target=lambda: (copying.run(), done.append("over")))
-    helper.start()
-    poll_for(lambda: done == ["quick"], what="the help")
-    go.set()
-    helper.join()
-    thread.join()
-    assert done == ["quick", "slow", "over"]
-
-
-def test_what_goes_wrong_is_told_to_who_asks_for_the_result():
-    def fails():
-        raise RuntimeError("of the device")
-
-    copied = []
-    copying = Copying([fails, lambda: copied.append(1)])
     copying.run()
-    assert copied == [1]
-    with pytest.raises(CheckpointError, match="of the device"):
-        copying.result()
+    assert copying.is_disturbed
 
 
 def test_memory_that_is_not_there_is_not_taken(memory, monkeypatch):

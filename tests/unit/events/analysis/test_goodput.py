@@ -224,7 +224,7 @@ RESTARTS = {
 @pytest.mark.parametrize(
     ("first", "second", "again", "known", "productive"), RESTARTS.values(), ids=RESTARTS
 )
-def test_what_a_restarted_script_does_again_is_said_where_its_optimizer_knows(
+def test_what_a_restarted_script_does_again_is_reported_where_its_optimizer_knows(
     first, second, again, known, productive
 ):
     story = counted(0, 0, 10, first).over(15.5, 0)
@@ -257,7 +257,7 @@ def test_a_leader_that_was_never_heard_of_is_not_needed():
     assert (found.disruptions, found.total) == (1, 6.0)
 
 
-def test_a_disruption_is_counted_once_in_whatever_order_it_is_told():
+def test_a_disruption_is_counted_once_in_whatever_order_it_is_reported():
     story = stepping(1)
     story.tell(2, events.WorkersStopped(0.1), by="b", generation=0).fails(2.1, 0).over(2.2, 0)
     assert goodput(story.over(2.3, 0).world(3, 1).records).disruptions == 1
@@ -268,7 +268,7 @@ def test_the_time_between_two_runs_is_waiting():
     assert seconds(story)["waiting"] == 14.0
 
 
-def test_what_is_told_after_the_end_is_not_counted():
+def test_what_is_reported_after_the_end_is_not_counted():
     late = undisturbed().steps(17, 0, 11).tell(99, events.Note("late"), by="c")
     assert goodput(late.records) == goodput(undisturbed().records)
 
@@ -348,9 +348,9 @@ TELLINGS = st.lists(
 
 @settings(max_examples=60 * SOAK, deadline=None)
 @given(TELLINGS)
-def test_the_parts_add_up_to_the_total_whatever_is_told(tellings):
+def test_the_parts_add_up_to_the_total_whatever_is_reported(entries):
     story, now, fold, latest = Story(nodes=""), 0.0, GoodputFold(), None
-    for passed, event, node, generation in tellings:
+    for passed, event, node, generation in entries:
         now = max(0.0, now + passed)
         story.tell(now, event, by=node, generation=None if generation < 0 else generation)
         fold.feed(story.records[-1])
@@ -362,6 +362,6 @@ def test_the_parts_add_up_to_the_total_whatever_is_told(tellings):
             assert found.total >= latest
         latest = fold.at().total
     assert fold.at() == goodput(story.records), "asking in between changes nothing"
-    if story.records and not any(isinstance(told[1], events.JobEnded) for told in tellings):
+    if story.records and not any(isinstance(told[1], events.JobEnded) for told in entries):
         times = [round(record.time * 1e6) for record in story.records]
         assert sum(fold.at().micros.values()) == max(times) - times[0]

@@ -10,10 +10,10 @@ from torchelastic.events import types as events
 from torchelastic.events.analysis import hangs
 from torchelastic.events.analysis.hangs import (
     Collective,
-    Doing,
+    RankActivity,
     collective_in,
+    diagnose,
     event_of,
-    judge,
     tidy,
     where,
 )
@@ -24,24 +24,26 @@ NOTHING = "no stack could be read"
 
 
 def waiting(rank, at=REDUCE, launched=None, node="a"):
-    return Doing(rank=rank, node=node, step=4, waits=at, launched=launched or (at,))
+    return RankActivity(rank=rank, node=node, step=4, waits=at, launched=launched or (at,))
 
 
 def working(rank, launched=BEFORE, node="a", **more):
-    return Doing(rank=rank, node=node, step=4, launched=(launched,), **more)
+    return RankActivity(rank=rank, node=node, step=4, launched=(launched,), **more)
 
 
 def shown(rank, function, *, file="torch/distributed/distributed_c10d.py"):
     frame = f'main thread, most recent call first:\n  File "/x/{file}", line 7 in {function}'
-    return Doing(rank=rank, node="a", stack=f'{frame}\n  File "train.py", line 3 in <module>')
+    return RankActivity(
+        rank=rank, node="a", stack=f'{frame}\n  File "train.py", line 3 in <module>'
+    )
 
 
 def unread(rank, stack=NOTHING, **more):
-    return Doing(rank=rank, node="a", stack=stack, **more)
+    return RankActivity(rank=rank, node="a", stack=stack, **more)
 
 
 def by_itself(rank):
-    return Doing(rank=rank, node="a", stack='  File "train.py", line 9 in <module>')
+    return RankActivity(rank=rank, node="a", stack='  File "train.py", line 9 in <module>')
 
 
 GROUP = Collective("broadcast", 3, "2")
@@ -58,7 +60,7 @@ CASES = {
         (1, 2, 3, 4),
     ),
     "it is frozen, in the same": (
-        [waiting(0), Doing(rank=1, node="b", waits=REDUCE, launched=(REDUCE,), frozen=True)],
+        [waiting(0), RankActivity(rank=1, node="b", waits=REDUCE, launched=(REDUCE,), frozen=True)],
         "rank 1 (frozen) is missing from all_reduce #17, in which rank 0 waits",
         (1,),
     ),
@@ -71,10 +73,19 @@ CASES = {
     "of a group, members only": (
         [
             waiting(0, GROUP, (GROUP, BEFORE)),
-            Doing(rank=1, node="a", launched=(BEFORE, Collective("", 2, "2"))),
+            RankActivity(rank=1, node="a", launched=(BEFORE, Collective("", 2, "2"))),
             working(2),
         ],
         "rank 1 is missing from broadcast #3 of group 2, in which rank 0 waits",
+        (1,),
+    ),
+    "it is frozen, and not in the first group": (
+        [
+            waiting(0, GROUP, (GROUP, BEFORE)),
+            waiting(2, Collective("broadcast", 3, "3")),
+            RankActivity(rank=1, node="a", launched=(Collective("", 2, "3"),), frozen=True),
+        ],
+        "rank 1 (frozen) is missing from broadcast #3 of group 3, in which rank 2 waits",
         (1,),
     ),
     "groups in another order": (
@@ -171,7 +182,7 @@ CASES = {
 
 def test_who_is_missing():
     for case, (doings, text, missing) in CASES.items():
-        found = judge(doings)
+        found = diagnose(doings)
         assert found.text.startswith(text), case
         assert found.missing == missing, case
 
@@ -183,10 +194,10 @@ def test_nodes_that_do_not_answer_are_named():
         (different, "the ranks call different collectives"),
         ([waiting(0), working(1)], "rank 1 is missing from all_reduce #17, in which rank 0 waits;"),
     ):
-        said = judge(doings, ["b", "c"]).text
+        said = diagnose(doings, ["b", "c"]).text
         assert said.startswith(text)
         assert "b, c did not answer" in said
-    said = judge([waiting(0)], [f"node-{number}" for number in range(100)]).text
+    said = diagnose([waiting(0)], [f"node-{number}" for number in range(100)]).text
     assert said.endswith("node-6, node-7 and 92 more did not answer")
 
 
@@ -239,7 +250,7 @@ def test_the_outermost_collective_is_what_a_thread_is_in():
 
 
 def test_an_event_has_equal_stacks_once_and_its_view_has_them_with_their_ranks():
-    last = Doing(rank=2, node="b", step=3, launched=(BEFORE,), stack="asleep")
+    last = RankActivity(rank=2, node="b", step=3, launched=(BEFORE,), stack="asleep")
     event = event_of([last, *(replace(waiting(rank), stack="waits") for rank in (1, 0))])
     assert sorted(event.stacks) == ["asleep", "waits"]
     assert events.from_fields("hang", json.loads(json.dumps(event.fields()))) == event
@@ -274,9 +285,9 @@ def test_a_stack_that_is_not_there_is_empty():
 
 def test_what_a_rank_does_survives_a_journey_and_junk_is_no_rank():
     for one in (waiting(0), working(1, frozen=True), shown(2, "barrier")):
-        assert Doing.from_json(json.loads(json.dumps(one.to_json()))) == one
+        assert RankActivity.from_json(json.loads(json.dumps(one.to_json()))) == one
     good = working(0).to_json()
     junk = {"waits": [1]}, {"rank": math.inf}, {"step": math.nan}
     for told in ({}, {"rank": "x"}, *(good | bad for bad in junk)):
         with pytest.raises(ValueError, match=r"."):
-            Doing.from_json(told)
+            RankActivity.from_json(told)

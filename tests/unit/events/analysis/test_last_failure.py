@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tests.unit.events.stories import Story, failure
 from torchelastic.events import types as events
-from torchelastic.events.analysis.last_failure import KEPT
+from torchelastic.events.analysis.last_failure import CONSEQUENCES_LIMIT
 from torchelastic.events.analysis.view import fold
 from torchelastic.events.failure import node_failure
 
@@ -39,7 +39,7 @@ def decided(story: Story, at: float, cause, *others, kind: str = "failure") -> S
     return story.tell(at, event, generation=1)
 
 
-def test_what_is_no_failure_is_not_told_as_one():
+def test_what_is_no_failure_is_not_reported_as_one():
     lost = events.NodeLost("b", "its lease ended")
     stories = {
         "a resize": begun().over(5, 0, "resize", "c joins").world(6, 1).end(9),
@@ -132,12 +132,12 @@ def test_it_is_plain_data_for_programs():
 
 def test_thousands_of_failures_are_not_kept():
     story = begun()
-    for rank in range(KEPT + 9):
+    for rank in range(CONSEQUENCES_LIMIT + 9):
         story = tell(story, 5, failure(generation=0, rank=rank, pid=rank))
-    assert len(fold(story.records).failure.consequences) == KEPT
+    assert len(fold(story.records).failure.consequences) == CONSEQUENCES_LIMIT
 
 
-def test_nonsense_does_no_harm():
+def test_nonsense_is_ignored():
     nonsense = (
         {},
         {"rank": "x"},

@@ -5,7 +5,7 @@ import pytest
 from tests.unit.events.analysis.test_goodput import counted
 from tests.unit.events.stories import Story, failure
 from torchelastic.events import types as events
-from torchelastic.events.analysis.recoveries import KEPT, Recovery
+from torchelastic.events.analysis.recoveries import RECOVERIES_LIMIT, Recovery
 from torchelastic.events.analysis.view import fold
 from torchelastic.events.failure import node_failure
 
@@ -164,7 +164,7 @@ def test_a_failure_that_was_none_after_all():
     assert (one.kind, one.failure, one.why, one.is_failure) == ("leave", None, "b leaves", False)
 
 
-def test_whoever_draws_it_is_told_whether_it_was_a_failure():
+def test_a_recovery_says_whether_it_was_a_failure():
     for kind, bad in (("node-failure", True), ("resize", False)):
         (one,) = recoveries(ten_steps().over(11.6, 0, kind))
         assert one.to_json()["is_failure"] is bad
@@ -186,12 +186,12 @@ def test_a_script_is_back_when_its_workers_run_or_when_it_steps():
 
 def test_the_last_recoveries_are_kept():
     story = ten_steps()
-    for generation in range(KEPT + 5):
+    for generation in range(RECOVERIES_LIMIT + 5):
         at = 20.0 + generation
         story.fails(at, generation).over(at, generation)
         story.world(at + 0.5, generation + 1).trains(at + 0.75, generation + 1, step=10)
     found = recoveries(story)
-    assert [one.generation for one in found] == list(range(5, KEPT + 5))
+    assert [one.generation for one in found] == list(range(5, RECOVERIES_LIMIT + 5))
     assert all(one.done and one.rebuild == pytest.approx(0.25) for one in found)
 
 

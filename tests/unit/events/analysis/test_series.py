@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.events.stories import Story
 from torchelastic.events import types as events
-from torchelastic.events.analysis.series import MOST, NAMES, Series
+from torchelastic.events.analysis.series import METRICS_LIMIT, POINTS_LIMIT, Series
 from torchelastic.events.analysis.view import StoredView, fold
 
 
@@ -29,21 +29,21 @@ def series_of(points, **more) -> Series:
 
 
 def test_few_points_are_all_kept():
-    for count in (0, 1, 2, MOST // 2 - 2):
+    for count in (0, 1, 2, POINTS_LIMIT // 2 - 2):
         points = [(float(n), n, n % 7 / 7) for n in range(count)]
         assert list(series_of(points).points()) == points
 
 
-@pytest.mark.parametrize("count", [MOST - 1, MOST, MOST + 1, 12_345])
+@pytest.mark.parametrize("count", [POINTS_LIMIT - 1, POINTS_LIMIT, POINTS_LIMIT + 1, 12_345])
 def test_a_long_curve_is_thinned_over_its_whole_length(count):
     points = series_of((float(n), n, float(n % 10)) for n in range(count)).points()
     times = [wall for wall, _, _ in points]
-    assert MOST // 4 <= len(points) <= MOST
+    assert POINTS_LIMIT // 4 <= len(points) <= POINTS_LIMIT
     assert times == sorted(set(times))
     assert times[0] < 10
     assert points[-1] == (count - 1, count - 1, float((count - 1) % 10))
     gaps = [later - earlier for earlier, later in pairwise(times)]
-    assert max(gaps) <= 16 * count / MOST + 10
+    assert max(gaps) <= 16 * count / POINTS_LIMIT + 10
 
 
 def test_a_spike_is_seen_however_long_ago():
@@ -134,9 +134,9 @@ def test_the_last_checkpoint_in_storage_is_known_with_when_it_was():
 
 
 def test_names_are_few():
-    names = {f"name-{n}": float(n) for n in range(NAMES + 5)}
+    names = {f"name-{n}": float(n) for n in range(METRICS_LIMIT + 5)}
     view = fold(tell(Story().world(1, 0), 2, 5, metrics=names).records)
-    assert list(view.metrics) == list(names)[:NAMES]
+    assert list(view.metrics) == list(names)[:METRICS_LIMIT]
 
 
 def test_curves_are_plain_data_for_a_program():

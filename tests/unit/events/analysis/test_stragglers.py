@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from torchelastic.events.analysis.stragglers import Finding, Stragglers
+from torchelastic.events.analysis.stragglers import StragglerReport, Stragglers
 from torchelastic.events.types import Progress
 
 #: Seconds of a rank's own in a step.
@@ -20,7 +20,7 @@ class Job:
         self.watch.turn_to(generation, len(own))
         self.generation, self.step, self.at = generation, 0, 0.0
         self.spent = [0.0] * len(own)
-        self.found: list[Finding] = []
+        self.found: list[StragglerReport] = []
 
     def rounds(self, count: int, steps: int = 10, *, silent: Sequence[int] = ()) -> "Job":
         """So many looks at all workers, so many steps apart."""
@@ -49,7 +49,7 @@ def _always(own: float) -> Own:
     return lambda step: own
 
 
-def test_who_is_slow_and_keeps_nobody_waiting_is_no_straggler():
+def test_who_is_slow_and_does_not_block_others_is_no_straggler():
     """Ranks that train each for itself."""
     watch, found = Stragglers(1.5), []
     watch.turn_to(0, 2)
@@ -130,7 +130,7 @@ def test_a_long_step_the_warm_up_and_slowness_now_and_then_make_nobody_a_straggl
     assert Job(own, 0.1, 0.1).rounds(20, steps).said == []
 
 
-def test_when_it_is_over_it_is_said_and_forgotten():
+def test_when_it_is_over_it_is_reported_and_forgotten():
     job = Job(0.1, slow_between(0, 70), 0.1).rounds(10)
     assert job.said == [(1, False), (1, True)]
     assert job.watch.named == {}
@@ -154,7 +154,7 @@ def test_it_is_named_again_when_it_has_cost_twice_as_much():
     assert [found.again for found in job.found] == [False, True, True, True]
 
 
-def test_what_it_has_cost_in_all_is_told_once_when_its_generation_is_over():
+def test_what_it_has_cost_in_all_is_reported_once_when_its_generation_is_over():
     job = Job(0.25, 0.75, 0.25).rounds(11)
     assert [found.cost for found in job.found] == [15.0, 30.0]
     (last,) = job.watch.sum_up()
@@ -166,7 +166,7 @@ def test_what_it_has_cost_in_all_is_told_once_when_its_generation_is_over():
     assert job.watch.sum_up() == [], "nothing is new"
 
 
-def test_nothing_is_summed_up_where_all_is_said():
+def test_nothing_is_summed_up_where_all_is_reported():
     assert Job(0.25, 0.75, 0.25).rounds(5).watch.sum_up() == []
     assert Job(0.25, 0.75, 0.25).rounds(4).watch.sum_up() == [], "it was not named"
     job = Job(0.1, slow_between(0, 70), 0.1).rounds(10)
@@ -193,7 +193,7 @@ def test_what_all_have_lost_is_what_the_slowest_has_cost():
     assert [found.lost for found in job.found] == [30.0, 30.0]
 
 
-def test_a_world_is_judged_anew():
+def test_a_world_is_judged_again():
     job = Job(0.1, 0.3, 0.1).rounds(5)
     assert set(job.watch.named) == {1}
     job.watch.turn_to(1, 3)

@@ -116,9 +116,9 @@ def test_a_failure_before_the_last_one_is_over_does_not_overlap_it():
 
 @settings(max_examples=30 * SOAK, deadline=None)
 @given(TELLINGS)
-def test_whatever_is_told_the_format_holds(tellings):
+def test_whatever_is_reported_the_format_holds(entries):
     story, now = Story(nodes=""), 0.0
-    for passed, event, node, generation in tellings:
+    for passed, event, node, generation in entries:
         now += abs(passed)
         story.tell(now, event, by=node, generation=None if generation < 0 else generation)
     checked(story.records)

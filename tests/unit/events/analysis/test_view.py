@@ -6,9 +6,10 @@ import pytest
 
 from tests.unit.events import stories
 from torchelastic.events import types as events
+from torchelastic.events import words
 from torchelastic.events.analysis import view as view_module
 from torchelastic.events.analysis.goodput import goodput
-from torchelastic.events.analysis.view import HISTORY, JobFold, JobView, fold, without
+from torchelastic.events.analysis.view import HISTORY_LIMIT, JobFold, JobView, fold, without
 from torchelastic.events.failure import node_failure
 from torchelastic.events.types import Event
 
@@ -156,14 +157,14 @@ def test_the_phase_follows_events():
     assert story.tell(enough, generation=0).view().phase == "starting"
 
 
-def test_waiting_is_said_every_minute_and_remembered_once():
+def test_waiting_is_reported_every_minute_and_remembered_once():
     story = Story().agent("a")
     for minutes in (3, 2, 1):
         story.tell(events.Waiting(2, [], f"for {minutes} min more"), generation=0)
     assert [change.why for change in story.view().history] == ["for 1 min more"]
 
 
-def test_a_lost_lease_and_a_signal_are_told():
+def test_a_lost_lease_and_a_signal_are_reported():
     story = Story().agent("a").world(0, "a").tell(events.LeaseLost("silence for 3 s"))
     assert story.states() == {"a": "rejoining"}
     story.tell(events.SignalReceived("SIGTERM", "leaving the job")).tell(events.Leaving("SIGTERM"))
@@ -178,6 +179,7 @@ def test_a_job_has_ended_when_all_agents_of_this_machine_have():
     story = Story().agent("a").agent("b").world(0, "a", "b")
     story.tell(events.JobEnded(143, "left"), by="b")
     assert (story.view().phase, story.view().ended) == ("running", None)
+    story.tell(events.LeaderFound("a"), by="b")  # on its way out
     story.tell(events.JobEnded(1, "failed", {"rank": 3}), by="a")
     view = story.view()
     assert (view.phase, view.exitcode) == ("ended", 1)
@@ -186,7 +188,7 @@ def test_a_job_has_ended_when_all_agents_of_this_machine_have():
     assert view.nodes["b"].exitcode == 143
 
 
-def test_an_agent_that_comes_back_begins_anew():
+def test_an_agent_that_comes_back_begins_again():
     story = Story().agent("a").world(0, "a").tell(events.JobEnded(143, "left"))
     story.tell(events.AgentStarted(2, "a:1", ["train.py"], 1, 3, 2), by="again")
     assert (story.view().phase, story.view().ended) == ("starting", None)
@@ -201,7 +203,7 @@ def test_agents_that_died_without_a_word():
     assert without(ended, {"id-a"}) == ended
 
 
-def test_events_of_a_later_version_do_no_harm():
+def test_events_of_a_later_version_are_ignored():
     story = Story().agent("a").world(0, "a")
     view = fold([*story.records, stories.record(1000, None, "id-a")])
     assert view.phase == "running"
@@ -210,11 +212,11 @@ def test_events_of_a_later_version_do_no_harm():
 
 def test_the_history_is_bounded():
     story = Story().agent("a")
-    for generation in range(HISTORY + 5):
+    for generation in range(HISTORY_LIMIT + 5):
         story.world(generation, "a")
     history = story.view().history
-    assert len(history) == HISTORY
-    assert history[-1].what == f"generation {HISTORY + 4} began"
+    assert len(history) == HISTORY_LIMIT
+    assert history[-1].what == f"generation {HISTORY_LIMIT + 4} began"
 
 
 def test_a_lost_node_is_listed_until_the_next_world_even_if_its_agent_was_heard():
@@ -291,7 +293,7 @@ def test_a_straggler_that_keeps_up_again_is_forgotten_and_its_cost_is_not():
     assert fold(story.records).straggler_seconds == 16.5
 
 
-def test_what_stragglers_have_cost_in_all_may_be_told_when_the_next_world_is_there():
+def test_what_stragglers_have_cost_in_all_may_be_reported_when_the_next_world_is_there():
     slow = events.Straggler(3, 0.5, 0.25, 4.0, "rank 3 is slow", lost=4.0)
     last = events.Straggler(3, 0.5, 0.25, 7.5, "it was slow", lost=7.5, again=True)
     story = trained().tell(13, slow, generation=0).world(14, 1)
@@ -301,7 +303,7 @@ def test_what_stragglers_have_cost_in_all_may_be_told_when_the_next_world_is_the
     assert fold(story.world(16, 2).world(17, 3).records).straggler_seconds == 11.5
 
 
-def test_a_straggler_that_costs_more_is_not_told_of_twice_in_the_history():
+def test_a_straggler_that_costs_more_is_not_reported_twice_in_the_history():
     slow = events.Straggler(3, 0.5, 0.25, 7.5, "rank 3 is slow")
     worse = events.Straggler(3, 0.5, 0.25, 15.0, "rank 3 is still slow", again=True)
     view = fold(trained().tell(13, slow, generation=0).tell(14, worse, generation=0).records)
@@ -309,7 +311,7 @@ def test_a_straggler_that_costs_more_is_not_told_of_twice_in_the_history():
     assert view.last_change.what == "rank 3 is slow"
 
 
-def test_a_rank_shows_its_own_time_for_a_step_where_that_is_told():
+def test_a_rank_shows_its_own_time_for_a_step_where_that_is_reported():
     story = trained()
     for at in (20.0, 30.0, 40.0):
         told = events.Progress([0, 1], [int(at) + 5] * 2, [100.0 + at] * 2, own=[at / 4])
@@ -340,3 +342,13 @@ def test_a_record_costs_the_same_however_many_nodes_and_records_there_are(monkey
     for record in story.records:
         folded.feed(record)
     assert len(made) < 1000 + 2 * len(story.records)
+
+
+def test_a_world_that_is_reported_again_has_its_replicas():
+    story = Story()
+    for replica in (0, 4):
+        formed = events.WorldFormed(["a", "b"], 8, "a:2", "why", 0, replica=replica)
+        story.tell(formed, generation=0)
+    seen = story.view()
+    assert (seen.replica, [world.replica for world in seen.worlds]) == (4, [4])
+    assert words.workers(seen) == "2 replicas of 4 workers on 2 nodes"
