@@ -20,12 +20,15 @@ Layout, from top to bottom; nothing imports from a layer above its own:
     cli/, distributed/    argv becomes a job: `torchelastic run` and its module entry points
 
     compat/               APIs of torchelastic 0.1 and 0.2, and the rendezvous for stock torchrun
+    hosts/                several machines from one command, over ssh
     integrations/         Lightning, Transformers and Accelerate
+    ray/                  a job on the nodes of a Ray cluster
+    torchx                the component for `torchx run`
     doctor/, dashboard/   checks before a long run; a page that shows a job
 
     launcher/             a job from Python: `elastic_launch`
 
-    training/             the loop of a resident worker: state, process group, rolling back
+    training/             the loop of an in-process worker: state, process group, rolling back
 
     agent/                one per node: starts, watches and stops the workers of the node
 
@@ -35,8 +38,10 @@ Layout, from top to bottom; nothing imports from a layer above its own:
     timer/, metrics/      blocks that must end in time; numbers of the job and of the user
     checkpoint/, data/    states in storage; each sample once an epoch in worlds of any size
 
+    cluster/              the schedulers that start jobs: what they say, how to submit to them
     rendezvous/           how the nodes agree on a world; the store they agree through
     tensors/              the parts of a training state, as trees of tensors and as bytes
+    cluster/              where a job runs: schedulers and clouds
 
     transport/            connections between agents
 
@@ -64,8 +69,10 @@ if TYPE_CHECKING:
     from torchelastic.coordinator import Coordinator, NonRetryableException, StopException
     from torchelastic.launcher import elastic_launch
     from torchelastic.state import State
+    from torchelastic.training.sharded.mesh import mesh
     from torchelastic.training.state.torch_state import TorchState
     from torchelastic.training.train import run_train, train
+    from torchelastic.worker.leaving import leaving
     from torchelastic.worker_stats import SimpleWorkerStats, WorkerStats
 
 __version__ = "1.0.0.dev0"
@@ -81,6 +88,8 @@ __all__ = [
     "WorkerStats",
     "__version__",
     "elastic_launch",
+    "leaving",
+    "mesh",
     "run_train",
     "train",
 ]
@@ -95,6 +104,8 @@ _HOME = {
     "TorchState": "torchelastic.training.state.torch_state",
     "WorkerStats": "torchelastic.worker_stats",
     "elastic_launch": "torchelastic.launcher",
+    "leaving": "torchelastic.worker.leaving",
+    "mesh": "torchelastic.training.sharded.mesh",
     "run_train": "torchelastic.training.train",
     "train": "torchelastic.training.train",
 }

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -25,6 +24,8 @@ PAGE_ANYWHERE = "auto"
 #: Three names of one rendezvous, which always uses etcd's v3 API.
 ETCD_BACKENDS = ("etcd", "etcd-v2", "etcd-v3")
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
+#: Where an agent looks for preemption notices (`--preemption`).
+PREEMPTION_SOURCES = ("auto", "none", "aws", "gcp", "azure", "kubernetes", "file")
 DEFAULT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 # The words that torch accepts.
 _TRUTH = {
@@ -139,8 +140,11 @@ class Entry:
 class LaunchConfig:
     """A job as one node sees it. Fields that torch's `LaunchConfig` has too mean the same."""
 
+    #: The job runs with at least this many nodes.
     min_nodes: int = field(default=1, kw_only=False)
+    #: And with at most this many; more nodes are spares.
     max_nodes: int = field(default=1, kw_only=False)
+    #: Workers on this node; nodes may differ.
     nproc_per_node: int = field(default=1, kw_only=False)
     #: The job id. Empty: the launcher uses `default_run_id`.
     run_id: str = ""
@@ -149,7 +153,7 @@ class LaunchConfig:
     #: `c10d`: the embedded rendezvous. `static`: the same, ordered by `node_rank`. `etcd` (also
     #: `etcd-v2`, `etcd-v3`): an etcd server.
     rdzv_backend: str = "c10d"
-    #: Normalised to `host:port` (a missing port is filled in, port 0 means private). Empty: a
+    #: Normalized to `host:port` (a missing port is filled in, port 0 means private). Empty: a
     #: private rendezvous on this machine, for a single node only.
     rdzv_endpoint: str = ""
     #: Every `key=value` of `--rdzv-conf`, as given; known keys have also set a field.
@@ -157,13 +161,19 @@ class LaunchConfig:
     #: File with the job's secret, the same on every node. None: the secret is in the environment,
     #: or there is none. A config never holds the secret itself.
     rdzv_secret_file: str | None = None
-    #: PEM files for TLS between the nodes, all three or none.
+    #: Certificate of this node (PEM) for TLS between the nodes. Set all three of these, or none.
     rdzv_tls_cert: str | None = None
     rdzv_tls_key: str | None = None
     rdzv_tls_ca: str | None = None
     #: Rank of this node in a static rendezvous.
     node_rank: int | None = None
     local_addr: str | None = None
+    #: Identifies this start of this node, if the platform tells: only an agent with the same one
+    #: resumes the node's vote.
+    incarnation: str = ""
+    #: Directory that `torchelastic submit` made for the job on storage that all nodes share; empty:
+    #: there is none.
+    job_dir: str = ""
 
     #: Restarts that the whole job may use; progress refills this budget.
     max_restarts: int = 100
@@ -184,6 +194,9 @@ class LaunchConfig:
     wait_for_nodes: float = 3600.0
     grow: Grow = field(default_factory=Grow)
     world_sizes: WorldSizes = field(default_factory=WorldSizes)
+    #: The number of workers that hold one copy of a sharded model between them; 0: the mesh of the
+    #: script says it, and a replica lies on one node.
+    replica_size: int = 0
     #: A shell command that must succeed on a node before it joins; empty: none.
     preflight: str = ""
 
@@ -201,13 +214,15 @@ class LaunchConfig:
     #: Limit for these copies in bytes per second; 0: none.
     snapshot_bandwidth: float = 500e6
 
+    #: Fork workers from a warm process, instead of starting each as a new Python process.
     zygote: bool = True
     preload: tuple[str, ...] = ()
     start_method: str = "spawn"
     virtual_local_rank: bool = False
     numa_binding: str | None = None
 
-    #: None: a temporary directory, removed after success; `os.devnull`: no log files.
+    #: Directory for log files. None: a temporary one, removed after success; `os.devnull`: no log
+    #: files.
     log_dir: str | None = None
     redirects: Std | Mapping[int, Std] = Std.NONE
     tee: Std | Mapping[int, Std] = Std.NONE
@@ -223,12 +238,19 @@ class LaunchConfig:
     metrics_address: str = ""
     #: File with the bearer token that scrapers must send; required unless the host is loopback.
     metrics_token_file: str | None = None
+    #: Port where the agent answers health probes, on all addresses of this machine; None: nowhere.
+    health_port: int | None = None
     #: `host:port` of the dashboard, or `auto`; empty: no dashboard.
     dashboard: str = ""
     #: File with the token that browsers must send; None: generated unless the host is loopback.
     dashboard_token_file: str | None = None
 
     signals_to_handle: tuple[str, ...] = DEFAULT_SIGNALS
+    #: Which preemption notices to watch: `KIND`, `KIND=URL` or
+    #: `file=PATH`. `auto`: the cloud or pod that this machine is.
+    preemption: str = "auto"
+    #: Those that the scheduler sends to every process of this node, workers included.
+    shared_signals: tuple[str, ...] = ()
     #: Seconds between SIGTERM and SIGKILL, whenever workers are stopped.
     shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT
     #: Not used, kept for torch's callers: workers are watched by pidfd, not polled.
@@ -240,12 +262,16 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         self._take_torchs_forms()
         self._check_numbers()
+        parse_preemption(self.preemption)
         _ = self.is_host  # reject a bad value here, not later in the agent
         if 0 < max(self.world_sizes.allowed, default=0) < self.min_nodes:
             raise ConfigError(
                 f"--world-sizes {self.world_sizes} allows fewer workers than the job's minimum "
                 f"of {self.min_nodes} nodes: change it or --nnodes."
             )
+        if self.replica_size > 1:
+            self._check_replicas()
+        self._check_sizes()
         if len({bool(self.rdzv_tls_cert), bool(self.rdzv_tls_key), bool(self.rdzv_tls_ca)}) > 1:
             raise ConfigError(
                 "--rdzv-tls-cert, --rdzv-tls-key and --rdzv-tls-ca belong together: set all three."
@@ -280,7 +306,7 @@ class LaunchConfig:
             raise ConfigError(f"nproc_per_node must be at least 1, not {self.nproc_per_node}.")
         for name in (
             *("max_restarts", "settle", "wait_for_nodes", "shutdown_timeout"),
-            *("snapshot_replicas", "snapshot_bandwidth"),
+            *("snapshot_replicas", "snapshot_bandwidth", "replica_size"),
         ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be 0 or more, not {getattr(self, name)}.")
@@ -291,6 +317,50 @@ class LaunchConfig:
                 f"--node-rank {self.node_rank} is not valid in a job of {self.max_nodes} node(s): "
                 f"write 0 to {self.max_nodes - 1}, a different one on each node."
             )
+
+    def _check_replicas(self) -> None:
+        size, nproc = self.replica_size, self.nproc_per_node
+        if nproc % size and size % nproc:
+            raise ConfigError(
+                f"--replica-size {size} is neither a divisor nor a multiple of this node's {nproc} "
+                "workers: change it or --nproc-per-node."
+            )
+        if size > nproc * self.max_nodes:
+            raise ConfigError(
+                f"--replica-size {size} needs {size // nproc} nodes of {nproc} worker(s), but "
+                f"--nnodes allows {self.max_nodes}: change one of them."
+            )
+        spanned = self.nodes_per_replica
+        if -(-self.min_nodes // spanned) * spanned > self.max_nodes:
+            raise ConfigError(
+                f"A replica of --replica-size {size} spans {spanned} nodes, and no multiple of "
+                f"that is between {self.min_nodes} and {self.max_nodes}: change --nnodes."
+            )
+        if any(one % size for one in self.world_sizes.allowed):
+            raise ConfigError(
+                f"--world-sizes {self.world_sizes} must list multiples of --replica-size {size}: a "
+                "world has whole replicas only."
+            )
+
+    def _check_sizes(self) -> None:
+        """Refuse sizes that no world can have. With several nodes that is not known here, because
+        others may have more workers, unless a replica spans nodes: then all have as many."""
+        spanned = self.nodes_per_replica
+        if self.max_nodes > 1 and spanned == 1:
+            return
+        nodes = range(-(-self.min_nodes // spanned) * spanned, self.max_nodes + 1, spanned)
+        if not any(self.world_sizes.allows(count * self.nproc_per_node) for count in nodes):
+            raise ConfigError(
+                f"--world-sizes {self.world_sizes} cannot be met by {self.max_nodes} node(s) of "
+                f"{self.nproc_per_node} worker(s)"
+                + (f" in replicas of {self.replica_size}" if spanned > 1 else "")
+                + ": change --world-sizes, --nnodes or --nproc-per-node."
+            )
+
+    @property
+    def nodes_per_replica(self) -> int:
+        """The number of nodes that a replica of a sharded model spans."""
+        return max(self.replica_size // self.nproc_per_node, 1)
 
     def _canonical_endpoint(self) -> str:
         if not self.rdzv_endpoint:
@@ -378,6 +448,7 @@ class LaunchConfig:
             "duplicate_stdout_filters",
             "duplicate_stderr_filters",
             "signals_to_handle",
+            "shared_signals",
             "notes",
         ):
             made[name] = tuple(made[name])
@@ -406,6 +477,29 @@ def parse_truth(text: str) -> bool:
     if text.lower() not in _TRUTH:
         raise ConfigError(f"'{text}' is neither yes nor no: write 1 or 0.")
     return _TRUTH[text.lower()]
+
+
+def parse_preemption(text: str) -> tuple[tuple[str, str], ...]:
+    """Parse `KIND`, `KIND=URL` and `file=PATH`, separated by commas, into kinds and the rest.
+
+    >>> parse_preemption("aws,file=/run/leave")
+    (('aws', ''), ('file', '/run/leave'))
+    """
+    return tuple(map(_preemption_source, text.split(",")))
+
+
+def _preemption_source(text: str) -> tuple[str, str]:
+    kind, _, where = text.partition("=")
+    if kind not in PREEMPTION_SOURCES or (where and kind in ("auto", "none")):
+        kinds = ", ".join(PREEMPTION_SOURCES[:-1])
+        raise ConfigError(
+            f"'{text}' is not a source of preemption notices: write {kinds} or file=PATH."
+        )
+    if kind == "file" and not where:
+        raise ConfigError(f"'{text}' has no path: write file=PATH.")
+    if where and kind != "file" and not where.startswith(("http://", "https://")):
+        raise ConfigError(f"'{where}' is not a URL: write {kind}=http://HOST:PORT.")
+    return kind, where if kind == "file" else where.rstrip("/")
 
 
 def parse_nnodes(text: str) -> tuple[int, int]:
@@ -478,5 +572,7 @@ def default_run_id(max_nodes: int, endpoint: str) -> str:
     address on the others.
     """
     if max_nodes == 1:
+        import secrets  # slow to import, and `--help` must be fast
+
         return f"job-{secrets.token_hex(4)}"
     return f"job-{parse_endpoints(endpoint)[0][1]}"

@@ -38,8 +38,24 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("TORCHELASTIC_RUN_ID", "worker", "the job id"),
     Variable("TORCHELASTIC_START", "worker", "id of this start of the job, new with every start"),
     Variable("TORCHELASTIC_USE_AGENT_STORE", "worker", "True: workers are clients of the store"),
+    Variable("TORCHELASTIC_REPLICA_SIZE", "worker", "--replica-size, if it is given"),
+    Variable(
+        "TORCHELASTIC_REPLICA_PLACE",
+        "worker",
+        "the place of this node in its replica, from 0, if replicas span nodes",
+    ),
     Variable("TORCHELASTIC_ERROR_FILE", "worker", "where a failing worker writes its error.json"),
+    Variable(
+        "TORCHELASTIC_LEAVING_FILE",
+        "worker",
+        "the file that says that this node leaves the job, see torchelastic.leaving",
+    ),
     Variable("TORCHELASTIC_SIGNALS_TO_HANDLE", "worker", "signals the agent handles"),
+    Variable(
+        "TORCHELASTIC_SHARED_SIGNALS",
+        "worker",
+        "signals that the scheduler (Slurm) sends to workers, too, but which the agent acts on",
+    ),
     Variable("TORCHELASTIC_STARTUP", "worker", "what a new Python process runs; removed at once"),
     Variable("TORCHELASTIC_CHANNEL_FD", "worker", "descriptor of the channel to the agent"),
     Variable(
@@ -102,6 +118,28 @@ VARIABLES: tuple[Variable, ...] = (
         "TORCHELASTIC_SECRET",
         "agent",
         "the job's secret if --rdzv-secret-file is not given; workers do not get this variable",
+    ),
+    Variable(
+        "TORCHELASTIC_JOB_DIR",
+        "agent",
+        "directory of the job on shared storage, set by `torchelastic submit`: its secret, and "
+        "whether it has finished; the first node creates it if it does not exist",
+    ),
+    Variable(
+        "TORCHELASTIC_TORCHX_ENDPOINT",
+        "agent",
+        "set by the TorchX component: NAME:PORT, the variable with the host of replica 0, and the "
+        "port to meet at",
+    ),
+    Variable(
+        "TORCHELASTIC_TORCHX_REPLICA",
+        "agent",
+        "set by the TorchX component: the number of the replica",
+    ),
+    Variable(
+        "TORCHELASTIC_SSH",
+        "agent",
+        "the command that --hosts uses instead of ssh, with its options",
     ),
     Variable("LOGLEVEL", "agent", "log level of the agent (default INFO)"),
     Variable("XDG_RUNTIME_DIR", "agent", "directory where the jobs of this machine are listed"),

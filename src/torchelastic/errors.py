@@ -1,7 +1,8 @@
 """Every exception that torchelastic raises, and every exit code.
 
 TorchElasticError
-├── ConfigError            bad input: one sentence, what is wrong and what to do (exit 2)
+├── ConfigError            bad input: one sentence, what is wrong and what to do (exit 64)
+│   ├── KubernetesError    a Kubernetes cluster refuses a request, or cannot be reached
 │   ├── ProcessesError     start_processes cannot start these; also a RuntimeError
 │   └── ProgramMissing     program not found; also a FileNotFoundError
 ├── RendezvousError
@@ -14,7 +15,7 @@ TorchElasticError
 │   │                      0.2's handlers: the job has ended; too few nodes; anything else
 │   └── WireError          bytes that are not our protocol, or a message that is too large
 │       └── TlsError       the peer does not speak TLS, or its certificate is not trusted
-├── ChannelLost            a resident worker and its agent lost their connection
+├── ChannelLost            an in-process worker and its agent lost their connection
 ├── CheckpointError        a checkpoint cannot be written or loaded
 ├── NonRetryableException  user code: a retry cannot help
 ├── JobClosed              the job ended before its training was done
@@ -30,7 +31,11 @@ from __future__ import annotations
 
 EXIT_OK = 0
 EXIT_FAILED = 1
-EXIT_USAGE = 2
+# EX_USAGE of sysexits.h: bad input, or an error of the script that no other start can fix. A
+# scheduler should not start the job again.
+EXIT_USAGE = 64
+#: The job itself failed: not because of a signal or a lack of nodes.
+FAILED = (EXIT_FAILED, EXIT_USAGE)
 # A scheduler may treat codes from 128 on as an interruption and start the job again.
 EXIT_SIGNAL_BASE = 128
 EXIT_NOT_ENOUGH_NODES = 170
@@ -43,6 +48,15 @@ class TorchElasticError(Exception):
 
 class ConfigError(TorchElasticError, ValueError):
     """The user's input is wrong; the message says what to do about it."""
+
+
+class KubernetesError(ConfigError):
+    """A request to a Kubernetes cluster failed; `status` is 0 if there was no answer."""
+
+    def __init__(self, message: str, status: int, reason: str = "") -> None:
+        super().__init__(message)
+        #: The status of HTTP, and the reason that the API gives, such as `AlreadyExists`.
+        self.status, self.reason = status, reason
 
 
 class ProcessesError(ConfigError, RuntimeError):
@@ -126,7 +140,7 @@ class JobClosed(TorchElasticError):
 
 
 class ChannelLost(TorchElasticError):
-    """A resident worker and its agent lost their connection."""
+    """An in-process worker and its agent lost their connection."""
 
 
 class StopException(TorchElasticError):
@@ -135,3 +149,8 @@ class StopException(TorchElasticError):
 
 class NonRetryableException(TorchElasticError):
     """Raised by user code: a retry cannot help; end the job."""
+
+
+def exitcode_of(error: Exception) -> int:
+    """Return the exit code of an agent that this error ended."""
+    return EXIT_USAGE if isinstance(error, ConfigError | RendezvousRefused) else EXIT_FAILED

@@ -37,6 +37,8 @@ PLACES = (
     "collective.launched",
     "collective.after",
     "optimizer.before",
+    "joint.before",
+    "joint.after",
     "optimizer.inside",
     "optimizer.after",
     "step.end",
@@ -72,22 +74,27 @@ _plan: tuple[Fault, ...] = ()
 #: `if faults.planned: faults.at(...)`.
 planned = False
 _rank = _step = _generation = -1
-#: How often the current step has passed each place.
-_passed: Counter[str] = Counter()
+#: How often a step has passed a place.
+_passed: Counter[tuple[str, int]] = Counter()
 
 
-def at(place: str) -> None:
-    """Inject the faults planned for this place, if any."""
+def at(place: str, *, step: int | None = None) -> None:
+    """Inject the faults planned for this place, if any.
+
+    `step` is for threads that work in parallel with training: they may pass a place of step 3 when
+    the training is at step 4 already. None is the current step.
+    """
     if _plan:
-        _pass(place)
+        _pass(place, _step if step is None else step)
 
 
 def position(*, rank: int, step: int, generation: int) -> None:
-    """Set where this process is in its training, and reset the counts of places."""
+    """Set where this process is in its training. A step that begins again counts from 0."""
     global _rank, _step, _generation
     _rank, _step, _generation = rank, step, generation
-    if _passed:
-        _passed.clear()
+    for passed in list(_passed):
+        if passed[1] != step - 1:  # a thread may still be working on the step before
+            _passed.pop(passed, None)
 
 
 def plan(text: str) -> None:
@@ -140,25 +147,25 @@ def _number(text: str) -> int | None:
     return None if text == "any" else int(text)
 
 
-def _pass(place: str) -> None:
-    _passed[place] += 1
+def _pass(place: str, step: int) -> None:
+    _passed[place, step] += 1
     for fault in _plan:
-        if _strikes(fault, place, _passed[place]):
-            _strike(fault)
+        if _strikes(fault, place, step, _passed[place, step]):
+            _strike(fault, step)
 
 
-def _strikes(fault: Fault, place: str, time_passed: int) -> bool:
+def _strikes(fault: Fault, place: str, step: int, time_passed: int) -> bool:
     return (
         fault.place == place
         and fault.n == time_passed
         and fault.rank in (None, _rank)
-        and fault.step in (None, _step)
+        and fault.step in (None, step)
         and fault.generation in (None, _generation)
     )
 
 
-def _strike(fault: Fault) -> None:
-    where = f"{fault.place} of rank {_rank}, step {_step}, generation {_generation}"
+def _strike(fault: Fault, step: int) -> None:
+    where = f"{fault.place} of rank {_rank}, step {step}, generation {_generation}"
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == "stop":

@@ -1,4 +1,5 @@
-"""Tasks that run beside a node's loop, and the policy for their failures."""
+"""Tasks that run beside a loop: `TaskSet` has those of one owner, `SideTasks` those of a node, with
+the policy for their failures."""
 
 from __future__ import annotations
 
@@ -6,13 +7,14 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
 
 from torchelastic.best_effort import described
 from torchelastic.errors import TorchElasticError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 #: Restarts of a failing task before its failure ends the node.
 ESSENTIAL, RESTARTABLE, BEST_EFFORT = 0, 5, math.inf
@@ -25,9 +27,10 @@ POLICY: dict[str, float] = {
     "rejoin": ESSENTIAL,
     "membership": ESSENTIAL,
     "leader": ESSENTIAL,
+    "watch-place": ESSENTIAL,
     "watch-world": ESSENTIAL,
     "watch-leader": ESSENTIAL,
-    "watch-settled": ESSENTIAL,
+    "watch-confirmed": ESSENTIAL,
     "watch-lease": ESSENTIAL,
     "doubt": ESSENTIAL,
     "witness": BEST_EFFORT,  # this only watches it; votes are requested elsewhere
@@ -37,6 +40,7 @@ POLICY: dict[str, float] = {
     "action": ESSENTIAL,
     "standby": ESSENTIAL,
     "leave": ESSENTIAL,
+    "preemption": BEST_EFFORT,
     "listen": ESSENTIAL,
     "renew-store": ESSENTIAL,
     "store-host": RESTARTABLE,
@@ -52,6 +56,7 @@ POLICY: dict[str, float] = {
     "sampling": BEST_EFFORT,
     "event-shipping": BEST_EFFORT,
     "metrics": BEST_EFFORT,
+    "health": BEST_EFFORT,
     "dashboard": BEST_EFFORT,
 }
 
@@ -99,6 +104,48 @@ async def keep_up(work: Work, name: str, say: Callable[[str], None]) -> Any:
             await asyncio.sleep(pause(failures))
 
 
+class TaskSet:
+    """The running tasks of one owner, oldest first, which are cancelled together. The event loop
+    keeps only weak references to tasks."""
+
+    def __init__(self, on_error: Callable[[Exception], None] | None = None) -> None:
+        """`on_error` receives the error of each task that fails; None: asyncio logs it."""
+        self._on_error = on_error
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __iter__(self) -> Iterator[asyncio.Task[Any]]:
+        return iter(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        return self.add(asyncio.create_task(work, name=name))
+
+    def add(self, task: asyncio.Task[T]) -> asyncio.Task[T]:
+        """Keep a task until it ends."""
+        self._tasks[task] = None
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.pop(task, None)
+        if self._on_error is not None and not task.cancelled():
+            error = task.exception()
+            if isinstance(error, Exception):  # the loop itself raises the others
+                self._on_error(error)
+
+    def cancel(self) -> None:
+        """Cancel all of them, without waiting."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def close(self) -> None:
+        """Cancel all of them and wait for their end; ignore what they raise."""
+        self.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
 class SideTasks:
     """The running tasks; `on_error` receives the error that ends the node."""
 
@@ -108,27 +155,14 @@ class SideTasks:
         say: Callable[[str], None] = logger.warning,
     ) -> None:
         """`say` reports, once, a task that fails and is restarted."""
-        self._on_error = on_error
         self._say = say
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = TaskSet(on_error)
 
     def start(self, work: Work, name: str) -> asyncio.Task[Any]:
         """Start a task of the table `POLICY`."""
         assert name in POLICY, f"{name} is missing in POLICY"
-        task = asyncio.create_task(keep_up(work, name, self._say), name=name)
-        self._tasks.add(task)  # the loop keeps only a weak reference
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, Exception):  # the loop itself raises the others
-            self._on_error(error)
+        return self._tasks.start(keep_up(work, name, self._say), name)
 
     async def cancel(self) -> None:
         """Cancel all of them; ignore what they raise."""
-        ending = list(self._tasks)
-        for task in ending:
-            task.cancel()
-        await asyncio.gather(*ending, return_exceptions=True)
+        await self._tasks.close()

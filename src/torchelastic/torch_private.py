@@ -10,7 +10,7 @@ behaviour there is tests/unit/training/test_torch_contract.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -43,24 +43,64 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 #: The buffers of one module by name: the dictionary itself.
 buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
 
+#: The parameters of one module, without those of its children, and its children.
+own_parameters_of: Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]] = attrgetter(
+    "_parameters"
+)
+children_of: Callable[[torch.nn.Module], dict[str, torch.nn.Module | None]] = attrgetter("_modules")
+
 #: This rank's part of a DTensor: the memory itself. (`to_local` is differentiable, and slow.)
 local_of: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
 
 #: Mesh, placements, shape and dtype of a DTensor; hashable.
 spec_of: Callable[[Any], Any] = attrgetter("_spec")
 
-#: Where a generator lies in memory.
-address_of: Callable[[Any], int] = attrgetter("_cdata")
+
+def strided_shard() -> type[Any]:
+    """Return the placement of FSDP2 on top of tensor parallelism in the same dimension."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard
 
 
-def box_of(tensor: Any) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the offset and the size of this rank's part of a DTensor."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+def is_of_fsdp1(value: object) -> bool:
+    """Return whether FSDP1 has made this parameter, or flattened it with others."""
+    return hasattr(value, "_is_flat_param") or hasattr(value, "_fsdp_flattened")
 
-    size, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return offset, size
+
+# --- FSDP2 ----------------------------------------------------------------------------------------
+
+
+def fsdp_parameters(module: Any) -> list[torch.nn.Parameter]:
+    """Return the sharded parameters that this FSDP2 module manages itself."""
+    return [one.sharded_param for group in _fsdp_groups(module) for one in group.fsdp_params]
+
+
+def fsdp_has_run(module: Any) -> bool:
+    """Return whether this module has begun a forward: before, there is nothing to reset."""
+    return module._get_fsdp_state()._is_root is not None
+
+
+def fsdp_reduces(module: Any) -> bool:
+    """Return whether this module reduces gradients in its next backward."""
+    return all(group.reduce_grads for group in _fsdp_groups(module))
+
+
+def fsdp_forget_gradients(module: Any) -> None:
+    """Drop gradients that were accumulated without being reduced; a reset of 2.13 keeps them."""
+    for group in _fsdp_groups(module):
+        for parameter in group.fsdp_params:
+            if "unsharded_accumulated_grad" in vars(parameter):  # 2.15 derives it from the next
+                parameter.unsharded_accumulated_grad = None
+            if (unsharded := getattr(parameter, "_unsharded_param", None)) is not None:
+                unsharded.grad = None
+
+
+def _fsdp_groups(module: Any) -> list[Any]:
+    return list(module._get_fsdp_state()._fsdp_param_groups)
+
+
+# --- state dicts ----------------------------------------------------------------------------------
 
 
 def layer_versions(state_dict: Any) -> Any:
@@ -110,7 +150,7 @@ def use_engine(kind: Any) -> None:
 
 # --- process groups -------------------------------------------------------------------------------
 
-#: gloo itself, whatever torch's name for it stands for at the moment.
+#: gloo's own class, even while its name in torch is replaced.
 Gloo: Any = distributed_c10d.ProcessGroupGloo
 
 
@@ -156,6 +196,29 @@ def group_of_backend(store: Store, backend: Any, rank: int, size: int) -> dist.P
     group._set_default_backend(kind)
     group._register_backend(torch.device("cpu"), kind, backend)
     return group
+
+
+def native_group(
+    backend: str, store: Store, rank: int, size: int, timeout: Any
+) -> dist.ProcessGroup:
+    """Return a C++ group of NCCL, which torch.distributed does not know."""
+    if not backend.startswith("nccl"):
+        raise ConfigError(f"Sharded training knows NCCL for devices, not {backend!r}.")
+    if not (dist.is_nccl_available() and torch.cuda.is_available()):
+        raise ConfigError("NCCL needs a GPU, and this process sees none. Use the gloo backend.")
+    options = distributed_c10d.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    made = distributed_c10d.ProcessGroupNCCL(store, rank, size, options)
+    group = dist.ProcessGroup(store, rank, size)
+    kind = dist.ProcessGroup.BackendType.NCCL
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cuda"), kind, made)
+    return group
+
+
+def device_types_of(group: Any) -> list[str]:
+    """Return the kinds of devices that a group has a backend for."""
+    return [device.type for device in group._device_types]
 
 
 def timeout_of(gloo: Any) -> Any:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from torchelastic.training.worker_stats import SimpleWorkerStats, WorkerStats
+from torchelastic.training.steps import SimpleWorkerStats, WorkerStats
 
 __all__ = ["SimpleWorkerStats", "WorkerStats"]

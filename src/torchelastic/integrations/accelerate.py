@@ -24,13 +24,15 @@ import torch
 
 from torchelastic.integrations import frameworks
 from torchelastic.integrations.position import batches_done
-from torchelastic.tensors import rng
+from torchelastic.tensors import foreign_shards, rng
 from torchelastic.training.state.torch_state import TorchState
 
 _accelerate = frameworks.find("accelerate")
 
 #: Distributed types with the whole model on every rank.
 _REPLICATED = ("NO", "MULTI_CPU", "MULTI_GPU")
+#: Those that shard it in plain tensors, unless it is FSDP2.
+_FOREIGN = {"FSDP": "FSDP1", "DEEPSPEED": "DeepSpeed"}
 
 
 class Keep:
@@ -40,12 +42,7 @@ class Keep:
     """
 
     def __init__(self, accelerator: Any, **more: Any) -> None:
-        kind = accelerator.distributed_type.value
-        if kind not in _REPLICATED:
-            raise TypeError(
-                f"Keep does not support {kind} yet, because it shards the model over the ranks: "
-                "use plain data parallelism, or remove Keep."
-            )
+        refuse_other_shards(accelerator)
         if not accelerator._models:
             raise RuntimeError("Nothing to keep: create Keep after accelerator.prepare.")
         self._accelerator = accelerator
@@ -115,6 +112,18 @@ class Keep:
         """Commit the step, if this batch was its last one. Call it after each batch."""
         if self._accelerator.sync_gradients:
             self._state.commit()
+
+
+def refuse_other_shards(accelerator: Any) -> None:
+    """Refuse all ways to shard a model but FSDP2."""
+    kind = accelerator.distributed_type.value
+    if kind in _REPLICATED or accelerator.is_fsdp2:
+        return
+    if kind in _FOREIGN:
+        raise foreign_shards.refusal(f"a model of Accelerate's {kind}", _FOREIGN[kind])
+    raise TypeError(
+        f"Keep does not support {kind}: use plain data parallelism or FSDP2, or remove Keep."
+    )
 
 
 class _Progress:

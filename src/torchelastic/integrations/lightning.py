@@ -20,15 +20,22 @@ import torch
 
 from torchelastic.integrations import frameworks
 from torchelastic.integrations.position import Skip, batches_done
-from torchelastic.tensors import rng, tensor_tree
+from torchelastic.tensors import foreign_shards, rng, tensor_tree
 from torchelastic.training.state.torch_state import TorchState
 
 log = logging.getLogger(__name__)
 
 _pytorch = frameworks.find("lightning.pytorch", "pytorch_lightning")
 _Callback: Any = _pytorch.Callback
-#: Strategies with the whole model on every rank.
-_REPLICATED = (_pytorch.strategies.DDPStrategy, _pytorch.strategies.SingleDeviceStrategy)
+_strategies = _pytorch.strategies
+#: Strategies with the whole model on every rank, or with FSDP2 and tensor parallelism.
+_SUPPORTED = (
+    _strategies.DDPStrategy,
+    _strategies.SingleDeviceStrategy,
+    _strategies.ModelParallelStrategy,
+)
+#: Those that shard it in plain tensors.
+_FOREIGN = {_strategies.FSDPStrategy: "FSDP1", _strategies.DeepSpeedStrategy: "DeepSpeed"}
 
 #: Lightning's key for the batch count of an epoch.
 _BATCHES = "epoch_loop.batch_progress"
@@ -52,11 +59,7 @@ class Keep(_Callback):  # type: ignore[misc]
             raise RuntimeError(
                 "A Keep works for one fit only: create another Keep for another fit."
             )
-        if not isinstance(trainer.strategy, _REPLICATED):
-            raise TypeError(
-                f"Keep does not support {type(trainer.strategy).__name__} yet, because it shards "
-                "the model over the ranks: use the strategy 'ddp', or remove Keep."
-            )
+        _refuse_other_strategies(trainer.strategy)
         self._progress = _Progress(trainer)
         self._state = TorchState(
             model=pl_module,
@@ -96,6 +99,24 @@ class Keep(_Callback):  # type: ignore[misc]
             self._state.commit(step)
 
 
+def _refuse_other_strategies(strategy: Any) -> None:
+    name = type(strategy).__name__
+    for foreign, kind in _FOREIGN.items():
+        if isinstance(strategy, foreign):
+            raise foreign_shards.refusal(f"a model of {name}", kind)
+    if not isinstance(strategy, _SUPPORTED):
+        raise TypeError(
+            f"Keep does not support {name}: use the strategy 'ddp' or ModelParallelStrategy "
+            "(FSDP2), or remove Keep."
+        )
+
+
+def _data_ranks(trainer: Any) -> int:
+    """Return the number of ranks with different data: those of tensor parallelism share theirs."""
+    shares = trainer.distributed_sampler_kwargs
+    return int(shares["num_replicas"] if shares else trainer.world_size)
+
+
 class _Progress:
     """A part of the state: Lightning's position, and the state of callbacks and plugins."""
 
@@ -114,7 +135,7 @@ class _Progress:
         loops["state_dict"].pop("combined_loader", None)
         return {
             "loops": loops,
-            "size": self._trainer.world_size,
+            "size": _data_ranks(self._trainer),
             "epoch_random": self._epoch_random,
             "others": {name: other.state_dict() for name, other in self._others()},
         }
@@ -122,7 +143,7 @@ class _Progress:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         trainer = self._trainer
         accumulated = trainer.accumulate_grad_batches
-        size = trainer.world_size
+        size = _data_ranks(trainer)
         loop = trainer.fit_loop
         loop.load_state_dict(resized(state["loops"], state["size"], size, accumulated))
         if loop.epoch_progress.current.processed == loop.epoch_progress.current.started:
@@ -189,7 +210,7 @@ class _Progress:
         if done and not skips:
             for _ in range(done):
                 next(fetcher)
-            fetcher.fetched -= done  # Lightning adds them when the epoch goes on
+            fetcher.fetched -= done  # Lightning adds them when the epoch continues
             then()
 
 

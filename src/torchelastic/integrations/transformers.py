@@ -16,11 +16,12 @@ import dataclasses
 import json
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torchelastic.integrations import frameworks
+from torchelastic.integrations.accelerate import refuse_other_shards
 from torchelastic.training.state.torch_state import TorchState
 
 log = logging.getLogger(__name__)
@@ -33,11 +34,7 @@ class Keep(_TrainerCallback):  # type: ignore[misc]
     """Restores when `trainer.train` is called, and commits every step. For one call of it."""
 
     def __init__(self, trainer: Any) -> None:
-        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-            raise TypeError(
-                "Keep does not support DeepSpeed or FSDP yet, because they shard the model over "
-                "the ranks: use plain data parallelism, or remove Keep."
-            )
+        refuse_other_shards(trainer.accelerator)
         if trainer.args.auto_find_batch_size:
             raise ValueError(
                 "Keep does not support auto_find_batch_size, which restarts training with smaller "
@@ -59,21 +56,33 @@ class Keep(_TrainerCallback):  # type: ignore[misc]
             raise RuntimeError(
                 "A Keep works for one call of train() only: create another Keep for another call."
             )
-        self._trainer.create_optimizer()
+        self._stub = tempfile.TemporaryDirectory(prefix="torchelastic-")
+        stub = {"resume_from_checkpoint": self._stub.name}
+        try:
+            if self._trainer.accelerator.is_fsdp2:
+                if named.get("resume_from_checkpoint") is not None:
+                    raise ValueError("With FSDP2, Keep does not support resume_from_checkpoint.")
+                _Sharding(self._trainer, self._restore, self._stub.name).take_over()
+                return self._train(*values, **named | stub)
+            self._trainer.create_optimizer()
+            return self._train(*values, **named | (stub if self._restore() else {}))
+        finally:
+            self._remove_stub()
+
+    def _restore(self) -> bool:
+        """Restore; return whether there was a state. Then the stub has it."""
+        assert self._stub is not None
+        optimizer = self._trainer.optimizer
         self._state = TorchState(
             model=self._trainer.model,
-            optimizer=self._trainer.optimizer,
+            optimizer=getattr(optimizer, "optimizer", optimizer),  # without Accelerate's wrapper
             transformers=self._progress,
         )
         if not self._state.restore():
-            return self._train(*values, **named)
+            return False
         self._progress.restored()
-        self._stub = tempfile.TemporaryDirectory(prefix="torchelastic-")
         self._progress.write(Path(self._stub.name))
-        try:
-            return self._train(*values, **named | {"resume_from_checkpoint": self._stub.name})
-        finally:
-            self._remove_stub()
+        return True
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self._progress.put_in_place()
@@ -95,6 +104,29 @@ class Keep(_TrainerCallback):  # type: ignore[misc]
         if self._stub is not None:
             self._stub.cleanup()
             self._stub = None
+
+
+class _Sharding:
+    """Shards the model before the Trainer decides where to start, instead of afterwards: only the
+    sharded model can be restored."""
+
+    def __init__(self, trainer: Any, restore: Callable[[], bool], stub: str) -> None:
+        self._trainer, self._restore, self._stub = trainer, restore, stub
+        self._init, self._prepare = trainer._init_training_state, trainer._prepare_for_training
+        self._model: Any = None
+
+    def take_over(self) -> None:
+        self._trainer._init_training_state = self._begin
+        self._trainer._prepare_for_training = self._prepared
+
+    def _begin(self, steps: int, in_epoch: int, epochs: int, _: Any, trial: Any) -> Any:
+        begun = self._init(steps, in_epoch, epochs, None, trial)
+        self._model, _ = self._prepare(steps, None, None)
+        return self._init(steps, in_epoch, epochs, self._stub, trial) if self._restore() else begun
+
+    def _prepared(self, steps: int, loader: Any, _: Any) -> tuple[Any, Any]:
+        self._trainer.callback_handler.train_dataloader = loader
+        return self._model, loader
 
 
 class _Progress:

@@ -21,13 +21,9 @@ def function_name(function: Callable[..., Any]) -> str:
 
 def function_entry(path: Path, function: Callable[..., Any], args: Sequence[Any]) -> Entry:
     """Pickle a call to `path`, for a worker to run."""
-    if _is_nowhere(function):
-        raise ConfigError(
-            f"{function_name(function)} is defined in an interactive session, so workers cannot "
-            "import it: move it into a file and import it from there."
-        )
+    dumps = _by_value(function) if _is_nowhere(function) else pickle.dumps
     try:
-        write_call(str(path), function, args)
+        write_call(str(path), function, args, dumps)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"Could not pickle {function_name(function)} or its arguments ({error}): use a "
@@ -41,6 +37,20 @@ def _is_nowhere(function: Callable[..., Any]) -> bool:
     main = sys.modules["__main__"]
     in_main = getattr(function, "__module__", None) == "__main__"
     return in_main and main.__spec__ is None and not hasattr(main, "__file__")
+
+
+def _by_value(function: Callable[..., Any]) -> Callable[[Any], bytes]:
+    """Return what pickles functions and classes of a notebook with their code."""
+    try:
+        import cloudpickle
+    except ModuleNotFoundError:
+        name = function_name(function)
+        raise ConfigError(
+            f"{name} is defined in a notebook or interactive session, where workers cannot import "
+            "it: run pip install cloudpickle. Or write the cell to a file with %%writefile "
+            f"steps.py as its first line, and use from steps import {name}."
+        ) from None
+    return cloudpickle.dumps  # type: ignore[no-any-return]
 
 
 def read_result(path: str) -> Any:

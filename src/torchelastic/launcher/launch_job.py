@@ -15,20 +15,20 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from torchelastic.agent import failure_report
 from torchelastic.config import Entry, LaunchConfig, default_run_id
 from torchelastic.errors import (
-    EXIT_FAILED,
     EXIT_NOT_ENOUGH_NODES,
     EXIT_OK,
     EXIT_RENDEZVOUS_LOST,
     EXIT_SIGNAL_BASE,
+    FAILED,
     ConfigError,
     JobInterrupted,
     NotEnoughNodes,
@@ -77,7 +77,7 @@ def launch_agent(
     """Run this node's part of a job in an agent process; results by global rank.
 
     Raises `ChildFailedError` if workers failed, `NotEnoughNodes`, `RendezvousLost` or
-    `JobInterrupted` if the job could not go on, `KeyboardInterrupt` on Ctrl-C.
+    `JobInterrupted` if the job could not continue, `KeyboardInterrupt` on Ctrl-C.
     """
     ended = run_agent(config, entrypoint, args)
     if ended.exitcode != EXIT_OK:
@@ -99,7 +99,7 @@ class Ended:
     @property
     def failures(self) -> dict[int, ProcessFailure]:
         """Failures by global rank, the first failure of the job first."""
-        if self.exitcode != EXIT_FAILED or self.world is None:
+        if self.exitcode not in FAILED or self.world is None:
             return {}
         found = [item for item in (self.world.cause, *self.world.consequences) if item is not None]
         return {item.rank: ProcessFailure.from_failure(item) for item in found if not item.is_node}
@@ -127,17 +127,63 @@ def run_agent(
     config = completed(config)
     with tempfile.TemporaryDirectory(prefix="torchelastic_launch_") as name:
         directory = Path(name)
-        request, outcome = directory / "request.json", directory / "outcome.json"
         entry = make_entry(entrypoint, args, directory)
+        with _shown_in_cell() as streams:
+            agent = AgentProcess(config, entry, directory, streams=streams)
+            with _handed_on(agent, config.signals_to_handle) as received:
+                ended = agent.wait()
+        if signal.SIGINT in received:
+            raise KeyboardInterrupt
+        return ended
+
+
+class AgentProcess:
+    """An agent in a process of its own. It dies with the thread that starts it."""
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        entry: Entry,
+        directory: Path,
+        environ: Mapping[str, str] | None = None,
+        streams: tuple[int | None, int | None] = (None, None),
+    ) -> None:
+        """Start it. `directory` is private to it and stays until it has ended; `environ` and
+        `streams` (stdout and stderr) replace this process's own."""
+        request, self._outcome = directory / "request.json", directory / "outcome.json"
         asked = {
             "parent": os.getpid(),
             "config": config.to_json(),
             "entry": dataclasses.asdict(entry),
         }
         request.write_text(json.dumps(asked))
-        exitcode = _run_process(request, outcome, config.signals_to_handle)
-        said = json.loads(outcome.read_text()) if outcome.exists() else {}
-        return _ended(exitcode, said)
+        package_root = str(Path(__file__).parents[2])
+        command = [sys.executable, "-c", _AGENT, package_root, str(request), str(self._outcome)]
+        # In a new session: Ctrl-C reaches it only through us, once.
+        out, err = streams
+        self._process = subprocess.Popen(
+            command, start_new_session=True, env=environ, stdout=out, stderr=err
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def signal(self, signum: int) -> None:
+        """Send the agent a signal, if it still runs."""
+        self._process.send_signal(signum)
+
+    def wait(self) -> Ended:
+        """Wait for the end of the job on this node; if the wait is interrupted, end it."""
+        try:
+            self._process.wait()
+        finally:
+            if self._process.returncode is None:  # a signal handler of the caller's raised
+                self._process.terminate()
+                self._process.wait()
+        code = self._process.returncode
+        said = json.loads(self._outcome.read_text()) if self._outcome.exists() else {}
+        return _ended(code if code >= 0 else EXIT_SIGNAL_BASE - code, said)
 
 
 def completed(config: LaunchConfig) -> LaunchConfig:
@@ -188,27 +234,39 @@ def entrypoint_name(entrypoint: Callable[..., Any] | str, args: Sequence[Any]) -
     return _program(entrypoint, [str(arg) for arg in args]).name
 
 
-def _run_process(request: Path, outcome: Path, signals: Sequence[str]) -> int:
-    """Run the agent and return its exit code; 128 + n for signal n."""
-    package_root = str(Path(__file__).parents[2])
-    command = [sys.executable, "-c", _AGENT, package_root, str(request), str(outcome)]
-    # In a new session: Ctrl-C reaches it only through us, once.
-    agent = subprocess.Popen(command, start_new_session=True)
-    try:
-        with _handed_on(agent, signals) as received:
-            agent.wait()
-    finally:
-        if agent.returncode is None:  # a signal handler of the caller's raised
-            agent.terminate()
-            agent.wait()
-    if signal.SIGINT in received:
-        raise KeyboardInterrupt
-    code = agent.returncode
-    return code if code >= 0 else EXIT_SIGNAL_BASE - code
+@contextlib.contextmanager
+def _shown_in_cell() -> Iterator[tuple[int | None, int | None]]:
+    """Yield stdout and stderr for the agent. In a notebook they are pipes whose text is shown under
+    the cell: a kernel's own descriptors lead to the terminal of its server."""
+    if type(sys.stdout).__module__ != "ipykernel.iostream":
+        yield None, None
+        return
+    with contextlib.ExitStack() as threads:
+        writable = [threads.enter_context(_pumped_to(out)) for out in (sys.stdout, sys.stderr)]
+        yield writable[0], writable[1]
 
 
 @contextlib.contextmanager
-def _handed_on(agent: subprocess.Popen[bytes], signals: Sequence[str]) -> Iterator[list[int]]:
+def _pumped_to(out: TextIO) -> Iterator[int]:
+    """Yield a descriptor; what is written to it appears at `out`, all of it before the end."""
+    readable, writable = os.pipe()
+
+    def pump() -> None:
+        with open(readable, errors="replace") as lines:
+            for line in lines:
+                out.write(line)
+
+    thread = threading.Thread(target=pump, name="torchelastic-cell-output")
+    thread.start()
+    try:
+        yield writable
+    finally:
+        os.close(writable)
+        thread.join()
+
+
+@contextlib.contextmanager
+def _handed_on(agent: AgentProcess, signals: Sequence[str]) -> Iterator[list[int]]:
     """Forward signals to the agent; yields the list of received signals.
 
     Only signals without another handler, and only in the main thread, where Python allows it.
@@ -217,7 +275,7 @@ def _handed_on(agent: subprocess.Popen[bytes], signals: Sequence[str]) -> Iterat
 
     def hand_on(signum: int, frame: FrameType | None) -> None:
         received.append(signum)
-        agent.send_signal(signum)
+        agent.signal(signum)
 
     unhandled = (signal.SIG_DFL, signal.default_int_handler)
     before = {}

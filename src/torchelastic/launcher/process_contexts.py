@@ -35,7 +35,7 @@ from torchelastic.worker.bootstrap import result_path
 logger = logging.getLogger(__name__)
 
 #: Seconds between two warnings about a process that does not die.
-PATIENCE = 10.0
+WARNING_INTERVAL = 10.0
 
 Args = Mapping[int, Sequence[Any]]
 Envs = Mapping[int, Mapping[str, str]]
@@ -135,7 +135,7 @@ class PContext(abc.ABC):
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         """Wait until all processes have succeeded, or one has failed and the others are stopped.
 
-        None if that takes longer than `timeout` seconds (0: do not wait; negative: for ever).
+        None if that takes longer than `timeout` seconds (0: do not wait; negative: forever).
         `period` is ignored: an end is seen at once.
         """
         deadline = time.monotonic() + timeout if timeout >= 0 else None
@@ -165,7 +165,7 @@ class PContext(abc.ABC):
             self._collect(deadline)
         self._signal(signal.SIGKILL)
         while self._running():
-            self._collect(time.monotonic() + PATIENCE)
+            self._collect(time.monotonic() + WARNING_INTERVAL)
             if left := self._running():
                 pids = [process.pid for process in left.values()]
                 logger.warning("Processes are still alive after SIGKILL: pids %s.", pids)
@@ -208,7 +208,7 @@ class PContext(abc.ABC):
             process.signal(signum)
 
     def _collect(self, deadline: float | None) -> None:
-        """Wait until `deadline` (None: for ever) for a process to end; collect all that have."""
+        """Wait until `deadline` (None: forever) for a process to end; collect all that have."""
         poll = select.poll()
         running = {process.pidfd: process for process in self._running().values()}
         for pidfd in running:

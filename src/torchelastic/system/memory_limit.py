@@ -36,7 +36,7 @@ class NoRoom(Exception):
 
 
 def check(
-    needed: int, what: str, otherwise: str = "go on without snapshots", *, promised: int = 0
+    needed: int, what: str, otherwise: str = "continue without snapshots", *, promised: int = 0
 ) -> None:
     """Raise `NoRoom` if `needed` bytes, in addition to those `promised` to others, would come too
     close to a limit of this process."""
@@ -47,7 +47,7 @@ def check(
 
 
 def refusal(
-    needed: int, limits: list[Limit], what: str, otherwise: str = "go on without snapshots"
+    needed: int, limits: list[Limit], what: str, otherwise: str = "continue without snapshots"
 ) -> str | None:
     """The message if `needed` bytes are not free; None: they are.
 

@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 MACHINES = "abcde"
 NEWCOMERS = "fg"
-#: Seconds from the first to the last fault; when everything is healed.
+#: Seconds of the first fault and of the last, and when everything is healed.
 FIRST_AT, LAST_AT, HEALED_AT = 4.0, 36.0, 40.0
 
 
-class Fault(NamedTuple):
+class ScheduledFault(NamedTuple):
     at: float
     kind: str
-    #: The machines that it is about, and those on the other side of a cut.
+    #: The machines that it affects, and those on the other side of a cut.
     machines: str = ""
     others: str = ""
     both_ways: bool = True
@@ -43,21 +43,36 @@ class Schedule(NamedTuple):
     """One job, and the faults it meets."""
 
     seed: int
-    #: Its workers call `torchelastic.train`.
+    #: Whether its workers call `torchelastic.train`.
     resident: bool
     machines: str
     min_nodes: int
     max_nodes: int
-    #: An agent that is started again is the same voter: it has the file of the one before it.
+    #: Whether a restarted agent is the same voter, with its last agent's file.
     remembers: bool
-    #: How many steps the training has; many: it does not end.
+    #: The number of training steps; a large one: it does not end.
     steps: int
-    faults: tuple[Fault, ...]
+    faults: tuple[ScheduledFault, ...]
+    #: Workers on each machine, and the number of workers in a replica; 0: it is not sharded.
+    workers: int = 1
+    replica: int = 0
+
+    @property
+    def spanned(self) -> int:
+        """The number of machines that a replica spans."""
+        return max(self.replica // self.workers, 1)
+
+    @property
+    def nodes_needed(self) -> int:
+        """The least number of machines that can train: whole replicas."""
+        return -(-self.min_nodes // self.spanned) * self.spanned
 
     def __str__(self) -> str:
         kind = "train" if self.resident else "script"
         head = f"seed {self.seed}: {kind}, {len(self.machines)} machines, "
         head += f"--nnodes {self.min_nodes}:{self.max_nodes}"
+        if self.replica:
+            head += f", {self.workers} workers each, replicas of {self.replica}"
         if self.remembers:
             head += ", agents resume"
         if self.steps < ENDLESS:
@@ -99,6 +114,21 @@ def made_from(seed: int, faults: int = 10, machines: int | None = None) -> Sched
     )
 
 
+#: Workers on each machine, and in a replica: on one machine, or on two.
+REPLICAS = ((2, 2), (4, 2), (1, 2), (2, 4))
+
+
+def sharded_from(seed: int, faults: int = 10, machines: int | None = None) -> Schedule:
+    """Make the schedule of a seed for a sharded model."""
+    chance = random.Random(f"replicas of {seed}")
+    made = made_from(seed, faults, machines or chance.choice((3, 4, 4, 5, 5)))
+    workers, replica = chance.choice(REPLICAS)
+    made = made._replace(resident=True, workers=workers, replica=replica)
+    # As many machines as are needed are there at the end, and --nnodes allows them.
+    most = len(made.machines) // made.spanned * made.spanned
+    return made._replace(min_nodes=min(made.min_nodes, most))
+
+
 def _times(chance: random.Random, count: int) -> list[float]:
     """The times of faults: single, or in bursts, so that rare combinations happen within a
     lease."""
@@ -112,18 +142,18 @@ def _times(chance: random.Random, count: int) -> list[float]:
     return [round(at, 3) for at in sorted(times)]
 
 
-def _fault(chance: random.Random, at: float, machines: str) -> Fault:
+def _fault(chance: random.Random, at: float, machines: str) -> ScheduledFault:
     kind = chance.choices([*KINDS], [*KINDS.values()])[0]
     if kind in ("cut", "slow"):
         return _between(chance, at, kind, machines)
     if kind == "mend":
-        return Fault(at, kind)
+        return ScheduledFault(at, kind)
     if kind == "join":
-        return Fault(at, kind, chance.choice(NEWCOMERS))
-    return Fault(at, kind, chance.choice(machines))
+        return ScheduledFault(at, kind, chance.choice(NEWCOMERS))
+    return ScheduledFault(at, kind, chance.choice(machines))
 
 
-def _between(chance: random.Random, at: float, kind: str, machines: str) -> Fault:
+def _between(chance: random.Random, at: float, kind: str, machines: str) -> ScheduledFault:
     """Two sides: all machines, or a few of them."""
     every = list(machines)
     chance.shuffle(every)
@@ -131,7 +161,7 @@ def _between(chance: random.Random, at: float, kind: str, machines: str) -> Faul
         every = every[:2]
     size = chance.randint(1, len(every) - 1)
     sides = "".join(sorted(every[:size])), "".join(sorted(every[size:]))
-    return Fault(
+    return ScheduledFault(
         at,
         kind,
         *sides,
@@ -141,7 +171,7 @@ def _between(chance: random.Random, at: float, kind: str, machines: str) -> Faul
 
 
 def shrunk(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
-    """A short schedule that still fails: without as many faults as possible, then with fewer
+    """A shorter schedule that still fails: with as few faults as possible, then with fewer
     machines."""
     size = max(len(schedule.faults) // 2, 1)
     while size:

@@ -1,14 +1,18 @@
 """The checker of the laws of a job, over a history of plain events. Pure.
 
-An observer of a job (a simulation, a chaos run, a soak) tells `Laws` what happens, in order of
-time, and reads `violations` after every event. The laws, by their numbers in the design:
+An observer of a job (a simulation, a chaos run, a soak) passes events to `Laws` in order of time,
+and reads `violations` after every event. The laws, by their numbers in the design:
 
-    1  at most one world makes progress: once a world has made a step, no older one does
+    1  at most one world makes progress: once a world has made a step, no older one finishes that
+       step or a later one. A node that leaves may finish the agreed last step late: it is earlier
+       than the first step of the world that follows, which began with its result
     2  generations only grow, on every node; no number is given twice
     3  a step that all nodes of a world have finished is not repeated while a copy of it is left
     7  an agent that ends says why, and a job that fails names one of its first failures
     8  when enough machines are up and can talk to each other, and a majority of the last electorate
        is among them, the job trains again within one lease plus one round
+    9  a world of a sharded model has whole replicas only, and a worker keeps its coordinate; law 3
+       holds while a whole replica has the step
 
 It shares no rule with the product: the meaning of a majority is defined here a second time.
 """
@@ -18,11 +22,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
+from math import inf
 from typing import Any, NamedTuple
 
+from torchelastic.testing.held_state import HeldState
 
-class Electorate(NamedTuple):
-    """Nodes of which a strict majority must agree; of two, the host alone is enough."""
+
+class LawElectorate(NamedTuple):
+    """Nodes, a strict majority of which must agree; of two, the host alone is enough."""
 
     nodes: frozenset[str]
     host: str = ""
@@ -33,138 +40,156 @@ class Electorate(NamedTuple):
         return 2 * given > len(self.nodes) or tied
 
 
-#: Who is asked where nobody is left that knows of the job.
-NOBODY = Electorate(frozenset())
+#: The electorate if no node that knows the job is left.
+NOBODY = LawElectorate(frozenset())
 
 
 # --- events: all have a time, in seconds of one clock --------------------------------------------
 
 
-class Up(NamedTuple):
+class NodeUp(NamedTuple):
     """An agent has been started; again as the same node if it remembers what that was."""
 
     at: float
     node: str
 
 
-class Down(NamedTuple):
+class NodeDown(NamedTuple):
     """An agent is gone, and its workers with it; it is not expected back as the same node."""
 
     at: float
     node: str
 
 
-class Frozen(NamedTuple):
-    """A node does nothing, until it is thawed."""
+class NodeFrozen(NamedTuple):
+    """A node is stopped until it is thawed."""
 
     at: float
     node: str
 
 
-class Thawed(NamedTuple):
+class NodeThawed(NamedTuple):
     at: float
     node: str
 
 
-class Leaves(NamedTuple):
-    """A node was asked to leave: it no longer trains, and agrees to what the others do."""
+class NodeLeaves(NamedTuple):
+    """A node was asked to leave: it stops training, and agrees to the others' decisions."""
 
     at: float
     node: str
 
 
-class Cut(NamedTuple):
-    """Nothing gets from one node to another any more; the other direction is another event."""
+class PathCut(NamedTuple):
+    """Messages from one node to another are blocked; the other direction is another event."""
 
     at: float
     source: str
     target: str
 
 
-class Mended(NamedTuple):
+class PathRestored(NamedTuple):
     at: float
     source: str
     target: str
 
 
-class Disturbed(NamedTuple):
-    """Another event after which the job may need a lease and a round: a worker was killed, a node
-    was asked to leave."""
+class JobDisturbed(NamedTuple):
+    """Another event after which the job may need a lease and a round: a killed worker, a leave."""
 
     at: float
     what: str
 
 
-class Formed(NamedTuple):
-    """A host has published a world with a number that it had not published before."""
+class WorldPublished(NamedTuple):
+    """A host has published a world with a new number."""
 
     at: float
     generation: int
     host: str
     nodes: frozenset[str]
-    #: Who must agree to what follows it: its own electorate, and those before while it is not
-    #: settled. Empty: nobody (an arbiter outside, or `--quorum none`).
-    electorates: tuple[Electorate, ...] = ()
-    #: The nodes that its host had: a copy of the state elsewhere could not be asked for. None: any.
+    #: The electorates of the next world: its own, and those before while it is not confirmed.
+    #: Empty: none (an external arbiter, or `--quorum none`).
+    electorates: tuple[LawElectorate, ...] = ()
+    #: The nodes that its host could reach: copies of the state elsewhere do not count. None: any.
     present: frozenset[str] | None = None
 
 
-class TookUp(NamedTuple):
-    """A node knows of a world; an observer that reports none means that all know of all."""
+class WorldTakenUp(NamedTuple):
+    """A node knows a world. An observer that never reports this means that all nodes know all
+    worlds."""
 
     at: float
     node: str
     generation: int
 
 
-class Settled(NamedTuple):
-    """Only the nodes of this world have a vote on what follows it."""
+class WorldConfirmed(NamedTuple):
+    """Only the nodes of this world have a vote on the next one."""
 
     at: float
     generation: int
 
 
-class Began(NamedTuple):
+class WorkersBegan(NamedTuple):
     """A node's workers begin to train in a world, with this step."""
 
     at: float
     node: str
     generation: int
     step: int
+    #: The local ranks of the workers.
+    ranks: tuple[int, ...] = (0,)
 
 
-class Stepped(NamedTuple):
+class StepFinished(NamedTuple):
     """A node's workers have finished a step."""
 
     at: float
     node: str
     generation: int
     step: int
+    ranks: tuple[int, ...] = (0,)
 
 
-class Forgot(NamedTuple):
-    """A node has no copy of the state any more."""
+class StateForgotten(NamedTuple):
+    """A node, or these workers of it, has no copy of the state left."""
 
     at: float
     node: str
+    ranks: tuple[int, ...] | None = None
 
 
-class Finished(NamedTuple):
-    """There is nothing more to train."""
+class WorkerEntered(NamedTuple):
+    """A worker of a sharded model enters a world."""
+
+    at: float
+    node: str
+    #: Names the process: a replacement is another one.
+    process: str
+    #: Its number in a replica, when the process was started.
+    coordinate: int
+    generation: int
+    rank: int
+    size: int
+
+
+class TrainingFinished(NamedTuple):
+    """The training is done."""
 
     at: float
 
 
-class Failed(NamedTuple):
-    """A worker or a node has failed, and was in the world of this generation."""
+class NodeFailed(NamedTuple):
+    """A worker or a node of this generation has failed."""
 
     at: float
     node: str
     generation: int
 
 
-class Ended(NamedTuple):
-    """An agent has ended by itself; `asked`: it was told to leave, or heard that the job closed."""
+class AgentEnded(NamedTuple):
+    """An agent has exited; `asked`: it was told to leave, or learned that the job closed."""
 
     at: float
     node: str
@@ -172,8 +197,8 @@ class Ended(NamedTuple):
     asked: bool
 
 
-class Closed(NamedTuple):
-    """The job was closed. `blamed` is the node that is named for it, if any."""
+class ClosedJob(NamedTuple):
+    """The job was closed; `blamed` is the node named as the cause, if any."""
 
     at: float
     generation: int
@@ -183,24 +208,25 @@ class Closed(NamedTuple):
 
 
 Event = (
-    Up
-    | Down
-    | Frozen
-    | Thawed
-    | Leaves
-    | Cut
-    | Mended
-    | Disturbed
-    | Formed
-    | TookUp
-    | Settled
-    | Began
-    | Stepped
-    | Forgot
-    | Finished
-    | Failed
-    | Ended
-    | Closed
+    NodeUp
+    | NodeDown
+    | NodeFrozen
+    | NodeThawed
+    | NodeLeaves
+    | PathCut
+    | PathRestored
+    | JobDisturbed
+    | WorldPublished
+    | WorldTakenUp
+    | WorldConfirmed
+    | WorkersBegan
+    | StepFinished
+    | StateForgotten
+    | WorkerEntered
+    | TrainingFinished
+    | NodeFailed
+    | AgentEnded
+    | ClosedJob
 )
 
 
@@ -218,17 +244,19 @@ class Rules:
     """The job's promises that depend on its settings."""
 
     min_nodes: int = 1
-    #: Seconds in which a job that can go on must train again: one lease plus one round.
+    #: The number of workers in a replica (0: the model is not sharded), and on each node.
+    replica: int = 0
+    workers: int = 1
+    #: Seconds in which a job that can continue must train again: one lease plus one round.
     within: float = float("inf")
-    #: How many steps that all nodes have finished may be done again: what keeps the state may
-    #: be behind by so many.
+    #: How many finished steps may be repeated: copies of the state may lag by this many.
     redone: int = 0
-    #: So many failures the job is asked to survive.
+    #: The number of failures that the job must survive.
     endures: int = 0
-    #: Seconds within which nobody can say which of two failures was the first.
+    #: Two failures within this many seconds have no known order.
     together: float = float("inf")
-    #: Who must be there before the first world.
-    founders: Iterable[Electorate] = ()
+    #: The electorates that must agree to the first world.
+    founders: Iterable[LawElectorate] = ()
 
 
 @dataclass
@@ -237,11 +265,13 @@ class _Known:
 
     nodes: frozenset[str] = frozenset()
     host: str = ""
-    electorates: tuple[Electorate, ...] = ()
+    electorates: tuple[LawElectorate, ...] = ()
     present: frozenset[str] | None = None
-    #: By step: the nodes that have finished it.
+    #: The first step that it has made; infinity: none.
+    first: float = inf
+    #: The nodes that have finished each step.
     finished: dict[int, set[str]] = field(default_factory=dict)
-    failures: list[Failed] = field(default_factory=list)
+    failures: list[NodeFailed] = field(default_factory=list)
 
 
 class Laws:
@@ -251,13 +281,13 @@ class Laws:
         self._rules = rules or Rules()
         self.violations: list[Violation] = []
         self._worlds: dict[int, _Known] = {}
-        #: The newest world that was formed, and the newest that made a step.
+        #: The newest published world, and the newest that made a step.
         self._latest = self._stepped = -1
-        #: By node: the newest world it knows of.
+        #: The newest world that each node knows.
         self._known: dict[str, int] = {}
-        #: By node: the newest generation it began, and the newest version of the state it holds.
+        #: By node: the newest generation it started; and the state that its workers have.
         self._begun: dict[str, int] = {}
-        self._held: dict[str, int] = {}
+        self._held = HeldState(self._rules.replica, self._rules.workers)
         #: The last step that all nodes of a world have finished.
         self._finished = -1
         self._up: set[str] = set()
@@ -265,22 +295,22 @@ class Laws:
         self._leaving: set[str] = set()
         self._cut: set[tuple[str, str]] = set()
         self._failures = 0
-        #: Since when nothing was disturbed; when the last step was made.
+        #: The time of the last disturbance, and of the last step.
         self._quiet_since = 0.0
         self._progress_at = 0.0
-        #: Whether the job could train as things stand; None: not known since they have changed.
+        #: Whether the job can train now; None: not computed since the last change.
         self._able: bool | None = None
         self._is_done = False
         #: Whether the job has been closed.
         self.is_closed = False
 
     def note(self, event: Event) -> None:
-        """Take an event."""
+        """Process an event."""
         self.look(event.at)
         _HANDLERS[type(event)](self, event)
 
     def look(self, now: float) -> None:
-        """Check what must have happened by now: law 8."""
+        """Check law 8, which depends on time."""
         since = max(self._quiet_since, self._progress_at)
         if now - since <= self._rules.within or self.is_closed or self._is_done:
             return
@@ -289,7 +319,7 @@ class Laws:
         self._break(
             8, now, f"the job could train since {self._quiet_since:.3f} s, and no step was made"
         )
-        self._progress_at = now  # say it once per limit
+        self._progress_at = now  # report it once per limit
 
     @property
     def last_step_at(self) -> float:
@@ -298,7 +328,7 @@ class Laws:
 
     # --- laws 1, 2 and 3 -------------------------------------------------------------------------
 
-    def _formed(self, event: Formed) -> None:
+    def _formed(self, event: WorldPublished) -> None:
         known = self._worlds.get(event.generation)
         if known is not None and known.nodes:
             if (known.nodes, known.host) != (event.nodes, event.host):
@@ -311,17 +341,17 @@ class Laws:
         self._latest = max(self._latest, event.generation)
         self._able = None
 
-    def _took_up(self, event: TookUp) -> None:
+    def _took_up(self, event: WorldTakenUp) -> None:
         if event.generation > self._known.get(event.node, -1):
             self._known[event.node] = event.generation
             self._able = None
 
-    def _settled(self, event: Settled) -> None:
+    def _confirmed(self, event: WorldConfirmed) -> None:
         known = self._world(event.generation)
         known.electorates = known.electorates[-1:]
         self._able = None
 
-    def _began(self, event: Began) -> None:
+    def _began(self, event: WorkersBegan) -> None:
         node, generation = event.node, event.generation
         before = self._begun.get(node, -1)
         if generation <= before:
@@ -338,25 +368,26 @@ class Laws:
                 )
             else:
                 self._finished = event.step - 1
-        self._held[node] = max(self._held.get(node, -1), event.step - 1)
+                self._held.forget_all()  # what is left of later steps is void
+        self._held.hold(node, event.ranks, event.step - 1)
 
     def _holders(self, world: _Known, node: str) -> frozenset[str]:
-        """The nodes that have the last finished state, and could hand it to the nodes of a
-        world."""
-        there = self._up - self._frozen if self._up else set(self._held)
+        """The nodes that have the last finished state and could hand it to the nodes of a world."""
+        there = self._up - self._frozen if self._up else self._held.nodes
         if world.present is not None:
             there &= world.present
-        return frozenset(
+        linked = (
             holder
             for holder in there
-            if self._held.get(holder, -1) >= self._finished
-            and all(self._are_linked(holder, other) for other in world.nodes | {node})
+            if all(self._are_linked(holder, other) for other in world.nodes | {node})
         )
+        return self._held.holders(linked, self._finished)
 
-    def _stepped_in(self, event: Stepped) -> None:
+    def _stepped_in(self, event: StepFinished) -> None:
         known, generation = self._world(event.generation), event.generation
         finished = known.finished.setdefault(event.step, set())
-        if generation < self._stepped:
+        known.first = min(known.first, event.step)
+        if generation < self._stepped and event.step >= self._made_after(generation):
             self._break(
                 1,
                 event.at,
@@ -367,40 +398,57 @@ class Laws:
         self._stepped = max(self._stepped, generation)
         if self._begun.get(event.node, -1) < generation:
             self._begun[event.node] = generation
-        self._held[event.node] = max(self._held.get(event.node, -1), event.step)
+        self._held.hold(event.node, event.ranks, event.step)
         if known.nodes and known.nodes <= finished:
             self._finished = max(self._finished, event.step)
             for step in [step for step in known.finished if step < event.step]:
                 del known.finished[step]
         self._progress_at = max(self._progress_at, event.at)
 
-    def _forgot(self, event: Forgot) -> None:
-        self._held.pop(event.node, None)
+    def _made_after(self, generation: int) -> float:
+        """The first step that a later world has made."""
+        return min(known.first for number, known in self._worlds.items() if number > generation)
 
-    def _finish(self, event: Finished) -> None:
+    def _forgot(self, event: StateForgotten) -> None:
+        self._held.forget(event.node, event.ranks)
+
+    def _finish(self, event: TrainingFinished) -> None:
         self._is_done = True
+
+    # --- law 9 -----------------------------------------------------------------------------------
+
+    def _entered(self, event: WorkerEntered) -> None:
+        size, generation = self._rules.replica, event.generation
+        self._held.note_place(event.node, event.coordinate)
+        if event.size % size:
+            whole = f"{event.size} workers are not whole replicas of {size}"
+            self._break(9, event.at, f"generation {generation}: {whole}")
+        if event.rank % size != event.coordinate % size:
+            other = f"rank {event.rank} of generation {generation}"
+            began = event.coordinate % size
+            self._break(9, event.at, f"{event.process} has coordinate {began}, and is {other}")
 
     # --- law 7 -----------------------------------------------------------------------------------
 
-    def _failed(self, event: Failed) -> None:
+    def _failed(self, event: NodeFailed) -> None:
         self._world(event.generation).failures.append(event)
         self._failures += 1
         self._disturbed(event)
 
-    def _ended(self, event: Ended) -> None:
+    def _ended(self, event: AgentEnded) -> None:
         if not event.reason:
             self._break(7, event.at, f"{event.node} has ended, and does not say why")
         if not event.asked and not self.is_closed:
             self._break(8, event.at, f"{event.node} has ended unasked: {event.reason}")
         self._down(event)
 
-    def _close(self, event: Closed) -> None:
+    def _close(self, event: ClosedJob) -> None:
         self.is_closed = True
         if not event.reason:
-            self._break(7, event.at, "the job is closed, and nobody says why")
+            self._break(7, event.at, "the job is closed without a reason")
         if not event.exitcode:
             return
-        if self._failures < self._rules.endures:
+        if self._failures < self._rules.endures and not self._is_done:
             self._break(8, event.at, f"the job has given up: {event.reason}")
         failures = self._world(event.generation).failures
         if not failures:
@@ -414,8 +462,7 @@ class Laws:
     # --- law 8 -----------------------------------------------------------------------------------
 
     def _is_able(self) -> bool:
-        """Return whether nodes that can all talk to each other, and to no other node, are
-        enough."""
+        """Return whether one group of connected nodes is enough to train."""
         if self._able is None:
             self._able = any(self._are_enough(group) for group in self._groups())
         return self._able
@@ -427,9 +474,9 @@ class Laws:
             and all(self._are_linked(one, other) for one, other in combinations(group, 2))
         )
 
-    def _agrees(self, electorate: Electorate, group: frozenset[str]) -> bool:
-        """Return whether an electorate agrees, counting leaving nodes that can say so; but one of
-        it must stay: nobody else could host."""
+    def _agrees(self, electorate: LawElectorate, group: frozenset[str]) -> bool:
+        """Return whether an electorate agrees, counting leaving nodes that can be reached. One of
+        its nodes must stay: no other could host."""
         leaving = {
             node
             for node in self._leaving - self._frozen
@@ -438,9 +485,9 @@ class Laws:
         stay = not electorate.nodes or bool(electorate.nodes & group)
         return stay and electorate.agrees(group | leaving)
 
-    def _electorates_for(self, group: frozenset[str]) -> Iterable[Electorate]:
-        """The electorates that these nodes know of: for a world that only lost nodes know, nobody
-        can be asked."""
+    def _electorates_for(self, group: frozenset[str]) -> Iterable[LawElectorate]:
+        """The electorates that these nodes know: voters of a world that only lost nodes know cannot
+        be asked."""
         newest = self._latest
         if self._known:
             newest = max(self._known.get(node, -1) for node in group)
@@ -449,7 +496,7 @@ class Laws:
         return self._world(newest).electorates
 
     def _groups(self) -> list[frozenset[str]]:
-        """The nodes that are up, grouped by who can reach whom."""
+        """The nodes that are up, in groups that can reach each other."""
         left, groups = self._up - self._frozen - self._leaving, []
         while left:
             group, edge = set[str](), {left.pop()}
@@ -469,34 +516,34 @@ class Laws:
     def _are_linked(self, one: str, other: str) -> bool:
         return (one, other) not in self._cut and (other, one) not in self._cut
 
-    def _came_up(self, event: Up) -> None:
+    def _came_up(self, event: NodeUp) -> None:
         self._up.add(event.node)
         self._disturbed(event)
 
-    def _down(self, event: Down | Ended) -> None:
+    def _down(self, event: NodeDown | AgentEnded) -> None:
         self._up.discard(event.node)
         self._frozen.discard(event.node)
         self._leaving.discard(event.node)
-        self._held.pop(event.node, None)
+        self._held.forget(event.node)
         self._disturbed(event)
 
-    def _freeze(self, event: Frozen) -> None:
+    def _freeze(self, event: NodeFrozen) -> None:
         self._frozen.add(event.node)
         self._disturbed(event)
 
-    def _thaw(self, event: Thawed) -> None:
+    def _thaw(self, event: NodeThawed) -> None:
         self._frozen.discard(event.node)
         self._disturbed(event)
 
-    def _leave(self, event: Leaves) -> None:
+    def _leave(self, event: NodeLeaves) -> None:
         self._leaving.add(event.node)
         self._disturbed(event)
 
-    def _cut_off(self, event: Cut) -> None:
+    def _cut_off(self, event: PathCut) -> None:
         self._cut.add((event.source, event.target))
         self._disturbed(event)
 
-    def _mend(self, event: Mended) -> None:
+    def _mend(self, event: PathRestored) -> None:
         self._cut.discard((event.source, event.target))
         self._disturbed(event)
 
@@ -516,24 +563,25 @@ class Laws:
 
 
 _HANDLERS: Mapping[type, Callable[[Laws, Any], None]] = {
-    Up: Laws._came_up,
-    Down: Laws._down,
-    Frozen: Laws._freeze,
-    Thawed: Laws._thaw,
-    Leaves: Laws._leave,
-    Cut: Laws._cut_off,
-    Mended: Laws._mend,
-    Disturbed: Laws._disturbed,
-    Formed: Laws._formed,
-    TookUp: Laws._took_up,
-    Settled: Laws._settled,
-    Began: Laws._began,
-    Stepped: Laws._stepped_in,
-    Forgot: Laws._forgot,
-    Finished: Laws._finish,
-    Failed: Laws._failed,
-    Ended: Laws._ended,
-    Closed: Laws._close,
+    NodeUp: Laws._came_up,
+    NodeDown: Laws._down,
+    NodeFrozen: Laws._freeze,
+    NodeThawed: Laws._thaw,
+    NodeLeaves: Laws._leave,
+    PathCut: Laws._cut_off,
+    PathRestored: Laws._mend,
+    JobDisturbed: Laws._disturbed,
+    WorldPublished: Laws._formed,
+    WorldTakenUp: Laws._took_up,
+    WorldConfirmed: Laws._confirmed,
+    WorkersBegan: Laws._began,
+    StepFinished: Laws._stepped_in,
+    StateForgotten: Laws._forgot,
+    WorkerEntered: Laws._entered,
+    TrainingFinished: Laws._finish,
+    NodeFailed: Laws._failed,
+    AgentEnded: Laws._ended,
+    ClosedJob: Laws._close,
 }
 
 

@@ -2,32 +2,34 @@
 
     --seed 17               the job of seed 17, and what happened to it
     --count 10000           the jobs of 10,000 seeds, from --seed on; ends with the first that fails
-    --all                   goes on after a failure, and counts them
+    --all                   continues after a failure, and counts them
+    --replicas              a sharded model, whose worlds have whole replicas
     --stack                 the whole control plane, not its deciders alone: slower, and no model
 
-A failure is shown with its seed and a short schedule that fails as well. What a seed makes depends
-on nothing but this package: it can be replayed anywhere, with the same commit.
+A failure is shown with its seed and a short schedule that fails as well. A seed can be replayed
+anywhere with the same commit: the run depends only on this package.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import re
 import sys
 import time
 from collections.abc import Sequence
 
 from torchelastic.testing import laws
-from torchelastic.testing.bus.bus_simulation import Simulation
-from torchelastic.testing.fault_schedule import Schedule, made_from, shrunk
+from torchelastic.testing.bus.bus_simulation import BusSimulation
+from torchelastic.testing.fault_schedule import Schedule, made_from, sharded_from, shrunk
 from torchelastic.testing.laws import Violation
-from torchelastic.testing.stack.stack_simulation import Stack
+from torchelastic.testing.stack.stack_simulation import StackSimulation
 
-#: What a job is simulated by.
-Level = type[Simulation] | type[Stack]
+#: The simulation of a job.
+Level = type[BusSimulation] | type[StackSimulation]
 
-#: Not part of a story: they are most of it.
-_DULL = (laws.Stepped, laws.Disturbed)
+#: Events that are too frequent to print.
+_FREQUENT = (laws.StepFinished, laws.JobDisturbed)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,14 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=1, help="how many seeds (default 1)")
     parser.add_argument("--faults", type=int, default=10, help="faults in each (default 10)")
     parser.add_argument("--machines", type=int, help="2 to 5 of them (default: by the seed)")
-    parser.add_argument("--all", action="store_true", help="go on after a failure")
+    parser.add_argument("--all", action="store_true", help="continue after a failure")
+    parser.add_argument("--replicas", action="store_true", help="train a sharded model")
     parser.add_argument("--stack", action="store_true", help="simulate the whole stack")
     options = parser.parse_args(argv)
-    level: Level = Stack if options.stack else Simulation
+    level: Level = StackSimulation if options.stack else BusSimulation
     began, failed = time.process_time(), []
     seeds = range(options.seed, options.seed + options.count)
     for seed in seeds:
-        schedule = made_from(seed, options.faults, options.machines)
+        make = sharded_from if options.replicas else made_from
+        schedule = make(seed, options.faults, options.machines)
         if options.count == 1:
             print(told(schedule, level))
         if level(schedule).run():
@@ -63,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def explained(schedule: Schedule, level: Level = Simulation) -> str:
+def explained(schedule: Schedule, level: Level = BusSimulation) -> str:
     """The violation of a schedule, and a short schedule that breaks the same law."""
 
     def broken(tried: Schedule) -> list[Violation]:
@@ -71,12 +75,13 @@ def explained(schedule: Schedule, level: Level = Simulation) -> str:
 
     (found,) = broken(schedule)
     short = shrunk(schedule, lambda other: [one.law for one in broken(other)] == [found.law])
-    replay = f"replay: --seed {schedule.seed}{' --stack' if level is Stack else ''}"
+    replay = f"replay: --seed {schedule.seed}{' --replicas' if schedule.replica else ''}"
+    replay += " --stack" if level is StackSimulation else ""
     lines = ["", str(found), replay, "a short schedule:", str(short)]
     return "\n".join([*lines, *(f"  -> {one}" for one in broken(short))])
 
 
-def told(schedule: Schedule, level: Level = Simulation) -> str:
+def told(schedule: Schedule, level: Level = BusSimulation) -> str:
     """The events, one line each."""
     simulation = level(schedule)
     lines = [str(schedule), ""]
@@ -84,13 +89,18 @@ def told(schedule: Schedule, level: Level = Simulation) -> str:
 
     def tell(event: laws.Event) -> None:
         note(event)
-        if not isinstance(event, _DULL):
+        if not isinstance(event, _FREQUENT):
             said = ", ".join(f"{name} {_short(value)}" for name, value in _fields(event))
-            lines.append(f"{event.at:7.3f} s  {type(event).__name__.lower():8} {said}")
+            lines.append(f"{event.at:7.3f} s  {_kind(event):15} {said}")
 
     simulation.laws.note = tell  # type: ignore[method-assign]
     simulation.run()
     return "\n".join(lines)
+
+
+def _kind(event: laws.Event) -> str:
+    """`node up` for a `NodeUp`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", " ", type(event).__name__).lower()
 
 
 def _fields(event: laws.Event) -> list[tuple[str, object]]:
@@ -107,5 +117,5 @@ def _short(value: object) -> str:
 
 
 if __name__ == "__main__":
-    gc.set_threshold(20_000)  # jobs leave much behind, and all at once
+    gc.set_threshold(20_000)  # each job leaves many objects behind at once
     sys.exit(main())

@@ -1,7 +1,7 @@
 """A worker's timers in memory that its agent reads: set and cleared without a system call.
 
-The agent sees an expired timer without help from the worker, whatever the worker is hung in and
-whoever holds its GIL.
+The agent sees an expired timer without help from the worker, whatever the worker is hung in, even
+if C code holds its GIL.
 
 Layout: rows of 256 bytes. The first has the number of rows in use so far. Each other row has the
 time at which its timer expires (0: none), its duration, and the scope. The time is written last and
@@ -11,11 +11,11 @@ stacks on request.
 
 from __future__ import annotations
 
-import mmap
 import os
-import struct
 import threading
 from typing import NamedTuple
+
+from torchelastic.system.shared_memory import Field, SharedMemory, Text, printable
 
 #: The type of the message that passes the table to the agent.
 MESSAGE = "timers"
@@ -25,13 +25,10 @@ MOST = 1023
 #: The offset of the stacks, after the rows. Memory is allocated by page, when written.
 STACKS_AT = ROW_BYTES * (MOST + 1)
 
-_USED = struct.Struct("@q")
-_EXPIRES_AT = struct.Struct("@d")
-#: After the time: the duration, and the length of the scope in bytes.
-_REST = struct.Struct("@dH")
-_REST_AT = _EXPIRES_AT.size
-_SCOPE_AT = _REST_AT + _REST.size
-_SCOPE_BYTES = ROW_BYTES - _SCOPE_AT
+_USED = Field("@q")
+_EXPIRES_AT = Field("@d")
+_AFTER = Field("@d", _EXPIRES_AT.end)
+_SCOPE = Text(_AFTER.end, ROW_BYTES)
 _NONE = _EXPIRES_AT.pack(0.0)
 
 
@@ -49,9 +46,8 @@ class TimerTable:
     """The worker's side."""
 
     def __init__(self) -> None:
-        self.descriptor = os.memfd_create("torchelastic-timers", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, STACKS_AT)
-        self._memory = mmap.mmap(self.descriptor, STACKS_AT)
+        shared = SharedMemory("timers", STACKS_AT)
+        self.descriptor, self._memory, self.close = shared.descriptor, shared.map, shared.close
         #: Free rows. `pop` and `append` are atomic: no lock is needed.
         self._free: list[int] = []
         self._used = 0
@@ -73,15 +69,15 @@ class TimerTable:
     def clear(self, row: int) -> None:
         """Clear the timer in this row."""
         begin = row * ROW_BYTES
-        self._memory[begin : begin + _REST_AT] = _NONE
+        self._memory[begin : begin + _EXPIRES_AT.size] = _NONE
         self._free.append(row)
 
     def _write(self, row: int, scope: str, after: float) -> None:
         # The end of a long path is more useful than its beginning.
-        text = scope.encode(errors="backslashreplace")[-_SCOPE_BYTES:]
+        text = scope.encode(errors="backslashreplace")[-_SCOPE.room :]
         begin = row * ROW_BYTES
-        _REST.pack_into(self._memory, begin + _REST_AT, after, len(text))
-        self._memory[begin + _SCOPE_AT : begin + _SCOPE_AT + len(text)] = text
+        _AFTER.pack_into(self._memory, begin + _AFTER.at, after)
+        _SCOPE.write(self._memory, begin, text)
         self._written[row] = (scope, after)
 
     def _new_row(self) -> int:
@@ -94,31 +90,17 @@ class TimerTable:
             _USED.pack_into(self._memory, 0, self._used)
             return self._used
 
-    def close(self) -> None:
-        self._memory.close()
-        os.close(self.descriptor)
-
 
 def read(descriptor: int) -> list[Timer]:
     """Read the timers that are set; ignores any other content."""
-    head = os.pread(descriptor, _USED.size, 0)
-    if len(head) < _USED.size:
-        return []
-    used = min(max(_USED.unpack(head)[0], 0), MOST)
+    used = min(max((_USED.read(descriptor) or (0,))[0], 0), MOST)
     data = os.pread(descriptor, used * ROW_BYTES, ROW_BYTES)
     rows = (_parse(row + 1, data[row * ROW_BYTES :]) for row in range(len(data) // ROW_BYTES))
     return [timer for timer in rows if timer is not None]
 
 
 def _parse(row: int, data: bytes) -> Timer | None:
-    (expires_at,) = _EXPIRES_AT.unpack_from(data)
+    (expires_at,) = _EXPIRES_AT.of(data)
     if not expires_at > 0:
         return None
-    after, length = _REST.unpack_from(data, _REST_AT)
-    text = data[_SCOPE_AT : _SCOPE_AT + min(length, _SCOPE_BYTES)].decode(errors="ignore")
-    return Timer(row, expires_at, after, printable(text))
-
-
-def printable(scope: str) -> str:
-    """Replace characters that a terminal should not show, such as escape sequences."""
-    return "".join(letter if letter.isprintable() else "?" for letter in scope)
+    return Timer(row, expires_at, _AFTER.of(data)[0], printable(_SCOPE.of(data)))

@@ -68,7 +68,7 @@ def _checkpoint_stored(step: int, seconds: float, size: int) -> None:
     """Report a checkpoint. Not for the training thread: it may wait for a busy agent."""
     from torchelastic.worker import orders  # not before it is needed: a worker starts without it
 
-    channel.send(orders.to_json(orders.Stored(step, seconds, size)), patience=1.0)
+    channel.send(orders.to_json(orders.Stored(step, seconds, size)), timeout=1.0)
 
 
 def _at_the_bottom() -> bool:
@@ -95,7 +95,7 @@ def report(error: BaseException, where: TracebackType | None) -> None:
             "traceback": text[-TOLD_TRACEBACK:],
             "place": error_file.user_frame(text),
         },
-        patience=1.0,
+        timeout=1.0,
     )
 
 
@@ -107,7 +107,12 @@ def _one_line(error: BaseException) -> str:
         return f"{type(error).__name__}: <unprintable>"
 
 
-def write_call(path: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
+def write_call(
+    path: str,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    dumps: Callable[[Any], bytes] = pickle.dumps,
+) -> None:
     """Pickle a call for `run_call` in another process, also of a function in `__main__`."""
     from multiprocessing import spawn
 
@@ -116,7 +121,7 @@ def write_call(path: str, function: Callable[..., Any], args: Sequence[Any]) -> 
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         # Two pickles: the second can be read only after the first has prepared the process.
         pickle.dump(preparation, file)
-        pickle.dump((function, tuple(args)), file)
+        file.write(dumps((function, tuple(args))))
 
 
 def run_call(path: str) -> None:

@@ -1,7 +1,7 @@
 """The worker's end of its channel to the agent: one JSON line a message, over a unix socket.
 
-`send` is for messages that may get lost. `Link` is for a resident worker, which relies on the
-channel: it receives the agent's orders, and its messages arrive.
+`send` is for messages that may get lost. `WorkerLink` is for an in-process worker, which relies on
+the channel: it receives the agent's orders, and its messages arrive.
 
 A process that is not a worker has no channel, and its messages are dropped; so are those of a
 worker's children, which inherit the environment but must not send for the worker.
@@ -29,16 +29,16 @@ LIMIT = 128 * 1024
 _opened: tuple[int, socket.socket | None] | None = None
 
 
-def send(message: Mapping[str, Any], *, patience: float = 0.0) -> None:
-    """Send to the agent. Waits at most `patience` seconds; a full socket drops the message."""
+def send(message: Mapping[str, Any], *, timeout: float = 0.0) -> None:
+    """Send to the agent. Waits at most `timeout` seconds; a full socket drops the message."""
     data = json.dumps(message).encode() + b"\n"
     if len(data) > LIMIT:
         raise ValueError(f"The message to the agent is {len(data)} bytes; the limit is {LIMIT}.")
     channel = _channel()
     if channel is None:
         return
-    if patience:
-        _wait_for_room(channel, patience)
+    if timeout:
+        _wait_for_room(channel, timeout)
     try:
         transmit(channel, data)
     except OSError:
@@ -117,10 +117,10 @@ def _peer(channel: socket.socket) -> int:
     return int(struct.unpack("3i", made_by)[0])
 
 
-# --- the channel of a resident worker, which relies on it ---------------------------------------
+# --- the channel of an in-process worker, which relies on it --------------------------------------
 
 
-class Link:
+class WorkerLink:
     """A worker's end of a reliable channel: a message arrives, or sending raises.
 
     A forked child has a copy of the descriptor. It may close its copy, but must not send: `tell`
@@ -138,21 +138,21 @@ class Link:
         message: Mapping[str, Any],
         descriptors: Sequence[int] = (),
         *,
-        patience: float = 30.0,
+        timeout: float = 30.0,
     ) -> None:
-        """Send, waiting for room up to `patience` seconds; `ChannelLost` if it cannot be sent.
+        """Send, waiting for room up to `timeout` seconds; `ChannelLost` if it cannot be sent.
 
         The agent gets copies of `descriptors`.
         """
         if os.getpid() != self._worker:
             raise ChannelLost("Only the worker itself may send to its agent, not a child process.")
         data = json.dumps(message).encode() + b"\n"
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + timeout
         while not self._sent(data, descriptors):
             left = deadline - time.monotonic()
             if left <= 0:
                 raise ChannelLost(
-                    f"Timed out: the agent accepted no message for {patience:g} seconds."
+                    f"Timed out: the agent accepted no message for {timeout:g} seconds."
                 )
             _wait_for_room(self._end, left)
 
@@ -167,13 +167,13 @@ class Link:
             ) from None
         return True
 
-    def receive(self, *, patience: float | None = None) -> tuple[dict[str, Any], int | None] | None:
+    def receive(self, *, timeout: float | None = None) -> tuple[dict[str, Any], int | None] | None:
         """Return the next message and its descriptor, which the caller closes.
 
-        Waits at most `patience` seconds, if given. None if there was no message, or after `wake`;
+        Waits at most `timeout` seconds, if given. None if there was no message, or after `wake`;
         `ChannelLost` when the agent's end is closed.
         """
-        if not self.is_ready(patience=patience):
+        if not self.is_ready(timeout=timeout):
             return None
         try:
             data, descriptors, _ = receive(self._end)
@@ -185,12 +185,12 @@ class Link:
             raise ChannelLost("The agent is gone.")
         return json.loads(data), descriptors[0] if descriptors else None
 
-    def is_ready(self, *, patience: float | None = None) -> bool:
+    def is_ready(self, *, timeout: float | None = None) -> bool:
         """Wait like `receive`, but do not take the message."""
         poll = select.poll()
         poll.register(self._end, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
-        ready = poll.poll(None if patience is None else patience * 1000)
+        ready = poll.poll(None if timeout is None else timeout * 1000)
         return bool(ready) and all(descriptor != self._wake for descriptor, _ in ready)
 
     def wake(self) -> None:
@@ -203,7 +203,7 @@ class Link:
         self._end.close()
 
 
-def link() -> Link | None:
+def link() -> WorkerLink | None:
     """Return the channel to this worker's agent; None in a process that is not a worker."""
     channel = _channel()
-    return Link(channel.dup()) if channel is not None else None
+    return WorkerLink(channel.dup()) if channel is not None else None

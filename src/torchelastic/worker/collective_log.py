@@ -11,23 +11,22 @@ group's name.
 
 from __future__ import annotations
 
-import mmap
 import os
-import struct
 from typing import NamedTuple
+
+from torchelastic.system.shared_memory import Field, map_memory, printable
 
 AT, END = 512, 1024
 #: generation, 1 if it waits, then of the operation it waits for: the row of its group (-1: none),
 #: its number in the group (0: none), its name.
-_WAITED = struct.Struct("=qqqq24s")
-#: Of `_WAITED`, what follows the generation.
-_WAITS = struct.Struct("=qqq24s")
-_WAITS_AT = AT + 8
-_WAITING, _NOT = slice(_WAITS_AT, _WAITS_AT + 8), bytes(8)
-_LAUNCHED = struct.Struct("=qq24s")
-_GROUP = struct.Struct("=16s")
-_ROWS_AT = AT + _WAITED.size
-_ROW = _LAUNCHED.size + _GROUP.size
+_WAITED = Field("=qqqq24s", AT)
+#: Of `_WAITED`, what follows the generation; and of that the first.
+_WAITS = Field("=qqq24s", AT + 8)
+_WAITING, _NOT = Field("=q", _WAITS.at).span, bytes(8)
+#: In a row.
+_LAUNCHED = Field("=qq24s")
+_GROUP = Field("=16s", _LAUNCHED.end)
+_ROWS_AT, _ROW = _WAITED.end, _GROUP.end
 ROWS = (END - _ROWS_AT) // _ROW
 
 #: Row, number in the group, name.
@@ -35,7 +34,7 @@ Mark = tuple[int, int, bytes]
 NO_ROW = -1
 
 
-class Operation(NamedTuple):
+class LoggedCollective(NamedTuple):
     """A collective: its name, its number in its group (0: unknown), and the group's name."""
 
     name: str
@@ -43,34 +42,34 @@ class Operation(NamedTuple):
     group: str
 
 
-class Shown(NamedTuple):
+class ShownCollectives(NamedTuple):
     """The collectives on a status page."""
 
     generation: int
-    waits: Operation | None
+    waits: LoggedCollective | None
     #: One for each group, the latest first.
-    launched: tuple[Operation, ...]
+    launched: tuple[LoggedCollective, ...]
 
 
 class Collectives:
     """The worker's side. Has its own mapping: that of the status page moves when it grows."""
 
     def __init__(self, descriptor: int) -> None:
-        self._memory = mmap.mmap(descriptor, mmap.PAGESIZE)
+        self._memory = map_memory(descriptor)
         self._rows = 0
 
     def enter(self, generation: int) -> None:
         """Clear the log, because a world begins."""
         self._rows = 0
         self._memory[AT:END] = bytes(END - AT)
-        _WAITED.pack_into(self._memory, AT, generation, 0, NO_ROW, 0, b"")
+        _WAITED.pack_into(self._memory, _WAITED.at, generation, 0, NO_ROW, 0, b"")
 
     def row_of(self, group: str) -> int:
         """Allocate the row for a group; `NO_ROW` if there are too many groups."""
         if self._rows == ROWS:
             return NO_ROW
         row, self._rows = self._rows, self._rows + 1
-        _GROUP.pack_into(self._memory, _ROWS_AT + row * _ROW + _LAUNCHED.size, group.encode()[:16])
+        _GROUP.pack_into(self._memory, _ROWS_AT + row * _ROW + _GROUP.at, group.encode()[:16])
         return row
 
     def launched(self, order: int, row: int, number: int, name: bytes) -> None:
@@ -79,7 +78,7 @@ class Collectives:
 
     def waits(self, row: int, number: int, name: bytes) -> None:
         """Record that the training thread waits for this."""
-        _WAITS.pack_into(self._memory, _WAITS_AT, 1, row, number, name)
+        _WAITS.pack_into(self._memory, _WAITS.at, 1, row, number, name)
 
     def goes_on(self) -> None:
         """Record that it no longer waits."""
@@ -89,26 +88,25 @@ class Collectives:
         self._memory.close()
 
 
-def read(descriptor: int) -> Shown:
+def read(descriptor: int) -> ShownCollectives:
     """Read as an agent. The worker may be writing: a name may be a mix of two."""
     page = os.pread(descriptor, END, 0)
     if len(page) < END:
-        return Shown(-1, None, ())
-    generation, waiting, row, number, name = _WAITED.unpack_from(page, AT)
+        return ShownCollectives(-1, None, ())
+    generation, waiting, row, number, name = _WAITED.of(page)
     rows = [_row(page, each) for each in range(ROWS)]
     launched = tuple(one for order, one in sorted(rows, reverse=True) if order > 0)
     group = rows[row][1].group if 0 <= row < ROWS else ""
-    waits = Operation(_text(name), number, group) if waiting else None
-    return Shown(generation, waits, launched)
+    waits = LoggedCollective(_text(name), number, group) if waiting else None
+    return ShownCollectives(generation, waits, launched)
 
 
-def _row(page: bytes, row: int) -> tuple[int, Operation]:
+def _row(page: bytes, row: int) -> tuple[int, LoggedCollective]:
     at = _ROWS_AT + row * _ROW
-    order, number, name = _LAUNCHED.unpack_from(page, at)
-    (group,) = _GROUP.unpack_from(page, at + _LAUNCHED.size)
-    return order, Operation(_text(name), number, _text(group))
+    order, number, name = _LAUNCHED.of(page, at)
+    (group,) = _GROUP.of(page, at)
+    return order, LoggedCollective(_text(name), number, _text(group))
 
 
 def _text(data: bytes) -> str:
-    text = data.rstrip(b"\0").decode(errors="replace")
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    return printable(data.rstrip(b"\0").decode(errors="replace"))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 #: The type of the message that passes the status page to the agent.
 MESSAGE = "steps"
 #: Seconds to wait for a busy agent, once.
-PATIENCE = 1.0
+SEND_TIMEOUT = 1.0
 #: The number of steps before the first counted one: unknown; or a mix, because another optimizer
 #: than the first is counted by now.
 UNKNOWN, MIXED = 0, -1
@@ -144,7 +144,7 @@ def _create_status_page() -> StatusPage | None:
 
     descriptor = status_page.create()
     try:
-        link.tell({"type": MESSAGE}, [descriptor], patience=PATIENCE)
+        link.tell({"type": MESSAGE}, [descriptor], timeout=SEND_TIMEOUT)
         return status_page.StatusPage(descriptor)
     except ChannelLost:  # training matters more than the status page
         return None
@@ -173,31 +173,31 @@ def steps_before(optimizer: Any) -> int:
 
 _counter = Counter()
 #: True once our hook is registered or not wanted; `_turns`: only one thread registers it.
-_settled = True
+_is_decided = True
 _turns = count()
 
 
 def attach() -> None:
     """Start counting once torch is imported (`look`). Called before the user's code."""
-    global _settled
-    _settled = False
+    global _is_decided
+    _is_decided = False
     os.register_at_fork(after_in_child=stop)
     look()
 
 
 def look() -> None:
     """Check if torch is imported. Called at every import, in any thread. Never raises."""
-    global _settled
-    if _settled:
+    global _is_decided
+    if _is_decided:
         return
     torch = sys.modules.get(_MODULE)
     if hasattr(torch, "register_optimizer_step_post_hook") and next(_turns) == 0:
-        _settled = True
+        _is_decided = True
         _counter.hook(torch)
 
 
 def stop() -> None:
     """Stop counting: this process reports its own steps, or is a child of the worker."""
-    global _settled
-    _settled = True
+    global _is_decided
+    _is_decided = True
     _counter.stop()

@@ -1,8 +1,8 @@
-"""The messages between an agent and a resident worker, as data.
+"""The messages between an agent and an in-process worker, as data.
 
-A worker that has called `torchelastic.train` is *resident*: it outlives its generation. Its agent
-tells it which world to enter and when that world is over; the worker answers. One JSON object a
-message, its `type` is the class's name in lower case.
+A worker that has called `torchelastic.train` is an in-process worker: it outlives its generation.
+Its agent tells it which world to enter and when that world is over; the worker answers. Each
+message is one JSON object, and its `type` is the class's name in lower case.
 
 The exchange that ends a world at a step boundary:
 
@@ -42,6 +42,9 @@ class Enter:
     node_rank: int
     nodes: int
     after: int | None = None
+    #: The number of workers in a replica: rank r is in replica r // replica. 0: the model is not
+    #: sharded.
+    replica: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Over:
 
 @dataclass(frozen=True)
 class Leave:
-    """This node leaves the job: end the process. A resident worker has stopped before."""
+    """This node leaves the job: end the process. An in-process worker has stopped before."""
 
     #: The signal that asked for it.
     signum: int = 15
@@ -111,7 +114,7 @@ class Dump:
 class StatusPage:
     """Carries the memory for this worker's progress and private state."""
 
-    wire_name: ClassVar[str] = "slate"
+    kind: ClassVar[str] = "slate"
     #: Seconds after which a peer that does not answer counts as unreachable; 0: never.
     silence: float = 0.0
 
@@ -121,7 +124,10 @@ class StatusPage:
 
 @dataclass(frozen=True)
 class Enlisted:
-    """`train` was called with a state: this worker is resident and can enter a world."""
+    """`train` was called with a state: this worker can enter a world in its process."""
+
+    #: The number of workers in its mesh (`torchelastic.mesh`); 0: it made none.
+    replica: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,15 @@ class Keeps:
 @dataclass(frozen=True)
 class CanSave:
     """A script keeps a state that it can put into storage before this worker leaves."""
+
+    #: Only together with the workers of other nodes, at the next commit: these must not learn of
+    #: the leave, and stop, before the worker says `Saved`.
+    together: bool = False
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A worker that saves `together` with others has nothing more to do before it leaves."""
 
 
 @dataclass(frozen=True)
@@ -236,6 +251,7 @@ Report = (
     Enlisted
     | Keeps
     | CanSave
+    | Saved
     | Entered
     | Begins
     | Up

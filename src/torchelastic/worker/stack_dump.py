@@ -1,6 +1,6 @@
 """The stack of a worker's main thread, written to the agent's memory at the agent's signal.
 
-The thread writes it itself, in C, whoever holds the GIL and whatever it is hung in, as long as the
+The thread writes it itself, in C, without the GIL and whatever it is hung in, as long as the
 kernel delivers signals to it: not while it is frozen, nor in an uninterruptible system call. It
 costs nothing until the signal comes.
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import struct
 
 from torchelastic import env
+from torchelastic.system import shared_memory
 
 VARIABLE = "TORCHELASTIC_STACKS_FD"
 #: The memory's name, as the kernel shows it.
@@ -21,13 +21,13 @@ NAME = "torchelastic-stacks"
 SIGNAL = signal.SIGRTMIN + 8
 #: At the beginning of the memory: which descriptor of the worker's it is, from when on the signal
 #: may be sent. Sent before, it would end the process. The stack comes behind it.
-_READY = struct.Struct("=q")
+_READY = shared_memory.Field("=q")
 STACKS_AT = _READY.size
 
 
 def create() -> int:
     """Memory for one worker; the descriptor is the caller's."""
-    descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
+    descriptor = shared_memory.create("stacks", _READY.size)
     os.write(descriptor, _READY.pack(-1))
     return descriptor
 
@@ -48,6 +48,5 @@ def adopt() -> None:
 
 def written_to(memory: int) -> int | None:
     """The worker's descriptor of it, for its agent; None while the signal must not be sent."""
-    data = os.pread(memory, _READY.size, 0)
-    number = _READY.unpack(data)[0] if len(data) == _READY.size else -1
+    number: int = (_READY.read(memory) or (-1,))[0]
     return number if number >= 0 else None

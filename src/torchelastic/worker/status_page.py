@@ -11,45 +11,39 @@ full before its number becomes even again: a worker killed in between leaves it 
 from __future__ import annotations
 
 import math
-import mmap
 import os
-import struct
 import time
 from dataclasses import dataclass
 
+from torchelastic.system.shared_memory import PAGE, Field, map_memory, paged
+from torchelastic.system.shared_memory import create as create_memory
 from torchelastic.worker.collective_log import Collectives
 from torchelastic.worker_counters import milestones, stalls
 
 #: generation, step, time since which progress is expected (monotonic, the same for all processes of
 #: a machine; infinite: it is not expected).
-_PROGRESS = struct.Struct("=qqd")
+_PROGRESS = Field("=qqd")
 #: The same, and when the step was entered.
-_ENTERED = struct.Struct("=qqdd")
+_ENTERED = Field("=qqdd")
 #: After that, once for a generation: the rank, and the stalled time until then.
-_RANK = struct.Struct("=q")
-_STALLED = struct.Struct(f"={len(stalls.COUNTED)}d")
-_RANK_AT = _ENTERED.size
-_BEFORE = slice(_RANK_AT + _RANK.size, _RANK_AT + _RANK.size + _STALLED.size)
+_RANK = Field("=q", _ENTERED.end)
+_BEFORE = Field(f"={len(stalls.COUNTED)}d", _RANK.end)
 #: With every step: the total stalled time.
-_SINCE = slice(_BEFORE.stop, _BEFORE.stop + _STALLED.size)
+_SINCE = Field(f"={len(stalls.COUNTED)}d", _BEFORE.end)
 #: Once for a generation: when its first step was entered, less what had been apart until then.
-_BEGAN = struct.Struct("=d")
-_BEGAN_AT = _SINCE.stop
+_BEGAN = Field("=d", _SINCE.end)
 #: With every step: samples trained so far.
-_SAMPLES = struct.Struct("=q")
-_SAMPLES_AT = _BEGAN_AT + _BEGAN.size
-_READ = _SAMPLES_AT + _SAMPLES.size
+_SAMPLES = Field("=q", _BEGAN.end)
+_READ = _SAMPLES.end
 #: Once for a generation: its first step.
-_FIRST = struct.Struct("=q")
-_FIRST_AT = _READ
+_FIRST = Field("=q", _READ)
 #: Where steps are counted from outside (`worker.optimizer_steps`): those taken before.
-_TAKEN = struct.Struct("=q")
-_TAKEN_AT = _FIRST_AT + _FIRST.size
-#: number, generation, step, bytes.
-_SLOT = struct.Struct("=qqqq")
-_NUMBER = struct.Struct("=q")
+_TAKEN = Field("=q", _FIRST.end)
+#: In a slot: number, generation, step, bytes. The number alone is written first.
+_SLOT = Field("=qqqq")
+_NUMBER = Field("=q")
 
-_HEADER = mmap.PAGESIZE
+_HEADER = PAGE
 SLOTS = 5
 #: The most bytes in a slot.
 SLOT_LIMIT = 16 << 20
@@ -57,25 +51,22 @@ SLOT_LIMIT = 16 << 20
 
 def create() -> int:
     """Create an empty status page; the caller owns the descriptor."""
-    descriptor = os.memfd_create("torchelastic-status", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, _HEADER + SLOTS * mmap.PAGESIZE)
+    descriptor = create_memory("status", _HEADER + SLOTS * PAGE)
     os.pwrite(descriptor, _ENTERED.pack(-1, -1, math.inf, 0.0), 0)
     return descriptor
 
 
 def read_progress(descriptor: int) -> tuple[int, int, float]:
     """Read generation, step and time of the last entered step, without a mapping."""
-    header = os.pread(descriptor, _PROGRESS.size, 0)
-    if len(header) < _PROGRESS.size:  # the worker has truncated it: nothing is known
-        return -1, -1, math.inf
-    generation, step, at = _PROGRESS.unpack(header)
+    # None: the worker has truncated it, and nothing is known.
+    generation, step, at = _PROGRESS.read(descriptor) or (-1, -1, math.inf)
     return generation, step, at
 
 
 def read_first_step(descriptor: int) -> int:
     """Read the first step of the worker's generation; call it after `read_progress`."""
-    first = os.pread(descriptor, _FIRST.size, _FIRST_AT)
-    return int(_FIRST.unpack(first)[0]) if len(first) == _FIRST.size else -1
+    (first,) = _FIRST.read(descriptor) or (-1,)
+    return int(first)
 
 
 def read_trained(descriptor: int) -> int:
@@ -86,11 +77,12 @@ def read_trained(descriptor: int) -> int:
 
 def read_taken(descriptor: int) -> int:
     """Read the last value of `StatusPage.taken_before`."""
-    return int(_TAKEN.unpack(os.pread(descriptor, _TAKEN.size, _TAKEN_AT))[0])
+    (taken,) = _TAKEN.read(descriptor) or (0,)
+    return int(taken)
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownStatus:
     """The content of a status page."""
 
     generation: int
@@ -108,19 +100,17 @@ class Shown:
     before: int | None = None
 
 
-def read(descriptor: int) -> Shown:
+def read(descriptor: int) -> ShownStatus:
     """Read the whole page without a mapping, like `read_progress`."""
     header = os.pread(descriptor, _READ, 0)
     if len(header) < _READ:  # the worker has truncated it: nothing is known
-        return Shown(-1, -1, -1, 0.0, (0.0,) * len(stalls.KINDS))
-    generation, step, _, at = _ENTERED.unpack_from(header, 0)
-    (rank,) = _RANK.unpack_from(header, _RANK_AT)
-    (began,) = _BEGAN.unpack_from(header, _BEGAN_AT)
-    before, since = _STALLED.unpack(header[_BEFORE]), _STALLED.unpack(header[_SINCE])
+        return ShownStatus(-1, -1, -1, 0.0, (0.0,) * len(stalls.KINDS))
+    generation, step, _, at = _ENTERED.of(header)
+    (rank,), (began,), (samples,) = _RANK.of(header), _BEGAN.of(header), _SAMPLES.of(header)
+    before, since = _BEFORE.of(header), _SINCE.of(header)
     stalled = tuple(late - early for early, late in zip(before, since, strict=True))
     own = max(0.0, at - stalls.apart(since) - began)
-    (samples,) = _SAMPLES.unpack_from(header, _SAMPLES_AT)
-    return Shown(generation, rank, step, at, stalled[: len(stalls.KINDS)], own, samples)
+    return ShownStatus(generation, rank, step, at, stalled[: len(stalls.KINDS)], own, samples)
 
 
 @dataclass
@@ -141,7 +131,7 @@ class StatusPage:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = os.dup(descriptor)
-        self._memory = self._map()
+        self._memory = map_memory(self._descriptor)
         #: The last collectives of the worker.
         self.collectives = Collectives(self._descriptor)
         #: By slot, the last content that this process wrote.
@@ -152,9 +142,6 @@ class StatusPage:
         self._generation: int | None = None
         #: When it became unhurried, less what had been apart until then.
         self._aside: float | None = None
-
-    def _map(self) -> mmap.mmap:
-        return mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size)
 
     def close(self) -> None:
         self._memory.close()
@@ -168,33 +155,33 @@ class StatusPage:
         memory, now = self._memory, time.monotonic()
         if generation != self._generation:
             self._enter(generation, step, now)
-        memory[_SINCE] = stalls.seconds
-        _SAMPLES.pack_into(memory, _SAMPLES_AT, milestones.samples)
+        memory[_SINCE.span] = stalls.seconds
+        _SAMPLES.pack_into(memory, _SAMPLES.at, milestones.samples)
         _ENTERED.pack_into(memory, 0, generation, step, now, now)
 
     def _enter(self, generation: int, step: int, now: float) -> None:
         """Start a generation. Stalls before the last step of the old one count for the old one."""
-        nothing = bytes(_STALLED.size)
-        self._memory[_BEFORE] = self._memory[_SINCE] if self._generation is not None else nothing
-        _RANK.pack_into(self._memory, _RANK_AT, self.rank)
-        _FIRST.pack_into(self._memory, _FIRST_AT, step)
-        _BEGAN.pack_into(self._memory, _BEGAN_AT, now - stalls.apart(stalls.seconds))
+        memory, nothing = self._memory, bytes(_SINCE.size)
+        memory[_BEFORE.span] = memory[_SINCE.span] if self._generation is not None else nothing
+        _RANK.pack_into(memory, _RANK.at, self.rank)
+        _FIRST.pack_into(memory, _FIRST.at, step)
+        _BEGAN.pack_into(memory, _BEGAN.at, now - stalls.apart(stalls.seconds))
         self._generation, self._aside = generation, None
 
     def taken_before(self, steps: int) -> None:
         """Set the number of steps before the first counted one (`optimizer_steps`)."""
-        _TAKEN.pack_into(self._memory, _TAKEN_AT, steps)
+        _TAKEN.pack_into(self._memory, _TAKEN.at, steps)
 
     def unhurried(self) -> None:
         """Expect no progress until the next `entered`: what follows may take any time."""
-        generation, step, _ = _PROGRESS.unpack_from(self._memory, 0)
+        generation, step, _ = _PROGRESS.of(self._memory)
         _PROGRESS.pack_into(self._memory, 0, generation, step, math.inf)
         self._aside = time.monotonic() - stalls.apart(stalls.seconds)
 
     def hurried(self) -> None:
         """Expect progress again."""
         now = time.monotonic()
-        generation, step, _ = _PROGRESS.unpack_from(self._memory, 0)
+        generation, step, _ = _PROGRESS.of(self._memory)
         _PROGRESS.pack_into(self._memory, 0, generation, step, now)
         if self._aside is not None:
             stalls.add(stalls.ASIDE, now - stalls.apart(stalls.seconds) - self._aside)
@@ -226,7 +213,7 @@ class StatusPage:
         """Make room and write the steady part; the slot stays torn until all is written."""
         size = len(steady) + length
         begin = self._room(slot, size)
-        number = _NUMBER.unpack_from(self._memory, begin)[0]
+        number = _NUMBER.of(self._memory, begin)[0]
         number += number % 2
         _NUMBER.pack_into(self._memory, begin, number + 1)
         first = begin + _SLOT.size
@@ -238,7 +225,7 @@ class StatusPage:
     def held(self, slot: int) -> tuple[tuple[int, int], bytes] | None:
         """Return the version and the bytes of a slot; None if it is empty or torn."""
         begin = self._begin(slot)
-        number, generation, step, size = _SLOT.unpack_from(self._memory, begin)
+        number, generation, step, size = _SLOT.of(self._memory, begin)
         if number == 0 or number % 2:
             return None
         at = begin + _SLOT.size
@@ -254,15 +241,15 @@ class StatusPage:
         """
         needed = _SLOT.size + size
         if needed > (len(self._memory) - _HEADER) // SLOTS:
-            self._grow(-(-needed // mmap.PAGESIZE))
+            self._grow(paged(needed))
         return self._begin(slot)
 
-    def _grow(self, pages: int) -> None:
-        """Resize every slot to this number of pages."""
+    def _grow(self, size: int) -> None:
+        """Resize every slot to this size in whole pages."""
         held = [self.held(slot) for slot in range(SLOTS)]
         self._memory.close()
-        os.ftruncate(self._descriptor, _HEADER + SLOTS * pages * mmap.PAGESIZE)
-        self._memory = self._map()
+        os.ftruncate(self._descriptor, _HEADER + SLOTS * size)
+        self._memory = map_memory(self._descriptor)
         self._written.clear()
         for slot in range(SLOTS):
             _SLOT.pack_into(self._memory, self._begin(slot), 0, 0, 0, 0)

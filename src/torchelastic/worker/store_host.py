@@ -14,11 +14,13 @@ import sys
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public all the same
 
+from torchelastic.system import helper_signals
 from torchelastic.worker import worker_stores
 
 
 def serve() -> None:
     """Answer requests until the agent is gone."""
+    helper_signals.block()
     stores: dict[int, TCPStore] = {}
     for line in sys.stdin:
         verb, _, port = line.strip().partition(" ")

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Sequence
 
 #: Waiting for the next batch; for a checkpoint to be copied; for a snapshot to be copied; for the
-#: state to go on from.
+#: state to continue from.
 KINDS = ("data", "checkpoint", "snapshot", "restore")
 
 #: Waiting for other workers; at something that may take any time, an evaluation for example.

@@ -39,8 +39,8 @@ def test_the_refusal_is_one_sentence_that_says_what_to_do():
     limits = [Limit("this machine", 64 * GB, 0), Limit("its cgroup", 2 * GB, GB)]
     assert memory_limit.refusal(3 * GB, limits, "snapshots of 'shared'") == (
         "No room for snapshots of 'shared': they need 3.0 GiB of memory, and 0.9 GiB of the "
-        "2.0 GiB of its cgroup are free; give the node more memory, keep less state, or go on "
-        "without snapshots."
+        "2.0 GiB of its cgroup are free; give the node more memory, keep less state, or "
+        "continue without snapshots."
     )
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from torchelastic.agent.lifecycle import script
-from torchelastic.agent.lifecycle.script import Phase, Rejoin, WorkersGone
-from torchelastic.rendezvous import forming, majority, round_state, suspects
+from torchelastic.agent.lifecycle.script import Rejoin, ScriptPhase, WorkersGone
+from torchelastic.rendezvous import choosing, forming, majority, round_state, suspects
 from torchelastic.rendezvous.embedded.ask_peers import Returns
 from torchelastic.rendezvous.embedded.election import Poll, Search
-from torchelastic.rendezvous.embedded.failover_state import Holding
+from torchelastic.rendezvous.embedded.failover_state import FailoverState
 from torchelastic.rendezvous.membership.failover import Failover
 from torchelastic.rendezvous.world import World
 
@@ -32,16 +32,18 @@ def a_host_that_does_not_train_has_no_vote(change: Set) -> None:
     change(majority, "electorate", of_nodes)
 
 
-def a_leader_forgets_what_was_settled(change: Set) -> None:
+def a_leader_forgets_what_was_confirmed(change: Set) -> None:
     """It leads again after its own lease was lost, and counts electorates from before."""
     hosted = round_state.hosted
     change(
-        round_state, "hosted", lambda *args, settled=-1, **more: hosted(*args, settled=-1, **more)
+        round_state,
+        "hosted",
+        lambda *args, confirmed=-1, **more: hosted(*args, confirmed=-1, **more),
     )
 
 
 def newcomers_do_not_see_the_world_of_an_earlier_host(change: Set) -> None:
-    """So they never learn that its workers are resident, and start none."""
+    """So they never learn that its workers are in-process, and start none."""
     change(World, "is_under_way", property(lambda world: True))
 
 
@@ -69,37 +71,56 @@ def who_has_voted_stands_all_the_same(change: Set) -> None:
     change(Search, "is_our_turn", lambda it, poll, term, now: is_our_turn(it, poll, 1 << 30, now))
 
 
-def only_the_winner_knows_that_its_world_is_settled(change: Set) -> None:
+def only_the_winner_knows_that_its_world_is_confirmed(change: Set) -> None:
     """And if it is lost at once, those who voted for it wait for nodes without a say."""
-    change(Holding, "told", lambda holding, asked: holding)
+    change(FailoverState, "told", lambda holding, asked: holding)
 
 
 def who_resumes_forgets_where_others_are(change: Set) -> None:
     """Those who must agree, and are in no world that a host shows it: it never asks them."""
-    change(Holding, "following", lambda holding, last: holding)
+    change(FailoverState, "following", lambda holding, last: holding)
 
 
 def who_has_the_state_may_be_left_out(change: Set) -> None:
     """Of a world after one that never began."""
-    change(forming, "_prefer_holders", forming._prefer_fast)
+    change(choosing, "_prefer_holders", choosing._prefer_fast)
 
 
 def who_has_the_state_may_be_held_out(change: Set) -> None:
-    for module in (forming, suspects):
-        change(module, "only_holder", lambda offers, held, out: "")
+    for module in (choosing, suspects):
+        change(module, "only_holders", lambda offers, held, out: frozenset())
 
 
-def a_node_takes_along_that_its_workers_are_resident(change: Set) -> None:
+def a_replaced_worker_counts_as_if_it_had_the_state(change: Set) -> None:
+    """And the replica of another node, which has all of it, is left out."""
+    change(choosing, "_has_whole", lambda member, ranks, size: True)
+
+
+def the_only_node_with_a_shard_may_move(change: Set) -> None:
+    change(choosing, "_not_only_holders", lambda movable, members: list(movable))
+
+
+def a_block_without_one_of_its_workers_is_in_the_world(change: Set) -> None:
+    change(choosing, "_in_whole_replicas", lambda state, member, ranks, size: ranks)
+    change(choosing.replicas, "whole_blocks", lambda ranks, size: [(rank,) for rank in ranks])
+
+
+def nodes_are_in_the_order_in_which_they_came(change: Set) -> None:
+    """Whatever their places in replicas."""
+    change(forming, "in_world_order", lambda rules, state, chosen: chosen)
+
+
+def a_node_takes_along_that_its_workers_are_in_process(change: Set) -> None:
     """To the next host, though a lost lease has ended them."""
     gone = script._gone
 
     def silent(state: Any, event: WorkersGone) -> Any:
         state, commands = gone(state, event)
         if any(isinstance(command, Rejoin) for command in commands):
-            commands = [one for one in commands if one != script.Report(NOT_RESIDENT)]
+            commands = [one for one in commands if one != script.ReportMember(NOT_RESIDENT)]
         return state, commands
 
-    at = (Phase.STOPPING, WorkersGone)
+    at = (ScriptPhase.STOPPING, WorkersGone)
     change(script, "TRANSITIONS", {**script.TRANSITIONS, at: silent})
 
 

@@ -5,61 +5,64 @@ from __future__ import annotations
 import pytest
 
 from torchelastic.testing.laws import (
-    Began,
-    Closed,
-    Cut,
-    Disturbed,
-    Down,
-    Electorate,
-    Ended,
+    AgentEnded,
+    ClosedJob,
     Event,
-    Failed,
-    Forgot,
-    Formed,
-    Frozen,
+    JobDisturbed,
+    LawElectorate,
     Laws,
-    Leaves,
-    Mended,
+    NodeDown,
+    NodeFailed,
+    NodeFrozen,
+    NodeLeaves,
+    NodeThawed,
+    NodeUp,
+    PathCut,
+    PathRestored,
     Rules,
-    Settled,
-    Stepped,
-    Thawed,
-    Up,
+    StateForgotten,
+    StepFinished,
+    WorkerEntered,
+    WorkersBegan,
+    WorldConfirmed,
+    WorldPublished,
     check,
 )
 
 RULES = Rules(min_nodes=2, within=5.0, endures=10, together=1.0)
 ABC = frozenset("abc")
-THREE = Electorate(ABC, "a")
+THREE = LawElectorate(ABC, "a")
 
 
 def job(nodes: str = "abc", host: str = "a") -> list[Event]:
     """Generation 0 of these nodes has made step 0, at 1.0 s."""
     every = frozenset(nodes)
-    events: list[Event] = [Up(0.0, node) for node in sorted(every)]
-    events.append(Formed(0.5, 0, host, every, (Electorate(every, host),)))
+    events: list[Event] = [NodeUp(0.0, node) for node in sorted(every)]
+    events.append(WorldPublished(0.5, 0, host, every, (LawElectorate(every, host),)))
     return [*events, *begins(0.5, nodes, 0, 0), *steps(1.0, nodes, 0, 0)]
 
 
 def begins(at: float, nodes: str, generation: int, step: int) -> list[Event]:
-    return [Began(at, node, generation, step) for node in nodes]
+    return [WorkersBegan(at, node, generation, step) for node in nodes]
 
 
 def steps(at: float, nodes: str, generation: int, step: int) -> list[Event]:
-    return [Stepped(at, node, generation, step) for node in nodes]
+    return [StepFinished(at, node, generation, step) for node in nodes]
 
 
 def following(nodes: str, step: int = 1) -> list[Event]:
     """Generation 1 of these nodes begins with a step, and makes it, at 2.0 s."""
-    formed = Formed(1.5, 1, "a", frozenset(nodes), (THREE, Electorate(frozenset(nodes), "a")))
+    formed = WorldPublished(
+        1.5, 1, "a", frozenset(nodes), (THREE, LawElectorate(frozenset(nodes), "a"))
+    )
     return [formed, *begins(1.5, nodes, 1, step), *steps(2.0, nodes, 1, step)]
 
 
-QUIET = Disturbed(20.0, "the end")
+QUIET = JobDisturbed(20.0, "the end")
 PAIRS_OF_C = [(one, other) for one in "ab" for other in ("c",)]
 
 
-def cut_off(at: float, kind: type[Cut] | type[Mended] = Cut) -> list[Event]:
+def cut_off(at: float, kind: type[PathCut] | type[PathRestored] = PathCut) -> list[Event]:
     """Node c from the others, both ways."""
     return [kind(at, *pair) for one, two in PAIRS_OF_C for pair in ((one, two), (two, one))]
 
@@ -67,35 +70,45 @@ def cut_off(at: float, kind: type[Cut] | type[Mended] = Cut) -> list[Event]:
 IN_ORDER = {
     "a job that trains": job(),
     "another world": [*job(), *following("ab")],
+    "who leaves finishes the agreed step after the others' next one": [
+        *job()[:-1],
+        *following("ab"),
+        *steps(2.1, "c", 0, 0),
+    ],
     "nobody has the last step any more": [
         *job(),
-        *(Forgot(1.2, node) for node in "abc"),
+        *(StateForgotten(1.2, node) for node in "abc"),
         *following("ab", step=0),
     ],
     "who has the last step is out of reach": [
         *job(),
         *cut_off(1.1),
-        Forgot(1.2, "a"),
-        Forgot(1.2, "b"),
+        StateForgotten(1.2, "a"),
+        StateForgotten(1.2, "b"),
         *following("ab", step=0),
     ],
-    "too few are left": [*job(), Down(2.0, "b"), Down(2.0, "c"), QUIET],
-    "no majority is left": [*job("abcde"), *(Down(2.0, node) for node in "abc"), QUIET],
-    "a majority is frozen": [*job(), Frozen(2.0, "b"), Frozen(2.0, "c"), QUIET],
-    "they cannot all talk": [*job(), Cut(2.0, "a", "b"), QUIET],
-    "the last electorate is settled, the one before is gone": [
+    "too few are left": [*job(), NodeDown(2.0, "b"), NodeDown(2.0, "c"), QUIET],
+    "no majority is left": [*job("abcde"), *(NodeDown(2.0, node) for node in "abc"), QUIET],
+    "a majority is frozen": [*job(), NodeFrozen(2.0, "b"), NodeFrozen(2.0, "c"), QUIET],
+    "they cannot all talk": [*job(), PathCut(2.0, "a", "b"), QUIET],
+    "the last electorate is confirmed, the one before is gone": [
         *job("abcde"),
-        Formed(1.5, 1, "a", frozenset("abcde"), (Electorate(frozenset("uvw")),)),
+        WorldPublished(1.5, 1, "a", frozenset("abcde"), (LawElectorate(frozenset("uvw")),)),
         QUIET,
     ],
-    "it trains again in time": [*job(), Down(2.0, "c"), *following("ab"), Disturbed(6.5, "")],
-    "it is closed": [*job(), Closed(2.0, 0, 0, "every worker succeeded"), QUIET],
+    "it trains again in time": [
+        *job(),
+        NodeDown(2.0, "c"),
+        *following("ab"),
+        JobDisturbed(6.5, ""),
+    ],
+    "it is closed": [*job(), ClosedJob(2.0, 0, 0, "every worker succeeded"), QUIET],
     "it has failed too often": [
         *job(),
-        *(Failed(1.1, "b", 0) for _ in range(10)),
-        Closed(2.0, 0, 1, "the budget is spent", "b"),
+        *(NodeFailed(1.1, "b", 0) for _ in range(10)),
+        ClosedJob(2.0, 0, 1, "the budget is spent", "b"),
     ],
-    "of two, the host is gone": [*job("ab"), Down(2.0, "a"), Up(2.0, "c"), QUIET],
+    "of two, the host is gone": [*job("ab"), NodeDown(2.0, "a"), NodeUp(2.0, "c"), QUIET],
 }
 
 
@@ -108,32 +121,50 @@ def test_what_is_in_order(name):
     ("law", "said", "events"),
     [
         (1, "after a step of generation 1", [*job(), *following("ab"), *steps(3.0, "c", 0, 1)]),
-        (2, "generation 0 is both", [*job(), Formed(2.0, 0, "c", ABC)]),
-        (2, "generation 0 is both", [*job(), Formed(2.0, 0, "a", frozenset("ab"))]),
-        (2, "b begins generation 0 after 1", [*job(), *following("ab"), Began(3.0, "b", 0, 1)]),
-        (3, "c has it", [*job(), Forgot(1.2, "a"), Forgot(1.2, "b"), *following("ab", step=0)]),
-        (7, "does not say why", [*job(), Ended(2.0, "b", "", asked=True)]),
-        (7, "nobody says why", [*job(), Closed(2.0, 0, 0, "")]),
+        (
+            1,
+            "step 0 of generation 0 on c, after a step of generation 1",
+            [*job()[:-1], *following("ab", step=0), *steps(2.1, "c", 0, 0)],
+        ),
+        (2, "generation 0 is both", [*job(), WorldPublished(2.0, 0, "c", ABC)]),
+        (2, "generation 0 is both", [*job(), WorldPublished(2.0, 0, "a", frozenset("ab"))]),
+        (
+            2,
+            "b begins generation 0 after 1",
+            [*job(), *following("ab"), WorkersBegan(3.0, "b", 0, 1)],
+        ),
+        (
+            3,
+            "c has it",
+            [*job(), StateForgotten(1.2, "a"), StateForgotten(1.2, "b"), *following("ab", step=0)],
+        ),
+        (7, "does not say why", [*job(), AgentEnded(2.0, "b", "", asked=True)]),
+        (7, "without a reason", [*job(), ClosedJob(2.0, 0, 0, "")]),
         (
             7,
             "c is blamed, but b failed first",
-            [*job(), Failed(1.1, "b", 0), Failed(3.0, "c", 0), Closed(3.0, 0, 1, "so", "c")],
+            [
+                *job(),
+                NodeFailed(1.1, "b", 0),
+                NodeFailed(3.0, "c", 0),
+                ClosedJob(3.0, 0, 1, "so", "c"),
+            ],
         ),
-        (8, "b has ended unasked", [*job(), Ended(2.0, "b", "it cannot", asked=False)]),
-        (8, "given up", [*job(), Failed(1.1, "b", 0), Closed(2.0, 0, 1, "no more", "b")]),
+        (8, "b has ended unasked", [*job(), AgentEnded(2.0, "b", "it cannot", asked=False)]),
+        (8, "given up", [*job(), NodeFailed(1.1, "b", 0), ClosedJob(2.0, 0, 1, "no more", "b")]),
         (8, "no step was made", [*job(), QUIET]),
-        (8, "no step was made", [*job(), Down(2.0, "a"), QUIET]),
+        (8, "no step was made", [*job(), NodeDown(2.0, "a"), QUIET]),
         (8, "no step was made", [*job(), *cut_off(2.0), QUIET]),
-        (8, "no step was made", [*job(), *cut_off(2.0), *cut_off(9.0, Mended), QUIET]),
-        (8, "no step was made", [*job(), Frozen(2.0, "b"), Thawed(9.0, "b"), QUIET]),
-        (8, "no step was made", [*job("ab"), Down(2.0, "b"), Up(2.0, "c"), QUIET]),
+        (8, "no step was made", [*job(), *cut_off(2.0), *cut_off(9.0, PathRestored), QUIET]),
+        (8, "no step was made", [*job(), NodeFrozen(2.0, "b"), NodeThawed(9.0, "b"), QUIET]),
+        (8, "no step was made", [*job("ab"), NodeDown(2.0, "b"), NodeUp(2.0, "c"), QUIET]),
         (
             8,
             "no step was made",
             [
                 *job("abcde"),
-                Formed(1.5, 1, "a", ABC, (Electorate(frozenset("uvw")), THREE)),
-                Settled(1.6, 1),
+                WorldPublished(1.5, 1, "a", ABC, (LawElectorate(frozenset("uvw")), THREE)),
+                WorldConfirmed(1.6, 1),
                 QUIET,
             ],
         ),
@@ -151,12 +182,12 @@ def test_so_many_steps_may_be_done_again():
 
 
 def test_before_the_first_world_its_founders_must_be_there():
-    founders = [Electorate(frozenset("a"))]
+    founders = [LawElectorate(frozenset("a"))]
     laws = Laws(Rules(min_nodes=1, within=5.0, founders=founders))
-    laws.note(Up(0.0, "b"))
+    laws.note(NodeUp(0.0, "b"))
     laws.look(9.0)
     assert laws.violations == []
-    laws.note(Up(9.0, "a"))
+    laws.note(NodeUp(9.0, "a"))
     laws.look(15.0)
     assert [str(one) for one in laws.violations] == [
         "law 8, at 15.000 s: the job could train since 9.000 s, and no step was made"
@@ -167,10 +198,40 @@ def test_before_the_first_world_its_founders_must_be_there():
     ("more", "laws"),
     [
         ([], [8]),  # a said goodbye, c is there
-        ([Frozen(2.0, "a")], []),  # it could not say so, and one of three is no majority
+        ([NodeFrozen(2.0, "a")], []),  # it could not say so, and one of three is no majority
     ],
 )
 def test_who_leaves_agrees_to_what_the_others_do_if_it_can_say_so(more, laws):
     rules = Rules(min_nodes=1, within=5.0)
-    events = [*job(), Down(1.5, "b"), Leaves(2.0, "a"), *more]
-    assert [one.law for one in check([*events, Disturbed(9.0, "")], rules)] == laws
+    events = [*job(), NodeDown(1.5, "b"), NodeLeaves(2.0, "a"), *more]
+    assert [one.law for one in check([*events, JobDisturbed(9.0, "")], rules)] == laws
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "sentence"),
+    [
+        (3, 4, ""),
+        (2, 4, "has coordinate 1, and is rank 2 of generation 0"),
+        (1, 3, "3 workers are not whole replicas of 2"),
+    ],
+)
+def test_a_world_has_whole_replicas_and_a_worker_keeps_its_coordinate(rank, size, sentence):
+    rules = Rules(replica=2, workers=2)
+    found = check([WorkerEntered(1.0, "a", "worker 1 of a", 1, 0, rank, size)], rules)
+    assert [one.law for one in found] == [9] * bool(sentence)
+    assert all(sentence in one.sentence for one in found)
+
+
+@pytest.mark.parametrize(("forgotten", "laws"), [((), [3]), ((1,), [])])
+def test_a_step_may_be_repeated_once_no_whole_replica_has_it(forgotten, laws):
+    formed = WorldPublished(0.5, 0, "a", frozenset("a"))
+    both = (0, 1)
+    events = [
+        formed,
+        WorkersBegan(0.5, "a", 0, 0, both),
+        StepFinished(1.0, "a", 0, 0, both),
+        StateForgotten(1.5, "a", forgotten),
+        WorldPublished(2.0, 1, "a", frozenset("a")),
+        WorkersBegan(2.0, "a", 1, 0, both),
+    ]
+    assert [one.law for one in check(events, Rules(replica=2, workers=2))] == laws

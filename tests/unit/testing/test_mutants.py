@@ -19,14 +19,14 @@ def the_mutant(function: str, operator: str) -> mutants.Mutant:
 
 
 def test_whoever_has_the_function_has_the_mutant():
-    must_yield = majority.must_yield
-    code = must_yield.__code__
-    assert not must_yield(3, 3)
-    mutants.apply(the_mutant("must_yield", "compare"))
+    must_step_down = majority.must_step_down
+    code = must_step_down.__code__
+    assert not must_step_down(3, 3)
+    mutants.apply(the_mutant("must_step_down", "compare"))
     try:
-        assert must_yield(3, 3)
+        assert must_step_down(3, 3)
     finally:
-        must_yield.__code__ = code
+        must_step_down.__code__ = code
 
 
 def test_a_mutant_is_noticed_in_a_process_of_its_own():

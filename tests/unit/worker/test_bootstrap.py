@@ -11,7 +11,7 @@ from torchelastic.worker import bootstrap, channel, error_file
 @pytest.fixture
 def told(monkeypatch):
     messages = []
-    monkeypatch.setattr(channel, "send", lambda message, patience: messages.append(message))
+    monkeypatch.setattr(channel, "send", lambda message, timeout: messages.append(message))
     return messages
 
 
@@ -27,7 +27,7 @@ class Unprintable(Exception):
         raise ValueError("no")
 
 
-def test_a_failure_is_told_twice(told, tmp_path, monkeypatch):
+def test_a_failure_is_reported_twice(told, tmp_path, monkeypatch):
     path = str(tmp_path / "error.json")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
     error = raised(RuntimeError("boom"))
@@ -41,7 +41,7 @@ def test_a_failure_is_told_twice(told, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["", "/no/such/directory/error.json"])
-def test_without_a_place_for_the_file_the_agent_is_told(told, monkeypatch, path):
+def test_without_a_place_for_the_file_the_agent_gets_the_error(told, monkeypatch, path):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
     bootstrap.report(ValueError("x"), None)
     bootstrap.report(Unprintable(), None)

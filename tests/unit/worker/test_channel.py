@@ -23,7 +23,7 @@ def test_without_a_channel_nothing_happens(monkeypatch, tmp_path):
         assert (tmp_path / "data").stat().st_size == 0
 
 
-def test_somebody_elses_socket_is_left_alone(monkeypatch):
+def test_a_foreign_socket_is_left_alone(monkeypatch):
     """The environment is inherited by children, the descriptor is not: its number is used again."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
@@ -59,7 +59,7 @@ def test_messages_are_json_lines_and_a_full_channel_drops_them_and_does_not_wait
 def test_an_agent_that_is_gone_is_no_error(peer):
     channel.send({})
     peer.close()
-    channel.send({}, patience=5.0)
+    channel.send({}, timeout=5.0)
 
 
 def test_programs_that_the_worker_starts_do_not_get_it(monkeypatch):

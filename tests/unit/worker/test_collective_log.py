@@ -5,7 +5,13 @@ import os
 import pytest
 
 from torchelastic.worker import collective_log, status_page
-from torchelastic.worker.collective_log import NO_ROW, ROWS, Operation, Shown, read
+from torchelastic.worker.collective_log import (
+    NO_ROW,
+    ROWS,
+    LoggedCollective,
+    ShownCollectives,
+    read,
+)
 
 
 @pytest.fixture
@@ -28,8 +34,8 @@ def test_the_last_of_each_group_the_latest_first(memory, shown):
     shown.launched(1, world, 1, b"all_gather")
     shown.launched(2, other, 1, b"broadcast")
     shown.launched(3, world, 2, b"all_reduce")
-    launched = (Operation("all_reduce", 2, "0"), Operation("broadcast", 1, "2"))
-    assert read(memory) == Shown(4, None, launched)
+    launched = (LoggedCollective("all_reduce", 2, "0"), LoggedCollective("broadcast", 1, "2"))
+    assert read(memory) == ShownCollectives(4, None, launched)
 
 
 def test_what_is_waited_for(memory, shown):
@@ -37,17 +43,17 @@ def test_what_is_waited_for(memory, shown):
     shown.launched(1, row, 1, b"all_reduce")
     shown.launched(2, row, 2, b"barrier")
     shown.waits(row, 1, b"all_reduce")
-    assert read(memory).waits == Operation("all_reduce", 1, "0")
+    assert read(memory).waits == LoggedCollective("all_reduce", 1, "0")
     shown.goes_on()
     assert read(memory).waits is None
     shown.waits(NO_ROW, 0, b"building a group")
-    assert read(memory).waits == Operation("building a group", 0, "")
+    assert read(memory).waits == LoggedCollective("building a group", 0, "")
 
 
 def test_a_world_begins_with_none(memory, shown):
     shown.launched(1, shown.row_of("0"), 1, b"all_reduce")
     shown.enter(5)
-    assert read(memory) == Shown(5, None, ())
+    assert read(memory) == ShownCollectives(5, None, ())
     rows = [shown.row_of(str(number)) for number in range(ROWS + 2)]
     assert rows == [*range(ROWS), NO_ROW, NO_ROW], "there is room for so many groups"
 
@@ -62,12 +68,12 @@ def test_it_stays_within_its_part_of_the_page(memory, shown):
     assert not any(page[collective_log.END :])
 
 
-def test_it_stays_when_the_slate_grows(memory):
+def test_it_stays_when_the_status_page_grows(memory):
     made = status_page.StatusPage(memory)
     made.collectives.enter(1)
     made.publish(0, (1, 1), b"x" * 100_000)
     made.collectives.launched(1, made.collectives.row_of("0"), 1, b"all_reduce")
-    assert read(memory).launched == (Operation("all_reduce", 1, "0"),)
+    assert read(memory).launched == (LoggedCollective("all_reduce", 1, "0"),)
     made.close()
 
 
@@ -76,5 +82,5 @@ def test_no_workers_junk_is_an_error(memory):
     descriptor = os.memfd_create("junk")
     for junk in (b"", b"\xff" * 4096):
         os.write(descriptor, junk)
-        assert isinstance(read(descriptor), Shown)
+        assert isinstance(read(descriptor), ShownCollectives)
     os.close(descriptor)

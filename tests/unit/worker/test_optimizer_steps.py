@@ -175,7 +175,7 @@ def test_whatever_goes_wrong_training_goes_on(counter, torch, monkeypatch):
 def test_torch_is_hooked_once_when_the_script_has_imported_it(monkeypatch, torch):
     """And not while it is being imported; nor is it imported for us."""
     monkeypatch.setattr(optimizer_steps, "_counter", Counter())
-    monkeypatch.setattr(optimizer_steps, "_settled", False)
+    monkeypatch.setattr(optimizer_steps, "_is_decided", False)
     monkeypatch.setattr(optimizer_steps, "_turns", iter(range(9)))
     monkeypatch.delitem(sys.modules, "torch.optim.optimizer", raising=False)
     optimizer_steps.look()

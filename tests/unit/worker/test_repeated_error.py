@@ -47,7 +47,7 @@ SAME_AS_3 = "the same traceback as in generation 3, {} times now"
         "of a later generation",
     ],
 )
-def test_what_is_said(tmp_path, earlier, said):
+def test_messages(tmp_path, earlier, said):
     for generation, what in earlier.items():
         fell(tmp_path, generation, **what)
     assert repeated_error.sentence(fell(tmp_path, 6)) == said

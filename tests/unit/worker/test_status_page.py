@@ -35,7 +35,7 @@ def seen(descriptor):
         other.close()
 
 
-def test_an_empty_slate_holds_nothing_and_shows_no_generation(descriptor):
+def test_an_empty_page_holds_nothing_and_shows_no_generation(descriptor):
     assert seen(descriptor) == [None] * status_pages.SLOTS
     assert status_pages.read(descriptor).generation == -1
     assert status_pages.read_progress(descriptor) == (-1, -1, math.inf)

@@ -30,7 +30,7 @@ def test_nobody_has_to_listen(monkeypatch):
     milestones.checkpoint_stored(1, 2.0, 3)
 
 
-def test_a_checkpoint_in_storage_is_told(heard, tmp_path):
+def test_a_checkpoint_in_storage_is_reported(heard, tmp_path):
     store = CheckpointStore(str(tmp_path))
     try:
         store.save(state(7), 7)
@@ -45,7 +45,7 @@ def test_a_checkpoint_in_storage_is_told(heard, tmp_path):
 
 def test_a_worker_tells_its_agent_of_a_checkpoint(monkeypatch):
     told = []
-    monkeypatch.setattr(channel, "send", lambda message, patience: told.append(message))
+    monkeypatch.setattr(channel, "send", lambda message, timeout: told.append(message))
     bootstrap._checkpoint_stored(7, 0.5, 1000)
     assert told == [{"type": "stored", "step": 7, "seconds": 0.5, "size": 1000}]
 
@@ -62,7 +62,7 @@ def test_samples_count_when_they_are_committed():
     assert milestones.samples == 23
 
 
-def test_samples_go_to_the_slate_with_a_step():
+def test_samples_go_to_the_status_page_with_a_step():
     descriptor = status_page.create()
     shown = status_page.StatusPage(descriptor)
     try:

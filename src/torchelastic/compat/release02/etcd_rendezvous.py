@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchelastic.compat.release02.rendezvous_registry import AgentRendezvousHandler
+from torchelastic.compat.release02.rendezvous_api import AgentRendezvousHandler
 from torchelastic.config import ETCD_BACKENDS
 from torchelastic.errors import ConfigError
 from torchelastic.rendezvous.backend_parameters import RendezvousParameters

@@ -1,21 +1,24 @@
-"""The names of 0.2's `rendezvous`, and those that torch has given its exceptions since."""
+"""0.2's `rendezvous`: the handler that a node asks for its rank in each world, and the registry of
+backends."""
 
-from torchelastic.compat.release02.rendezvous_handler import (
+from __future__ import annotations
+
+import abc
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torchelastic.errors import (
+    ConfigError,
     RendezvousClosedException,
-    RendezvousException,
-    RendezvousHandler,
+    RendezvousError,
     RendezvousNonRetryableError,
     RendezvousTimeoutException,
 )
-from torchelastic.compat.release02.rendezvous_registry import (
-    RendezvousHandlerCreator,
-    RendezvousHandlerFactory,
-    create_handler,
-    get_rendezvous_handler,
-    register,
-)
-from torchelastic.errors import RendezvousError
-from torchelastic.rendezvous.backend_parameters import RendezvousParameters
+from torchelastic.rendezvous.backend_parameters import BACKENDS, RendezvousParameters, check_backend
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # public all the same
 
 __all__ = [
     "RendezvousClosedError",
@@ -35,6 +38,125 @@ __all__ = [
     "register",
 ]
 
+#: 0.2's name for the base of what a handler raises, and torch's names for the others.
+RendezvousException = RendezvousError
 RendezvousClosedError = RendezvousClosedException
 RendezvousTimeoutError = RendezvousTimeoutException
 RendezvousConnectionError = RendezvousNonRetryableError
+
+
+class RendezvousHandler(abc.ABC):
+    """The rendezvous of a node, for a launcher that starts the workers itself."""
+
+    @abc.abstractmethod
+    def get_backend(self) -> str:
+        """The name this handler is registered by."""
+
+    @abc.abstractmethod
+    def next_rendezvous(self) -> tuple[Store, int, int]:
+        """Wait for a world with this node; return its store, this node's rank, the node count.
+
+        Call it again only when no worker of the last world is left here. Raises
+        `RendezvousClosedException`, `RendezvousTimeoutException` or `RendezvousNonRetryableError`.
+        """
+
+    @abc.abstractmethod
+    def is_closed(self) -> bool:
+        """Return True if the job has ended for all nodes."""
+
+    @abc.abstractmethod
+    def set_closed(self) -> None:
+        """End the job for all nodes."""
+
+    @abc.abstractmethod
+    def num_nodes_waiting(self) -> int:
+        """Return more than 0 if the workers must be stopped for another world."""
+
+    @abc.abstractmethod
+    def get_run_id(self) -> str:
+        """The job's id."""
+
+    @abc.abstractmethod
+    def shutdown(self) -> bool:
+        """Leave the job; return False if there was an error."""
+
+
+RendezvousHandlerCreator = Callable[[RendezvousParameters], RendezvousHandler]
+
+#: Imported by name when it is used: it is in a layer above this one, and imports torch.
+_JOINING = "torchelastic.compat.torchrun.release02_handler"
+
+
+class AgentRendezvousHandler(RendezvousHandler):
+    """A built-in rendezvous backend.
+
+    In a `WorkerSpec` it only holds the parameters; the agent of the job joins the rendezvous. A
+    custom launcher calls `next_rendezvous`: then this process is the node.
+    """
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        check_backend(params.backend, params.config)
+        self.params = params
+        self._joined: Any = None
+
+    def get_backend(self) -> str:
+        return self.params.backend
+
+    def get_run_id(self) -> str:
+        return self.params.run_id
+
+    def next_rendezvous(self) -> tuple[Store, int, int]:
+        if self._joined is None:
+            self._joined = importlib.import_module(_JOINING).Release02Handler(self.params)
+        found: tuple[Store, int, int] = self._joined.next_rendezvous()
+        return found
+
+    def is_closed(self) -> bool:
+        return self._joined is not None and bool(self._joined.is_closed())
+
+    def set_closed(self) -> None:
+        """End the job for all nodes; a node between two worlds only leaves."""
+        if self._joined is not None:
+            self._joined.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return 0 if self._joined is None else int(self._joined.num_nodes_waiting())
+
+    def shutdown(self) -> bool:
+        """Leave the job; nothing to do if the agent joined it."""
+        return self._joined is None or bool(self._joined.shutdown())
+
+
+class RendezvousHandlerFactory:
+    """Creates handlers by the name of their backend."""
+
+    def __init__(self) -> None:
+        self._creators: dict[str, RendezvousHandlerCreator] = {}
+
+    def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
+        """Register a backend; each name once."""
+        if not backend:
+            raise ConfigError("A rendezvous backend needs a name.")
+        if backend in self._creators:
+            raise ConfigError(
+                f"The rendezvous backend '{backend}' is already registered: use another name."
+            )
+        self._creators[backend] = creator
+
+    def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
+        """Create the handler for these parameters; ConfigError if the backend is unknown."""
+        creator = self._creators.get(params.backend)
+        if creator is None:
+            check_backend(params.backend, params.config)  # its error lists the known ones
+            raise ConfigError(f"The rendezvous backend '{params.backend}' is not registered.")
+        return creator(params)
+
+
+#: The one that `register`, `create_handler` and `get_rendezvous_handler` use.
+handler_factory = RendezvousHandlerFactory()
+for _name in BACKENDS:
+    handler_factory.register(_name, AgentRendezvousHandler)
+
+register = handler_factory.register
+create_handler = handler_factory.create_handler
+get_rendezvous_handler = handler_factory.create_handler

@@ -1,8 +1,7 @@
 """torchrun's process: our rendezvous for stock torchrun (`--rdzv-backend=torchelastic`).
 
-launcher_node        a member of the job in a thread, while torchrun runs the workers
+launcher_node        a member of the job in a thread, while torchrun runs the workers; its store
 launcher_node_state  its decisions: when to enter a world, and when to stop; pure
-launcher_stores      messages between launchers, in the store of a generation
 torchrun_flags       torchrun's rendezvous parameters as a LaunchConfig, pure
 torch_handler        torch's `RendezvousHandler`; release02_handler: that of 0.2
 

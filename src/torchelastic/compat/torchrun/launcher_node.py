@@ -10,30 +10,32 @@ import asyncio
 import atexit
 import logging
 import os
-import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError
+from torch.distributed import (  # type: ignore[attr-defined]  # public all the same
+    DistError,
+    PrefixStore,
+    TCPStore,
+)
 
 from torchelastic.clock import SystemClock
-from torchelastic.compat.torchrun import launcher_node_state, launcher_stores
+from torchelastic.compat.torchrun import launcher_node_state
 from torchelastic.compat.torchrun.launcher_node_state import Ending, LauncherNodeState
-from torchelastic.config import LaunchConfig, format_endpoint, parse_endpoint
-from torchelastic.errors import NotEnoughNodes, RendezvousLost, TorchElasticError
+from torchelastic.config import LaunchConfig, parse_endpoint
+from torchelastic.errors import NotEnoughNodes
 from torchelastic.events.failure import Failure
-from torchelastic.rendezvous.membership.log_observer import LogObserver
-from torchelastic.rendezvous.membership.member_session import MemberSession
+from torchelastic.rendezvous.membership.node_driver import NodeDriver
 from torchelastic.rendezvous.world import World
-from torchelastic.side_tasks import SideTasks
-from torchelastic.worker.worker_stores import OwnStores
+from torchelastic.worker.worker_stores import READ_TIMEOUT, OwnStores
 
 logger = logging.getLogger("torchelastic")
 
-#: Seconds for the last messages of a node, and that a host stays for the others to leave.
-LAST_WORDS, HOST_STAYS = 2.0, 5.0
+#: Seconds that a node that leaves waits for its world to be over.
+WORLD_ENDS = 2.0
 #: Seconds that a finished node waits for the others: a launcher that is asked to stop its workers
 #: gives them 30 s.
 OTHERS_END = 35.0
@@ -52,7 +54,7 @@ class Entered:
     node_rank: int
     nodes: int
     #: The store through which the launchers of this world exchange their ranks.
-    store: launcher_stores.AgentStore
+    store: AgentStore
     #: The address of the workers' store; the same TCPStore.
     master_addr: str
     master_port: int
@@ -66,7 +68,15 @@ class LauncherNode:
         self._config = config
         self._launcher = launcher
         self._clock = SystemClock()
-        self._state = LauncherNodeState(node=secrets.token_hex(6))
+        self._driver = NodeDriver(
+            config,
+            OwnStores(),
+            on_world=self._world_seen,
+            on_lease_lost=self._lease_lost,
+            on_error=self._fail,
+        )
+        self._session = self._driver.session
+        self._state = LauncherNodeState(node=self._driver.node)
         #: Guards `_state` and `_error`, and signals their changes.
         self._news = threading.Condition()
         #: The reason why the job is over for this node.
@@ -75,8 +85,6 @@ class LauncherNode:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._rejoining = False
-        self._beside = SideTasks(self._fail)
-        self._stores = OwnStores()
 
     # For the launcher
 
@@ -119,7 +127,7 @@ class LauncherNode:
         with self._news:
             if ending == "left":
                 # A leader that leaves first announces that its world is over.
-                self._news.wait_for(lambda: not self._state.in_world or self._error, LAST_WORDS)
+                self._news.wait_for(lambda: not self._state.in_world or self._error, WORLD_ENDS)
             elif self._state.counts:
                 self._news.wait_for(lambda: self._state.is_closed or self._error, OTHERS_END)
         self._post(self._stop.set)
@@ -134,7 +142,10 @@ class LauncherNode:
             return
         # A daemon: the interpreter would wait for any other thread before it runs `atexit`.
         self._thread = threading.Thread(
-            target=self._run, name="torchelastic-rendezvous", daemon=True
+            target=self._driver.run,
+            args=(self._main, self._fail),
+            name="torchelastic-rendezvous",
+            daemon=True,
         )
         with self._news:
             self._thread.start()
@@ -200,7 +211,7 @@ class LauncherNode:
         node_rank = world.place(self._state.node)
         assert node_rank is not None, "no place in the world to enter"
         try:
-            store = launcher_stores.AgentStore.connect(
+            store = AgentStore.connect(
                 host, port, timeout=STORE_ANSWERS, on_success=self.workers_succeeded
             )
             store.arrive(world.count)
@@ -211,7 +222,7 @@ class LauncherNode:
             return None
         return Entered(node_rank, world.count, store, host, port, world.generation)
 
-    def _wait_for_all(self, store: launcher_stores.AgentStore) -> bool:
+    def _wait_for_all(self, store: AgentStore) -> bool:
         deadline = self._clock.now() + ALL_COME
         while not store.all_here():
             with self._news:
@@ -224,51 +235,21 @@ class LauncherNode:
 
     # The event loop
 
-    def _run(self) -> None:
-        """The whole thread."""
-        try:
-            asyncio.run(self._main())
-        except TorchElasticError as error:
-            self._fail(error)
-        except Exception as error:
-            logger.exception("The rendezvous thread of this node failed.")
-            self._fail(RendezvousLost(f"The rendezvous thread of this node failed: {error!r}"))
-
     async def _main(self) -> None:
-        self._session = MemberSession(
-            self._config,
-            self._state.node,
-            self._clock,
-            observer=LogObserver(),
-            background=self._beside.start,
-            on_world=self._world_seen,
-            on_lease_lost=self._lease_lost,
-        )
-        with self._news:
-            self._loop = asyncio.get_running_loop()
-            self._news.notify_all()
-        try:
-            self._beside.start(self._join, "join")
-            await self._stop.wait()
-        finally:
-            await self._close()
-
-    async def _join(self) -> None:
-        await self._session.join(ready=True)
-        self._offer_store()
-
-    async def _close(self) -> None:
-        with self._news:
-            self._loop = None
-        await self._session.last_words(LAST_WORDS)
-        await self._beside.cancel()
-        await self._session.close(HOST_STAYS if self._state.is_closed else 0.0)
-        self._stores.close()
+        async with self._driver.membership(ready=True):
+            with self._news:
+                self._loop = asyncio.get_running_loop()
+                self._news.notify_all()
+            try:
+                await self._stop.wait()
+            finally:
+                with self._news:
+                    self._loop = None
 
     def _asked(self, state: LauncherNodeState) -> None:
         """The launcher has no workers any more and wants a world after that of `state`."""
         if state.given_up:
-            self._beside.start(self._rejoin, "rejoin")
+            self._driver.tasks.start(self._rejoin, "rejoin")
         elif state.held >= 0:
             failure = self._failure(state, _ended(state, self._launcher))
             self._session.update(**launcher_node_state.facts_when_asking(state, failure))
@@ -300,7 +281,7 @@ class LauncherNode:
     def _lease_lost(self) -> None:
         self._change(given_up=True)
         if self._state.asking:
-            self._beside.start(self._rejoin, "rejoin")
+            self._driver.tasks.start(self._rejoin, "rejoin")
 
     async def _rejoin(self) -> None:
         """Join again as a new member, since no worker is left here. Runs once at a time."""
@@ -313,14 +294,7 @@ class LauncherNode:
             self._rejoining = False
         self._change(given_up=False)
 
-    def _offer_store(self) -> None:
-        port = self._stores.offer()
-        self._session.update(store=format_endpoint(self._session.backend.addr, port))
-
     def _world_seen(self, world: World) -> None:
-        logger.info("generation %d: %s (%s)", world.generation, world.phase, world.reason)
-        if world.phase == "running" and self._stores.begins(world, self._session.member.store):
-            self._offer_store()
         self._change(world=world)
         if (state := self._state).asking:
             self._session.update(
@@ -331,3 +305,47 @@ class LauncherNode:
 def _ended(state: LauncherNodeState, launcher: str) -> str:
     """Include the generation, so that no two are equal: the launcher counts restarts."""
     return f"the workers of generation {state.held} ended, {launcher} restarts them"
+
+
+# --- the store of a generation -------------------------------------------------------------------
+
+
+#: The key prefix of the launchers; the workers use no prefix.
+_AGENTS = "torchelastic/agents"
+_HERE, _ALL_HERE = "here", "all-here"
+#: The prefix of torchrun's key for the exit barrier of agents whose workers succeeded.
+_EXIT_BARRIER = "torchelastic/agent/terminal_state"
+
+
+class AgentStore(PrefixStore):
+    """The store in which torchrun's agents exchange ranks and wait at the exit barrier."""
+
+    def __init__(self, store: TCPStore, on_success: Callable[[], None]) -> None:
+        super().__init__(_AGENTS, store)
+        self._on_success = on_success
+
+    @classmethod
+    def connect(
+        cls, host: str, port: int, *, timeout: float, on_success: Callable[[], None]
+    ) -> AgentStore:
+        """Connect; raises torch's `DistError` if the store does not answer in time."""
+        limit = timedelta(seconds=timeout)
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        store.set_timeout(READ_TIMEOUT)
+        return cls(store, on_success)
+
+    def arrive(self, nodes: int) -> None:
+        """Announce that this node has arrived."""
+        if super().add(_HERE, 1) == nodes:
+            super().set(_ALL_HERE, "1")
+
+    def all_here(self) -> bool:
+        """Return True if all nodes have arrived."""
+        return bool(super().check([_ALL_HERE]))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add as the store does. The exit barrier is the only sign that a launcher's workers
+        succeeded while those of other nodes still run."""
+        if key.startswith(_EXIT_BARRIER):
+            self._on_success()
+        return int(super().add(key, amount))

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Iterator
 
 from torchelastic import errors
-from torchelastic.compat.torchrun.launcher_node import LauncherNode
-from torchelastic.compat.torchrun.launcher_stores import AgentStore
+from torchelastic.compat.torchrun.launcher_node import AgentStore, LauncherNode
 from torchelastic.compat.torchrun.torchrun_flags import launch_config
 from torchelastic.rendezvous.backend_parameters import RendezvousParameters
 

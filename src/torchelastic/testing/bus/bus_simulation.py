@@ -9,51 +9,57 @@ from torchelastic.agent.lifecycle.script import InvalidTransition
 from torchelastic.rendezvous.round_state import RoundRules
 from torchelastic.rendezvous.world import World
 from torchelastic.testing import laws
-from torchelastic.testing.bus.host_search import ENDPOINT, EmbeddedNode
-from torchelastic.testing.bus.message_bus import Bus, Timer
-from torchelastic.testing.bus.node_loop import Agent
-from torchelastic.testing.bus.worker_model import Run
-from torchelastic.testing.fault_schedule import HEALED_AT, Fault, Schedule
+from torchelastic.testing.bus.host_search import ENDPOINT, SimulatedEmbeddedNode
+from torchelastic.testing.bus.message_bus import BusTimer, MessageBus
+from torchelastic.testing.bus.node_loop import SimulatedAgent
+from torchelastic.testing.bus.worker_model import TrainingRun
+from torchelastic.testing.fault_schedule import HEALED_AT, Schedule, ScheduledFault
 from torchelastic.testing.laws import Laws, Violation
 
 LEASE = 3.0
-#: Seconds for one round, from the moment on at which nothing is in its way: an election, the time
-#: to settle, starts of workers, and a step.
+#: Seconds for one round without obstacles: an election, the settle time, starts of workers, and a
+#: step.
 ROUND = 7.0
 #: Seconds of a simulated job.
 END = 60.0
 
 
-class Simulation:
-    """A job, from its start to its end or to the end of the time."""
+class BusSimulation:
+    """A job, from its start to its end or to the time limit."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.bus = Bus()
+        self.bus = MessageBus()
         self.random = random.Random(schedule.seed)
         self.lease = LEASE
         self.resident = schedule.resident
         self.steps = schedule.steps
         self.endpoint = schedule.machines[0]
+        self.spanned = schedule.spanned
         self.rules = RoundRules(
-            min_nodes=schedule.min_nodes, max_nodes=schedule.max_nodes, max_restarts=100
+            min_nodes=schedule.min_nodes,
+            max_nodes=schedule.max_nodes,
+            max_restarts=100,
+            replica_size=schedule.replica if self.spanned > 1 else 0,
         )
         self.laws = Laws(
             laws.Rules(
-                min_nodes=schedule.min_nodes,
+                min_nodes=schedule.nodes_needed,
+                replica=schedule.replica,
+                workers=schedule.workers,
                 within=LEASE + ROUND,
                 endures=100,
                 together=LEASE + 1.0,
-                founders=[laws.Electorate(frozenset({f"{self.endpoint}1"}))],
+                founders=[laws.LawElectorate(frozenset({f"{self.endpoint}1"}))],
             )
         )
-        #: All agents there ever were, by their nodes; and the present one of each machine.
-        self.agents: dict[str, Agent] = {}
-        self.there: dict[str, Agent] = {}
+        #: All agents so far by node, and the current one of each machine.
+        self.agents: dict[str, SimulatedAgent] = {}
+        self.there: dict[str, SimulatedAgent] = {}
         self._numbers: dict[str, int] = {}
-        #: What agents that were killed have left for the next ones on their machines.
-        self._files: dict[str, EmbeddedNode] = {}
-        self._runs: dict[tuple[int, str], Run] = {}
+        #: The state files of killed agents, for the next ones on their machines.
+        self._files: dict[str, SimulatedEmbeddedNode] = {}
+        self._runs: dict[tuple[int, str], TrainingRun] = {}
         #: Agents that have not found the job yet.
         self._seeking: set[str] = set()
 
@@ -73,23 +79,24 @@ class Simulation:
         return self.laws.violations
 
     def _look_who_trains(self) -> None:
-        """Check that after a while without a fault, all nodes that could train do, if any do."""
+        """Check that some time after the last fault all nodes that could train do, if any do."""
         run = max(self._runs.values(), key=lambda run: run.generation, default=None)
         if run is None or self.laws.is_closed or self.laws.last_step_at < END - 2.0:
             return
         world = run.world
         busy = {*run.nodes, *(hold.node for hold in world.held)}
         idle = [agent.node for agent in self.there.values() if agent.node not in busy]
-        if idle and len(run.nodes) < self.rules.max_nodes:
+        room = self.rules.max_nodes - len(run.nodes)
+        if min(len(idle), room) >= self.spanned:
             sentence = f"{' '.join(idle)} could train, and have no place in the last world"
             self.laws.violations.append(Violation(0, END, sentence))
 
     def _at(self, when: float, call: Callable[..., object], *args: object) -> None:
-        self.bus.at(when, Timer(None, call, args))
+        self.bus.at(when, BusTimer(None, call, args))
 
     # --- what agents ask -------------------------------------------------------------------------
 
-    def reached_at(self, address: str) -> Agent | None:
+    def reached_at(self, address: str) -> SimulatedAgent | None:
         if address == ENDPOINT:
             return self.there.get(self.endpoint)
         return self.agents.get(address)
@@ -106,29 +113,28 @@ class Simulation:
         clear = self.bus.is_clear
         return all(clear(one.machine, other.machine) for one in agents for other in agents)
 
-    def run_of(self, world: World) -> Run:
+    def run_of(self, world: World) -> TrainingRun:
         key = (world.generation, world.digest)
         run = self._runs.get(key)
         if run is None:
-            run = self._runs[key] = Run(self, world)
+            run = self._runs[key] = TrainingRun(self, world)
         return run
 
-    def has_joined(self, agent: Agent) -> None:
-        """Count a node that has not found the job as up only when nothing is in its way any
-        more."""
+    def has_joined(self, agent: SimulatedAgent) -> None:
+        """Count a node that has not found the job as up only when its paths are clear."""
         if agent.node in self._seeking:
             self._seeking.discard(agent.node)
-            self.laws.note(laws.Up(self.bus.now, agent.node))
+            self.laws.note(laws.NodeUp(self.bus.now, agent.node))
 
-    def ended(self, agent: Agent) -> None:
+    def ended(self, agent: SimulatedAgent) -> None:
         """Note that an agent has ended; near the end of the run, start another one for it."""
         self._remove(agent)
         if self.bus.now >= HEALED_AT and not self.laws.is_closed:
             self._start(agent.machine)
             self.has_joined(self.there[agent.machine])
 
-    def start_anew(self, agent: Agent) -> None:
-        """Forget what an agent has from the one before it."""
+    def start_anew(self, agent: SimulatedAgent) -> None:
+        """Forget the state of the last agent."""
         self._remove(agent)
         self._start(agent.machine)
         if self.bus.now >= HEALED_AT:
@@ -136,7 +142,7 @@ class Simulation:
 
     # --- faults ----------------------------------------------------------------------------------
 
-    def _perform(self, fault: Fault) -> None:
+    def _perform(self, fault: ScheduledFault) -> None:
         match fault.kind:
             case "kill":
                 self._kill(fault.machines)
@@ -156,22 +162,22 @@ class Simulation:
                     self._disturb(agent, fault)
         self._look()
 
-    def _disturb(self, agent: Agent, fault: Fault) -> None:
-        self.laws.note(laws.Disturbed(self.bus.now, fault.kind))
+    def _disturb(self, agent: SimulatedAgent, fault: ScheduledFault) -> None:
+        self.laws.note(laws.JobDisturbed(self.bus.now, fault.kind))
         match fault.kind:
             case "freeze" if agent.runs:
                 agent.freeze()
-                self.laws.note(laws.Frozen(self.bus.now, agent.node))
+                self.laws.note(laws.NodeFrozen(self.bus.now, agent.node))
             case "thaw":
                 self._thaw(agent)
             case "worker" if agent.runs:
-                agent.workers.kill()
+                agent.workers.each[int(fault.at * 1000) % self.schedule.workers].kill()
             case "leave" if agent.runs:
                 agent.leave()
 
-    def _thaw(self, agent: Agent) -> None:
+    def _thaw(self, agent: SimulatedAgent) -> None:
         if agent.frozen_at is not None:
-            self.laws.note(laws.Thawed(self.bus.now, agent.node))
+            self.laws.note(laws.NodeThawed(self.bus.now, agent.node))
             agent.thaw()
 
     def _start(self, machine: str) -> None:
@@ -180,7 +186,7 @@ class Simulation:
         last = self._files.pop(machine, None)
         if last is None:
             self._numbers[machine] = self._numbers.get(machine, 0) + 1
-        agent = self.there[machine] = Agent(self, machine, self._numbers[machine], last)
+        agent = self.there[machine] = SimulatedAgent(self, machine, self._numbers[machine], last)
         self.agents[agent.node] = agent
         self._seeking.add(agent.node)
         for source, target in sorted(self.bus.cut):
@@ -192,27 +198,28 @@ class Simulation:
         agent = self.there.get(machine)
         if agent is None:
             return
-        run = agent.workers.run
-        if run is not None:
-            self.laws.note(laws.Failed(self.bus.now, agent.node, run.generation))
-        # A goodbye removes the file, and so does the last vote of a host that leaves.
+        for run in agent.workers.runs:
+            self.laws.note(laws.NodeFailed(self.bus.now, agent.node, run.generation))
+        # A goodbye removes the file; so does the last vote of a leaving host.
         if self.schedule.remembers and not agent.search.elector.leaving:
             self._files[machine] = agent.search
         self._remove(agent)
 
-    def _remove(self, agent: Agent) -> None:
+    def _remove(self, agent: SimulatedAgent) -> None:
         agent.alive = False
         if self.there.get(agent.machine) is agent:
             del self.there[agent.machine]
         self._seeking.discard(agent.node)
-        self.laws.note(laws.Down(self.bus.now, agent.node))
-        run = agent.workers.run
-        if run is not None:
-            run.leave(agent)
+        self.laws.note(laws.NodeDown(self.bus.now, agent.node))
+        runs = agent.workers.runs
+        for worker in agent.workers.each:
+            if worker.run is not None:
+                worker.run.leave(worker)
+        for run in runs:
             run.lost(agent)
         self._look()
 
-    def _come_between(self, fault: Fault) -> None:
+    def _come_between(self, fault: ScheduledFault) -> None:
         ways = [(one, other) for one in fault.machines for other in fault.others]
         if fault.both_ways:
             ways += [(other, one) for one, other in ways]
@@ -222,12 +229,12 @@ class Simulation:
             elif way not in self.bus.cut:
                 self.bus.sever(*way)
                 self._note_cut(*way)
-        self.laws.note(laws.Disturbed(self.bus.now, fault.kind))
+        self.laws.note(laws.JobDisturbed(self.bus.now, fault.kind))
 
     def _note_cut(self, source: str, target: str) -> None:
         if source in self.there and target in self.there:
             pair = self.there[source].node, self.there[target].node
-            self.laws.note(laws.Cut(self.bus.now, *pair))
+            self.laws.note(laws.PathCut(self.bus.now, *pair))
 
     def _mend(self) -> None:
         self.bus.slow.clear()
@@ -236,8 +243,8 @@ class Simulation:
             for source in self.agents.values():
                 for target in self.agents.values():
                     if (source.machine, target.machine) == way:
-                        self.laws.note(laws.Mended(self.bus.now, source.node, target.node))
-        self.laws.note(laws.Disturbed(self.bus.now, "mend"))
+                        self.laws.note(laws.PathRestored(self.bus.now, source.node, target.node))
+        self.laws.note(laws.JobDisturbed(self.bus.now, "mend"))
 
     def _heal(self) -> None:
         """Bring all machines up, and connect them."""
@@ -252,7 +259,7 @@ class Simulation:
         self._look()
 
     def _look(self) -> None:
-        """Let connections and groups see what has changed."""
+        """Let connections and groups check their paths."""
         for agent in self.agents.values():
             if agent.session is not None:
                 agent.session.look()
@@ -262,4 +269,4 @@ class Simulation:
 
 def violations(schedule: Schedule) -> list[Violation]:
     """The violations of a law in a simulated job."""
-    return Simulation(schedule).run()
+    return BusSimulation(schedule).run()

@@ -1,7 +1,7 @@
 """The store and the leader of a simulated node that hosts them.
 
-Leases are renewed all the time while nothing is in the way, so no message is spent on it: when
-something comes in the way, the last renewal is known, and with it the end of the lease.
+Leases are renewed continuously while the path is clear, so they need no messages: when the path is
+blocked, the last renewal is known, and with it the end of the lease.
 """
 
 from __future__ import annotations
@@ -9,48 +9,49 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchelastic.records import replace
-from torchelastic.rendezvous import in_process_round, majority, round_state
-from torchelastic.rendezvous.embedded.client import RENEWALS, SUCCESSOR_WAITS
-from torchelastic.rendezvous.round_state import Draft, RoundState
+from torchelastic.rendezvous import majority, round_state
+from torchelastic.rendezvous.choosing import to_allot
+from torchelastic.rendezvous.decide import decide
+from torchelastic.rendezvous.embedded.client import FAILOVER_RECONNECT_TIMEOUT, RENEWALS_PER_LEASE
+from torchelastic.rendezvous.round_state import RoundState, StateUpdate
 from torchelastic.rendezvous.world import Member, World
 from torchelastic.testing import laws
-from torchelastic.testing.bus.message_bus import Timer
+from torchelastic.testing.bus.message_bus import BusTimer
 
 if TYPE_CHECKING:
-    from torchelastic.testing.bus.node_loop import Agent
+    from torchelastic.testing.bus.node_loop import SimulatedAgent
 
 Json = dict[str, Any]
 
 
-class Session:
+class SimulatedSession:
     """A client's connection to a host, and its lease there."""
 
-    def __init__(self, client: Agent, host: Host) -> None:
+    def __init__(self, client: SimulatedAgent, host: SimulatedHost) -> None:
         self.client, self.host = client, host
         self.term = host.term
         self._opened = client.bus.now
-        #: The client has not given it up; the host counts on its lease.
+        #: Whether the client has not given it up; whether the host counts its lease.
         self.connected = self.leased = False
         self.watches = False
-        #: The revision of the store at which the present lease began.
+        #: The store's revision when the current lease began.
         self.since = 0
-        #: Which of the leases it has had over this connection.
+        #: The number of the lease on this connection.
         self.lease = 0
-        #: When the client's lease ends by each side's clock; None: renewed all the time.
+        #: When the lease ends on each side's clock; None: it is being renewed.
         self._ends: float | None = None
         self._ends_there: float | None = None
         self._losing = False
 
     def look(self) -> None:
-        """Check what is in the way; called whenever a network path, or one of the two ends, has
-        changed."""
+        """Check the path; called whenever it, or one of its two ends, has changed."""
         client, host = self.client, self.host.agent
         bus = client.bus
         up = (client.machine, host.machine) not in bus.cut
         down = (host.machine, client.machine) not in bus.cut
         serves = host.alive and not self.host.closed
         if self.connected and up and down and not serves and not self._losing:
-            self._losing = True  # the machine answers that nobody is there
+            self._losing = True  # the machine refuses connections
             client.after(2 * bus.delay(client.machine, host.machine), self._refused)
         answered = up and down and serves and host.frozen_at is None
         if self.connected and client.alive and client.frozen_at is None and answered:
@@ -70,12 +71,12 @@ class Session:
             host.after(self._ends_there - bus.now, self._expire)
 
     def _steps_alone(self) -> bool:
-        """Return whether a refused connection proves nothing."""
+        """Return whether the client trains alone, so that a refused connection proves nothing."""
         world = self.host.world
         return world is not None and world.steps_without(self.host.agent.node)
 
     def _last_renewal(self) -> float:
-        every = self.client.lease / RENEWALS
+        every = self.client.lease / RENEWALS_PER_LEASE
         now = self.client.bus.now
         return now - (now - self._opened) % every
 
@@ -93,7 +94,7 @@ class Session:
         return False
 
     def _refused(self) -> None:
-        self.client.after(SUCCESSOR_WAITS, self.client.lose_store, self)
+        self.client.after(FAILOVER_RECONNECT_TIMEOUT, self.client.lose_store, self)
 
     def _expire(self) -> None:
         if self._ends_there is not None and self.client.bus.now >= self._ends_there:
@@ -114,27 +115,27 @@ class Session:
         self._ends = None
 
 
-class Row(NamedTuple):
-    """A member's record in the store, and the connection whose lease it is under; None: of a voter
-    that is yet to come."""
+class MemberRow(NamedTuple):
+    """A member's record in the store, and the connection that holds its lease; None: a voter that
+    has not connected yet."""
 
     member: Member
     created: int
     modified: int
-    session: Session | None
+    session: SimulatedSession | None
 
 
-class Host:
+class SimulatedHost:
     """Serves the store, and leads while its own agent is a member."""
 
     def __init__(
         self,
-        agent: Agent,
+        agent: SimulatedAgent,
         term: int,
         *,
         world: World | None,
         roll: Json | None,
-        settled: int,
+        confirmed: int,
         voters: list[Member],
         may_begin_at: float,
         dead: frozenset[str],
@@ -144,20 +145,20 @@ class Host:
         self.world = world
         self.roll = roll
         self.parts = world.parts() if world is not None else {}
-        #: The last world of which the store says that it is settled.
-        self.settled = settled
+        #: The last world that the store has as confirmed.
+        self.confirmed = confirmed
         #: The revision at which the world was published.
         self._published = 0
-        self.rows: dict[str, Row] = {}
-        self.sessions: list[Session] = []
+        self.rows: dict[str, MemberRow] = {}
+        self.sessions: list[SimulatedSession] = []
         self.closed = False
         self.revision = 0
         self._may_begin_at = may_begin_at
         self._dead = dead
         self._state: RoundState | None = None
-        #: Members that have changed: None if they are gone.
-        self._changed: dict[str, Row | None] = {}
-        self._wake: Timer | None = None
+        #: Changed members; None: gone.
+        self._changed: dict[str, MemberRow | None] = {}
+        self._wake: BusTimer | None = None
         self._wakes_at = 0.0
         for member in voters:
             self._put(member, None)
@@ -165,11 +166,11 @@ class Host:
 
     # --- the store -------------------------------------------------------------------------------
 
-    def _put(self, member: Member, session: Session | None) -> None:
+    def _put(self, member: Member, session: SimulatedSession | None) -> None:
         self.revision += 1
         before = self.rows.get(member.node)
         created = before.created if before is not None else self.revision
-        row = Row(member, created, self.revision, session)
+        row = MemberRow(member, created, self.revision, session)
         self.rows[member.node] = row
         self._change(member.node, row)
 
@@ -177,10 +178,10 @@ class Host:
         del self.rows[node]
         self._change(node, None)
 
-    def _change(self, node: str, row: Row | None) -> None:
+    def _change(self, node: str, row: MemberRow | None) -> None:
         if self._state is not None:
             if row is None and node in self._changed:
-                self._take_up()  # what it said last counts
+                self._take_up()  # its last report counts
             self._changed[node] = row
             self._decide_soon()
 
@@ -189,11 +190,11 @@ class Host:
         for node in [node for node, row in self.rows.items() if row.session is None]:
             self._delete(node)
 
-    def admit(self, client: Agent) -> tuple[Session, bool]:
+    def admit(self, client: SimulatedAgent) -> tuple[SimulatedSession, bool]:
         """Connect a client; return whether it already had a lease here."""
-        session = Session(client, self)
+        session = SimulatedSession(client, self)
         row = self.rows.get(client.node)
-        resumed = row is not None and row.session is None and client.leased_rows is not None
+        resumed = row is not None and row.session is None and client.takes_rows_along
         if row is not None and resumed:
             self.rows[client.node] = row._replace(session=session)
             session.leased = True
@@ -201,12 +202,12 @@ class Host:
         self.sessions = [one for one in self.sessions if one.client is not client] + [session]
         return session, resumed
 
-    def _forget_half_open(self, session: Session) -> None:
-        """Forget a client that was welcomed, but never received the welcome."""
+    def _forget_half_open(self, session: SimulatedSession) -> None:
+        """Forget a client that never received its welcome."""
         if not session.connected:
             self.expire(session)
 
-    def enlist(self, session: Session, member: Member) -> None:
+    def enlist(self, session: SimulatedSession, member: Member) -> None:
         """Open a lease for a client, with its record."""
         if self.closed or not session.connected:
             return
@@ -216,18 +217,21 @@ class Host:
         self.agent.send(session.client, session.client.enlisted, session)
         session.look()
 
-    def watch(self, session: Session) -> None:
+    def watch(self, session: SimulatedSession) -> None:
         if self.closed or not session.connected:
             return
         session.watches = True
-        if session not in self.sessions:  # after a stop, earlier hellos of its client came later
+        if session not in self.sessions:  # a hello that was delayed by a freeze
             self.sessions.append(session)
         if self.world is not None:
             self._show(session, self.world)
-        if self.settled >= 0:
-            self.agent.send(session.client, session.client.hear_settled, session, self.settled)
+        place = self._state.places.get(session.client.node) if self._state is not None else None
+        if place is not None:
+            self.agent.send(session.client, session.client.hear_place, session, place)
+        if self.confirmed >= 0:
+            self.agent.send(session.client, session.client.hear_confirmed, session, self.confirmed)
 
-    def report(self, session: Session, member: Member) -> None:
+    def report(self, session: SimulatedSession, member: Member) -> None:
         row = self.rows.get(member.node)
         if self.closed or not session.connected:
             return
@@ -236,7 +240,7 @@ class Host:
             return
         self._put(member, session)
 
-    def expire(self, session: Session) -> None:
+    def expire(self, session: SimulatedSession) -> None:
         """End a lease."""
         if self.closed or not session.leased:
             return
@@ -247,7 +251,7 @@ class Host:
         if session.connected:
             self.agent.send(session.client, session.client.lose_lease, session, session.lease)
 
-    def goodbye(self, session: Session) -> None:
+    def goodbye(self, session: SimulatedSession) -> None:
         """End a client's lease and connection."""
         session.connected = False
         self.expire(session)
@@ -260,7 +264,7 @@ class Host:
             if session.connected:
                 self.agent.send(session.client, session.client.lose_store, session)
 
-    def _show(self, session: Session, world: World) -> None:
+    def _show(self, session: SimulatedSession, world: World) -> None:
         self.agent.send(
             session.client,
             session.client.hear_world,
@@ -285,15 +289,20 @@ class Host:
             state = round_state.taken_over(self.world, now)
         rules = self.agent.simulation.rules
         state = round_state.hosted(
-            state, self.agent.node, self.term, self.roll, settled=self.settled, quorum=rules.quorum
+            state,
+            self.agent.node,
+            self.term,
+            self.roll,
+            confirmed=self.confirmed,
+            quorum=rules.quorum,
         )
         self._state = replace(state, dead=self._dead)
-        if self.settled >= 0:
-            self.agent.note(laws.Settled(now, self.settled))
+        if self.confirmed >= 0:
+            self.agent.note(laws.WorldConfirmed(now, self.confirmed))
         rows = sorted(self.rows.items(), key=lambda item: item[1].modified)
         self._changed = dict(rows)
         self._take_up()
-        self._state = round_state.without_the_vanished(self._state)
+        self._state = round_state.with_missing_lost(self._state)
         self._decide_soon()
 
     def stop_leading(self) -> None:
@@ -305,7 +314,7 @@ class Host:
 
     def _take_up(self) -> None:
         assert self._state is not None
-        draft, now = Draft(self._state), self.agent.bus.now
+        draft, now = StateUpdate(self._state), self.agent.bus.now
         for node, row in self._changed.items():
             if row is None:
                 draft.lose(node)
@@ -324,15 +333,16 @@ class Host:
         self._wake = self.agent.after(0.0, self._decide)
 
     def _decide(self) -> None:
-        """Settle, decide and publish until there is nothing more to publish."""
+        """Note confirmations, decide and publish until there is nothing more to publish."""
         self._wake = None
         if self._changed:
             self._take_up()
         rules, now = self.agent.simulation.rules, self.agent.bus.now
-        for _ in range(MOST_IN_A_ROW):
+        for _ in range(PUBLISH_LIMIT):
             assert self._state is not None
-            self._settle()
-            decision = in_process_round.decide(rules, self._state, now)
+            self._note_confirmed()
+            self._allot()
+            decision = decide(rules, self._state, now)
             if decision.world is None:
                 if decision.wake_at is not None:
                     self._wakes_at = max(decision.wake_at, now)
@@ -344,16 +354,26 @@ class Host:
                 return
         raise AssertionError(f"the leader publishes without end: {self.world}")
 
-    def _settle(self) -> None:
+    def _allot(self) -> None:
+        """Tell nodes their places in replicas."""
         assert self._state is not None
-        before, self._state = self._state, round_state.settled(self._state)
+        places = to_allot(self.agent.simulation.rules, self._state)
+        self._state = round_state.allotted(self._state, places) if places else self._state
+        for session in self.sessions:
+            node = session.client.node
+            if node in places and session.watches and session.connected:
+                self.agent.send(session.client, session.client.hear_place, session, places[node])
+
+    def _note_confirmed(self) -> None:
+        assert self._state is not None
+        before, self._state = self._state, round_state.confirmed(self._state)
         if self._state.roll is not before.roll and self._state.roll is not None:
-            self.settled = self._state.roll.generation
-            self.agent.note(laws.Settled(self.agent.bus.now, self.settled))
+            self.confirmed = self._state.roll.generation
+            self.agent.note(laws.WorldConfirmed(self.agent.bus.now, self.confirmed))
             for session in self.sessions:
                 if session.watches and session.connected:
                     self.agent.send(
-                        session.client, session.client.hear_settled, session, self.settled
+                        session.client, session.client.hear_confirmed, session, self.confirmed
                     )
 
     def _publish(self, world: World) -> None:
@@ -372,24 +392,24 @@ class Host:
         self._published = self.revision
         if world.phase == "closed":
             blamed = world.cause.node if world.cause is not None else ""
-            closed = laws.Closed(now, world.generation, world.exitcode, world.reason, blamed)
+            closed = laws.ClosedJob(now, world.generation, world.exitcode, world.reason, blamed)
             self.agent.note(closed)
         for session in self.sessions:
             if session.watches and session.connected:
                 self._show(session, world)
 
     def _note_formed(self, world: World) -> None:
-        """Note the electorate by the laws: the nodes of each world and its host."""
+        """Note the electorate as the laws define it: the nodes of each world and its host."""
         roll = self._state.roll if self._state is not None else None
         electorates = [] if roll is None else [*roll.before, roll.latest]
         self.agent.note(
-            laws.Formed(
+            laws.WorldPublished(
                 self.agent.bus.now,
                 world.generation,
                 world.host,
                 world.members,
                 tuple(
-                    laws.Electorate(each.nodes | {each.host}, each.host)
+                    laws.LawElectorate(each.nodes | {each.host}, each.host)
                     for each in electorates
                     if each.nodes
                 ),
@@ -398,5 +418,5 @@ class Host:
         )
 
 
-#: A leader that publishes so often without news would never end.
-MOST_IN_A_ROW = 20
+#: A leader that publishes this often in a row without news would never stop.
+PUBLISH_LIMIT = 20

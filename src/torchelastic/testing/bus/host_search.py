@@ -1,6 +1,6 @@
 """A simulated node's search for a host, and its time as host: the loop of `embedded.node`.
 
-`majority` and `Poll` decide who is asked, what is answered, and what follows from the answers.
+`majority` and `Poll` decide which nodes to ask, what to answer, and what follows from the answers.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ from typing import TYPE_CHECKING
 
 from torchelastic.rendezvous import majority
 from torchelastic.rendezvous.embedded.ask_peers import (
-    LAST_CALL,
-    PATIENCE,
-    STOPPING_PATIENCE,
+    EXCHANGE_TIMEOUT,
+    LAST_CALL_TIMEOUT,
+    STOPPING_TIMEOUT,
     Returns,
 )
-from torchelastic.rendezvous.embedded.election import DEAD, Poll, Search
-from torchelastic.rendezvous.embedded.failover_state import Holding
+from torchelastic.rendezvous.embedded.election import Poll, Search
+from torchelastic.rendezvous.embedded.failover_state import FailoverState
 from torchelastic.rendezvous.embedded.node import (
-    ANNOUNCEMENTS,
+    ANNOUNCEMENTS_PER_LEASE,
     FIRST_TERM,
-    HOST_ANSWERS,
-    SECOND_CHANCE,
+    HOST_TIMEOUT,
+    RETRY_FACTOR,
 )
-from torchelastic.rendezvous.embedded.votes import Ballot, HostAnnouncement, Noted
+from torchelastic.rendezvous.embedded.votes import AnnouncementReply, Ballot, HostAnnouncement
 from torchelastic.rendezvous.leader import ROLL_KEY
 from torchelastic.rendezvous.majority import Candidacy, Elector
 from torchelastic.rendezvous.world import WORLD_KEY
-from torchelastic.testing.bus.host_loop import Host, Session
-from torchelastic.testing.bus.message_bus import Timer
+from torchelastic.testing.bus.host_loop import SimulatedHost, SimulatedSession
+from torchelastic.testing.bus.message_bus import BusTimer
 
 if TYPE_CHECKING:
-    from torchelastic.testing.bus.node_loop import Agent
+    from torchelastic.testing.bus.node_loop import SimulatedAgent
 
-#: Where the endpoint of the job is: whichever agent is on its machine.
+#: The address of the job's endpoint: the agent on that machine.
 ENDPOINT = "@"
-#: How often a node goes where another one says that the host is.
-HOPS = 3
+#: The most redirects to a host that a node follows.
+REDIRECTS_LIMIT = 3
 
 
-class Round:
+class QuestionRound:
     """One question to many nodes, and their answers."""
 
     def __init__(self, asked: set[str], then: Callable[[Returns], None]) -> None:
@@ -56,38 +56,38 @@ class Round:
             then(self.returns)
 
 
-class EmbeddedNode:
+class SimulatedEmbeddedNode:
     """One node at the embedded rendezvous."""
 
-    def __init__(self, agent: Agent, last: EmbeddedNode | None = None) -> None:
+    def __init__(self, agent: SimulatedAgent, last: SimulatedEmbeddedNode | None = None) -> None:
         self._agent = agent
         self.elector = Elector(agent.node)
-        self.holding = Holding()
-        #: It goes by what an agent before it knew, and has had no host itself.
+        self.holding = FailoverState()
+        #: Whether it resumed its last agent's state, and has had no host itself.
         self._resumed = last is not None
         if last is not None:
             voter = last.elector
             self.elector = Elector(agent.node, voter.term, voter.chosen, voter.generation)
             self.holding = last.holding
-        self.server: Host | None = None
-        #: It listens at the endpoint of the job.
+        self.server: SimulatedHost | None = None
+        #: Whether it listens at the endpoint of the job.
         self._is_endpoint = agent.machine == agent.simulation.endpoint
-        #: Only the first agent there begins the job: a later one has the file of the one before it,
-        #: and knows that there is a job already.
+        #: Whether it may start the job: only the first agent at the endpoint; later ones have its
+        #: file, and know that there is a job.
         self._founds = self._is_endpoint and agent.is_first
         self._yielded_to = 0
-        #: No worker of this node is in a world, so that it may vote.
+        #: Whether no worker of this node is in a world, so that it may vote.
         self._stopped = True
-        #: Those who wait for that.
+        #: Calls that wait for that.
         self._waiting: list[Callable[[], None]] = []
-        self._rumours: list[str] = []
+        self._announced_hosts: list[str] = []
         self._heard_of: list[str] = []
         self._given_up = ""
         self._search = Search(0.0)
-        self._next: Timer | None = None
-        self._votes: Round | None = None
+        self._next: BusTimer | None = None
+        self._votes: QuestionRound | None = None
         self._searching = False
-        self._announcing: Timer | None = None
+        self._announcing: BusTimer | None = None
 
     # --- what the agent asks ---------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class EmbeddedNode:
         has_it = generation == self.elector.generation
         return has_it or majority.may_take_up(self.elector, generation)
 
-    def hold(self, holding: Holding) -> None:
+    def hold(self, holding: FailoverState) -> None:
         if holding is self.holding:
             return
         if holding.roll.generation > self.holding.roll.generation:
@@ -113,7 +113,7 @@ class EmbeddedNode:
     def lose_host(self) -> None:
         self.elector = replace(self.elector, has_host=False)
 
-    def follow(self, session: Session) -> None:
+    def follow(self, session: SimulatedSession) -> None:
         self._searching = self._resumed = False
         self._stopped = False
         host = session.host.agent.node
@@ -128,14 +128,14 @@ class EmbeddedNode:
         become it."""
         agent = self._agent
         self._leave()
-        agent.leased_rows = agent.member
+        agent.takes_rows_along = True
         self._stop()
         self._look_for_host()
 
     def hand_over(self) -> None:
         """As a host that leaves with no worker left: vote for the next host before going."""
         self._leave()
-        self._agent.leased_rows = self._agent.member
+        self._agent.takes_rows_along = True
         self.elector = replace(self.elector, leaving=False, hands_over=True)
         self._stop()
 
@@ -169,9 +169,9 @@ class EmbeddedNode:
         if not self._searching:
             return
         if not self.holding.roll.latest.nodes and not self._founds:
-            rumours, self._rumours = self._rumours, []
+            announced, self._announced_hosts = self._announced_hosts, []
             endpoint = [] if self._is_endpoint else [ENDPOINT]
-            self._join_one_of([*rumours, *endpoint, *self._heard_of], self._wait)
+            self._join_one_of([*announced, *endpoint, *self._heard_of], self._wait)
         elif self._may_found():
             self._become_host(FIRST_TERM, Returns())
         else:
@@ -187,16 +187,16 @@ class EmbeddedNode:
         own = ENDPOINT if self._is_endpoint else ""
         return Poll(self.elector, self.holding, places=(ENDPOINT,), own_place=own)
 
-    def _whereabouts(self, but: set[str]) -> list[str]:
+    def _peers(self, but: set[str]) -> list[str]:
         places = [] if self._is_endpoint else [ENDPOINT]
         known = self.holding.addresses
         return [*places, *(node for node in known if node not in but and node != self._agent.node)]
 
     def _judge(self, term: int, returns: Returns) -> None:
         self._search.hear(returns)
-        rumours, self._rumours = self._rumours, []
+        announced, self._announced_hosts = self._announced_hosts, []
         waited = self._agent.bus.now - self._search.begun > self._agent.lease
-        hosts = [*rumours, *self.poll.hosts(returns, waited=waited)]
+        hosts = [*announced, *self.poll.hosts(returns, waited=waited)]
         self._join_one_of(hosts, lambda: self._run_or_wait(term, returns))
 
     def _run_or_wait(self, term: int, returns: Returns) -> None:
@@ -216,7 +216,7 @@ class EmbeddedNode:
 
     def _hear_news(self) -> None:
         if self._votes is not None and self._votes.then is not None:
-            self._votes.then = None  # who has frozen would keep this node from following the host
+            self._votes.then = None  # a frozen peer would keep this node from following the host
             self._next = self._agent.after(0.0, self._ask_around)
         elif self._next is not None:
             self._next.cancel()
@@ -231,12 +231,12 @@ class EmbeddedNode:
         binding: bool,
         of: Sequence[str] | None,
         then: Callable[[Returns], None],
-    ) -> Round:
+    ) -> QuestionRound:
         agent = self._agent
-        generation, is_settled = self.elector.generation, self.holding.is_settled
-        asked = Candidacy(term, agent.node, generation, binding, is_settled)
-        places = [key for key in self._whereabouts(set()) if of is None or key in of]
-        made = Round(set(places), then)
+        generation, is_confirmed = self.elector.generation, self.holding.is_confirmed
+        asked = Candidacy(term, agent.node, generation, binding, is_confirmed)
+        places = [key for key in self._peers(set()) if of is None or key in of]
+        made = QuestionRound(set(places), then)
         for key in places:
             target = agent.simulation.reached_at(key)
             if target is not None and target.alive:
@@ -245,35 +245,39 @@ class EmbeddedNode:
                 )
             elif agent.bus.is_clear(agent.machine, agent.simulation.machine_of(key)):
                 agent.after(0.004, self._refused, key, made)
-        agent.after(STOPPING_PATIENCE if binding else PATIENCE, made.close)
+        agent.after(STOPPING_TIMEOUT if binding else EXCHANGE_TIMEOUT, made.close)
         if not places:
             made.close()
         return made
 
-    def _refused(self, key: str, made: Round) -> None:
+    def _refused(self, key: str, made: QuestionRound) -> None:
         made.returns.refused.add(key)
         self._answered(key, made)
 
-    def _returned(self, key: str, made: Round, ballot: Ballot) -> None:
+    def _returned(self, key: str, made: QuestionRound, ballot: Ballot) -> None:
         if made.then is not None:
             made.returns.ballots[key] = ballot
             self._answered(key, made)
 
-    def _answered(self, key: str, made: Round) -> None:
+    def _answered(self, key: str, made: QuestionRound) -> None:
         made.left.discard(key)
         if not made.left:
             made.close()
         elif not made.is_last_call and self.poll.suffices(made.returns):
             made.is_last_call = True
-            self._agent.after(LAST_CALL, made.close)
+            self._agent.after(LAST_CALL_TIMEOUT, made.close)
 
-    def hear_vote_request(self, sender: Agent, key: str, asked: Candidacy, made: Round) -> None:
+    def hear_vote_request(
+        self, sender: SimulatedAgent, key: str, asked: Candidacy, made: QuestionRound
+    ) -> None:
         if asked.binding and not self._stopped and not majority.refusal(self.elector, asked):
             self._waiting.append(lambda: self._answer(sender, key, asked, made))
         else:
             self._answer(sender, key, asked, made)
 
-    def _answer(self, sender: Agent, key: str, asked: Candidacy, made: Round) -> None:
+    def _answer(
+        self, sender: SimulatedAgent, key: str, asked: Candidacy, made: QuestionRound
+    ) -> None:
         why = majority.refusal(self.elector, asked)
         if not why:
             self.elector = majority.voted(self.elector, asked)
@@ -285,7 +289,7 @@ class EmbeddedNode:
 
     def _ballot(self, why: str) -> Ballot:
         agent = self._agent
-        brings = not why and agent.leased_rows is not None
+        brings = not why and agent.takes_rows_along
         return Ballot(
             node=agent.node,
             granted=not why,
@@ -295,7 +299,7 @@ class EmbeddedNode:
             hosts=self._known_hosts(),
             lease=agent.node if brings else "",
             seconds=agent.lease,
-            rows=[agent.leased_rows] if brings else [],  # type: ignore[list-item]
+            rows=[agent.member] if brings else [],  # type: ignore[list-item]
         )
 
     def _known_hosts(self) -> list[str]:
@@ -309,9 +313,9 @@ class EmbeddedNode:
     # --- becoming a client -----------------------------------------------------------------------
 
     def _join_one_of(
-        self, hosts: Sequence[str], otherwise: Callable[[], None], hops: int = HOPS
+        self, hosts: Sequence[str], otherwise: Callable[[], None], hops: int = REDIRECTS_LIMIT
     ) -> None:
-        """Try the hosts one after the other, and the places they refer to."""
+        """Try the hosts one after the other, and those they redirect to."""
         if not self._searching:
             return
         if not hosts:
@@ -319,7 +323,7 @@ class EmbeddedNode:
             return
         agent, (address, *others) = self._agent, hosts
         target = agent.simulation.reached_at(address)
-        attempt = Attempt(
+        attempt = ConnectAttempt(
             lambda more: self._join_one_of(
                 [*more, *others] if hops else others, otherwise, hops - bool(more)
             )
@@ -329,13 +333,13 @@ class EmbeddedNode:
             agent.send(target, target.search.hear_hello, agent, term, attempt, begins=True)
         elif agent.bus.is_clear(agent.machine, agent.simulation.machine_of(address)):
             agent.after(0.004, attempt.close, ())
-        patience = SECOND_CHANCE * self._search.pause if address == self._given_up else HOST_ANSWERS
-        agent.after(min(patience, HOST_ANSWERS), attempt.close, ())
+        patience = RETRY_FACTOR * self._search.pause if address == self._given_up else HOST_TIMEOUT
+        agent.after(min(patience, HOST_TIMEOUT), attempt.close, ())
 
-    def hear_hello(self, client: Agent, term: int, attempt: Attempt) -> None:
+    def hear_hello(self, client: SimulatedAgent, term: int, attempt: ConnectAttempt) -> None:
         """Handle the hello of a node that wants to be a client of the store."""
         server = self.server
-        if server is None or majority.must_yield(self.elector.term, term):
+        if server is None or majority.must_step_down(self.elector.term, term):
             hosts = [node for node in self._known_hosts() if node != self._agent.node]
             self._agent.send(client, attempt.close, hosts, begins=True)
             if server is not None:
@@ -344,7 +348,7 @@ class EmbeddedNode:
         session, resumed = server.admit(client)
         self._agent.send(client, client.search.welcomed, session, resumed, attempt, begins=True)
 
-    def welcomed(self, session: Session, resumed: bool, attempt: Attempt) -> None:
+    def welcomed(self, session: SimulatedSession, resumed: bool, attempt: ConnectAttempt) -> None:
         if attempt.then is None or not self._searching or session.term < self.elector.term:
             return
         attempt.then = None
@@ -353,7 +357,7 @@ class EmbeddedNode:
     # --- being host ------------------------------------------------------------------------------
 
     def _run_for_election(self, wished: Returns) -> None:
-        """Ask the willing nodes for their vote."""
+        """Ask the nodes that would grant their vote for it."""
         term = majority.next_term(self.elector, wished.latest_term)
         ours = Candidacy(term, self._agent.node, self.elector.generation, binding=True)
         if majority.refusal(self.elector, ours):
@@ -381,16 +385,16 @@ class EmbeddedNode:
         agent = self._agent
         self.elector = replace(self.elector, term=term, chosen=agent.node)
         may_begin_at = agent.bus.now + agent.lease
-        dead = frozenset(node for node, last in self.poll.votes(returns).items() if last == DEAD)
+        dead = self.poll.dead(returns)
         granted = [ballot for ballot in returns.ballots.values() if ballot.granted]
         rows = self.holding.rows
         voters = [row for ballot in (self._ballot(""), *granted) for row in ballot.rows]
-        self.server = Host(
+        self.server = SimulatedHost(
             agent,
             term,
             world=rows[WORLD_KEY]["world"] if WORLD_KEY in rows else None,
             roll=rows.get(ROLL_KEY),
-            settled=self.holding.roll.generation if self.holding.is_settled else -1,
+            confirmed=self.holding.roll.generation if self.holding.is_confirmed else -1,
             voters=voters,  # type: ignore[arg-type]
             may_begin_at=may_begin_at,
             dead=dead,
@@ -399,7 +403,9 @@ class EmbeddedNode:
         for ballot in granted:
             self._announce_to(ballot.node)
         agent.follow(session, resumed)
-        self._announcing = agent.after(agent.lease / ANNOUNCEMENTS, self._tell_the_uninformed)
+        self._announcing = agent.after(
+            agent.lease / ANNOUNCEMENTS_PER_LEASE, self._tell_the_uninformed
+        )
 
     def _announcement(self) -> HostAnnouncement:
         node = self._agent.node
@@ -417,32 +423,32 @@ class EmbeddedNode:
         server = self.server
         if server is None:
             return
-        for address in self._whereabouts(set(server.rows)):
+        for address in self._peers(set(server.rows)):
             self._announce_to(address)
         self._announcing = self._agent.after(
-            self._agent.lease / ANNOUNCEMENTS, self._tell_the_uninformed
+            self._agent.lease / ANNOUNCEMENTS_PER_LEASE, self._tell_the_uninformed
         )
 
-    def hear_announcement(self, sender: Agent, announcement: HostAnnouncement) -> None:
+    def hear_announcement(self, sender: SimulatedAgent, announcement: HostAnnouncement) -> None:
         """Note that another node says it is host."""
-        noted = Noted(self.elector.term, self._known_hosts())
+        noted = AnnouncementReply(self.elector.term, self._known_hosts())
         self._agent.send(sender, sender.search.hear_noted, noted, begins=True)
         if announcement.node == self._agent.node:
             return
         if not self.elector.has_host:
             if self.poll.may_follow(announcement.term, announcement.generation):
-                self._rumours += announcement.addresses
+                self._announced_hosts += announcement.addresses
                 self._hear_news()
-        elif majority.must_yield(self.elector.term, announcement.term):
-            self._rumours += announcement.addresses
+        elif majority.must_step_down(self.elector.term, announcement.term):
+            self._announced_hosts += announcement.addresses
             if self.server is not None:
                 self._yield(announcement.term)
             elif self._agent.session is not None:
                 self._agent.lose_store(self._agent.session)
 
-    def hear_noted(self, noted: Noted) -> None:
-        if self.server is not None and majority.must_yield(self.elector.term, noted.term):
-            self._rumours += noted.hosts
+    def hear_noted(self, noted: AnnouncementReply) -> None:
+        if self.server is not None and majority.must_step_down(self.elector.term, noted.term):
+            self._announced_hosts += noted.hosts
             self._yield(noted.term)
 
     def _yield(self, term: int) -> None:
@@ -456,8 +462,8 @@ class EmbeddedNode:
             server.close()
 
 
-class Attempt:
-    """One try to become a client; `then` is called with the places to try next."""
+class ConnectAttempt:
+    """One attempt to become a client; `then` is called with the places to try next."""
 
     def __init__(self, then: Callable[[Sequence[str]], None]) -> None:
         self.then: Callable[[Sequence[str]], None] | None = then

@@ -1,8 +1,8 @@
 """Virtual time, processes and the network between machines, for the simulated control plane.
 
-Only events call code: the time jumps from one to the next. Processes can be killed and frozen; a
-frozen one does everything that was due when it is thawed. Messages on a connection whose path is
-cut arrive when it is mended, as with TCP; messages that begin a connection are lost.
+Only events call code: time jumps from one to the next. Processes can be killed and frozen; a frozen
+one does everything that was due when it is thawed. Messages on a connection whose path is cut
+arrive when the path is restored, as with TCP; messages that open a connection are lost.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
-#: Seconds a message takes.
+#: The latency of a message in seconds.
 DELAY = 0.002
 
 
-class Timer:
+class BusTimer:
     """A call that is due; it can be cancelled."""
 
     __slots__ = ("args", "call", "process")
 
-    def __init__(self, process: Process | None, call: Callable[..., object], args: Any) -> None:
+    def __init__(
+        self, process: SimulatedProcess | None, call: Callable[..., object], args: Any
+    ) -> None:
         self.process = process
         self.call: Callable[..., object] | None = call
         self.args = args
@@ -30,31 +32,32 @@ class Timer:
         self.call = None
 
 
-class Process:
-    """Something that runs on a machine."""
+class SimulatedProcess:
+    """A process on a simulated machine."""
 
-    def __init__(self, bus: Bus, machine: str) -> None:
+    def __init__(self, bus: MessageBus, machine: str) -> None:
         self.bus = bus
         self.machine = machine
         self.alive = True
         self.frozen_at: float | None = None
-        #: What was to be done while it was frozen.
-        self.due: list[Timer] = []
+        #: Calls that were due while it was frozen.
+        self.due: list[BusTimer] = []
 
     @property
     def runs(self) -> bool:
         return self.alive and self.frozen_at is None
 
-    def after(self, seconds: float, call: Callable[..., object], *args: Any) -> Timer:
-        """Call something on this process, if it is alive then; after the thaw if it is frozen."""
+    def after(self, seconds: float, call: Callable[..., object], *args: Any) -> BusTimer:
+        """Call a function in this process later, if it is alive then; after the thaw if it is
+        frozen."""
         bus = self.bus
-        return bus.at(bus.now + seconds, Timer(self, call, args))
+        return bus.at(bus.now + seconds, BusTimer(self, call, args))
 
     def send(
-        self, to: Process, call: Callable[..., None], *args: Any, begins: bool = False
+        self, to: SimulatedProcess, call: Callable[..., None], *args: Any, begins: bool = False
     ) -> None:
-        """Send a message to another process; `begins`: there is no connection yet."""
-        self.bus.carry(self.machine, to, Timer(to, call, args), begins)
+        """Send a message to another process; `begins`: the message opens a connection."""
+        self.bus.carry(self.machine, to, BusTimer(to, call, args), begins)
 
     def freeze(self) -> None:
         self.frozen_at = self.bus.now
@@ -67,20 +70,20 @@ class Process:
             self.bus.at(self.bus.now, timer)
 
 
-class Bus:
+class MessageBus:
     """The time, and the network paths between machines."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._heap: list[tuple[float, int, Timer]] = []
+        self._heap: list[tuple[float, int, BusTimer]] = []
         self._count = count()
         self.cut: set[tuple[str, str]] = set()
-        #: Seconds a message takes on ways that are slower than others.
+        #: The latency of slow paths.
         self.slow: dict[tuple[str, str], float] = {}
         self._last: dict[tuple[str, str], float] = {}
-        self._held: dict[tuple[str, str], list[Timer]] = {}
+        self._held: dict[tuple[str, str], list[BusTimer]] = {}
 
-    def at(self, when: float, timer: Timer) -> Timer:
+    def at(self, when: float, timer: BusTimer) -> BusTimer:
         heappush(self._heap, (when, next(self._count), timer))
         return timer
 
@@ -109,7 +112,7 @@ class Bus:
         """Return whether both can reach each other."""
         return (one, other) not in self.cut and (other, one) not in self.cut
 
-    def carry(self, source: str, to: Process, timer: Timer, begins: bool) -> None:
+    def carry(self, source: str, to: SimulatedProcess, timer: BusTimer, begins: bool) -> None:
         target = to.machine
         if source == target:
             self.at(self.now, timer)
@@ -121,7 +124,7 @@ class Bus:
             return
         when = self.now + (self.slow.get(way, DELAY) if self.slow else DELAY)
         if self.slow or way in self._last:
-            # What is said first on a way arrives first, though the way was slower then.
+            # Messages on a path arrive in order, even if the path was slower for the first.
             when = self._last[way] = max(when, self._last.get(way, 0.0))
         self.at(when, timer)
 

@@ -1,7 +1,8 @@
 """A simulated node: the agent's loop around the product's own state machines.
 
 The product decides: `lifecycle.script` and `lifecycle.in_process` what the node does, `majority`
-and `Poll` who hosts, `Failover` what it keeps of a world. This module only performs it, on the bus.
+and `Poll` which node hosts, `Failover` what it remembers of a world. This module only performs it,
+on the bus.
 """
 
 from __future__ import annotations
@@ -10,35 +11,39 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torchelastic.agent.lifecycle import in_process, script
-from torchelastic.agent.lifecycle.in_process import InProcessState
+from torchelastic.agent.lifecycle.in_process_state import InProcessState
 from torchelastic.agent.lifecycle.script import ScriptState
 from torchelastic.records import replace
 from torchelastic.rendezvous.membership.failover import Failover
 from torchelastic.rendezvous.world import Member, World
 from torchelastic.testing import laws
-from torchelastic.testing.bus.host_loop import Json, Session
-from torchelastic.testing.bus.host_search import EmbeddedNode
-from torchelastic.testing.bus.message_bus import Process
-from torchelastic.testing.bus.worker_model import Workers
+from torchelastic.testing.bus.host_loop import Json, SimulatedSession
+from torchelastic.testing.bus.host_search import SimulatedEmbeddedNode
+from torchelastic.testing.bus.message_bus import SimulatedProcess
+from torchelastic.testing.bus.worker_model import SimulatedWorkers
 from torchelastic.worker import orders
 
 if TYPE_CHECKING:
-    from torchelastic.testing.bus.bus_simulation import Simulation
+    from torchelastic.testing.bus.bus_simulation import BusSimulation
 
-#: Seconds an agent needs before its node can start workers, and for another store of workers.
-WARM_UP, NEXT_STORE = 0.5, 0.01
-#: Seconds a host stays when the job is closed; a host that leaves, for another one to be elected.
-HOST_STAYS, HANDING_OVER = 5.0, 10.0
+#: Seconds until a node can start workers, and until it offers the next worker store.
+WARM_UP_TIME, NEXT_STORE_DELAY = 0.5, 0.01
+#: Seconds that a host stays after the job is closed, and that a leaving host waits for an election.
+HOST_CLOSE_TIMEOUT, HAND_OVER_TIMEOUT = 5.0, 10.0
 SHUTDOWN_TIMEOUT = 30.0
 
 
-class Agent(Process):
+class SimulatedAgent(SimulatedProcess):
     """One agent, from its start to its end."""
 
     def __init__(
-        self, simulation: Simulation, machine: str, number: int, last: EmbeddedNode | None = None
+        self,
+        simulation: BusSimulation,
+        machine: str,
+        number: int,
+        last: SimulatedEmbeddedNode | None = None,
     ) -> None:
-        """`last` is what the agent before this one on its machine has left in its file."""
+        """`last` is the state file of the last agent on this machine."""
         super().__init__(simulation.bus, machine)
         self.simulation = simulation
         self.node = f"{machine}{number}"
@@ -46,29 +51,32 @@ class Agent(Process):
         self.lease = simulation.lease
         #: The job's workers call `torchelastic.train`.
         self.resident = simulation.resident
-        self.state: ScriptState | InProcessState = ScriptState(node=self.node)
-        self.workers = Workers(self)
-        self.search = EmbeddedNode(self, last)
+        nproc = simulation.schedule.workers
+        self.state: ScriptState | InProcessState = ScriptState(
+            node=self.node, nproc=nproc, place=-1 if simulation.spanned > 1 else 0
+        )
+        self.workers = SimulatedWorkers(self, nproc)
+        self.search = SimulatedEmbeddedNode(self, last)
         self.failover = Failover(self.node)
         self.member = Member(
             node=self.node,
             name=self.node,
             addr=machine,
-            nproc=1,
+            nproc=nproc,
             peer=self.node,
             gone=self.search.elector.generation,
             resumed=last is not None,
         )
         self._said: Member | None = None
         self._flushing = False
-        #: The record that it takes along to another host.
-        self.leased_rows: Member | None = None
-        self.session: Session | None = None
-        #: Has a lease, and follows the worlds; otherwise on its way there.
+        #: Whether it carries its member record to the next host.
+        self.takes_rows_along = False
+        self.session: SimulatedSession | None = None
+        #: Whether it has a lease and follows the worlds.
         self.is_member = False
-        #: A lost lease has been told of, and the workers are still to stop.
+        #: Whether its lease is lost and its workers are still stopping.
         self._awaits_rejoin = False
-        #: The last world that was passed on.
+        #: The last world passed to the state machine.
         self._seen: World | None = None
         self._stores = 0
         self.ending = False
@@ -81,7 +89,7 @@ class Agent(Process):
         self.simulation.laws.note(event)
 
     def begin(self) -> None:
-        self.after(WARM_UP, self._offer_store, True)
+        self.after(WARM_UP_TIME, self._offer_store, True)
         self.search.open()
 
     # --- the loop --------------------------------------------------------------------------------
@@ -102,16 +110,16 @@ class Agent(Process):
             return commands
         decided: list[in_process.Command] = []
         match event:
-            case in_process.Said(local_rank, orders.Enlisted()):
-                known: Any = script.WorkerEnlisted(local_rank)
-            case in_process.Said() | in_process.LeaveOverdue():
+            case in_process.WorkerMessage(local_rank, orders.Enlisted(mesh)):
+                known: Any = script.WorkerEnlisted(local_rank, mesh)
+            case in_process.WorkerMessage() | in_process.LeaveOverdue():
                 known = None
             case _:
                 known = event
         if known is not None:
             self.state, commands_of_group = script.handle(self.state, known)
             decided += commands_of_group
-        if not script.has_turned_resident(self.state):
+        if not script.is_in_process(self.state):
             return decided
         assert self.state.world is not None
         world = self.state.world
@@ -121,26 +129,29 @@ class Agent(Process):
 
     def _perform(self, command: in_process.Command) -> None:
         match command:
-            case script.Start(world):
+            case script.StartWorkers(world):
                 self.workers.start(world)
             case script.Stop():
                 self.workers.stop()
-            case script.Report(changes):
+            case script.ReportMember(changes):
                 workers = self.workers
                 steps = {"step": workers.version[1], "trained": workers.trained}
-                self.update(**{**steps, "holds": workers.holds, **changes})
+                blank = {"blank": workers.blank} if self.simulation.schedule.replica else {}
+                self.update(**{**steps, "holds": workers.holds, **blank, **changes})
             case script.Rejoin(gone):
                 self.after(0.0, self._rejoin, gone)
-            case script.Tell(_, order):
-                self.workers.hear(order)
-            case in_process.Spawn():
-                self.workers.spawn()
+            case script.Tell(local_rank, order):
+                self.workers.each[local_rank].hear(order)
+            case in_process.Spawn(local_rank):
+                self.workers.each[local_rank].spawn()
+            case in_process.Kill(local_rank):
+                self.workers.act(0.0, self.workers.each[local_rank].kill)
 
     def leave(self, signum: int = 15) -> None:
         """Ask the agent to leave."""
         if not self.state.leaving and not self.state.is_terminal:
-            # What only a node has that goes on purpose is not counted on.
-            self.note(laws.Forgot(self.bus.now, self.node))
+            # A state that only a leaving node has does not count as a copy.
+            self.note(laws.StateForgotten(self.bus.now, self.node))
             self.take(script.LeaveRequested(signum, self.bus.now + SHUTDOWN_TIMEOUT))
             if not self.state.is_terminal:
                 self.after(SHUTDOWN_TIMEOUT, self.take, in_process.LeaveOverdue())
@@ -172,7 +183,7 @@ class Agent(Process):
 
     # --- at the store ----------------------------------------------------------------------------
 
-    def follow(self, session: Session, resumed: bool) -> None:
+    def follow(self, session: SimulatedSession, resumed: bool) -> None:
         """Follow a host that has admitted this node."""
         self.session = session
         session.connected = True
@@ -190,7 +201,7 @@ class Agent(Process):
         host = self.session.host
         self.send(host.agent, host.enlist, self.session, self.member)
 
-    def enlisted(self, session: Session) -> None:
+    def enlisted(self, session: SimulatedSession) -> None:
         """Note that the host has this node's record under a lease."""
         if session is not self.session or not session.connected:
             return
@@ -201,12 +212,12 @@ class Agent(Process):
         if server is not None and server is session.host:
             server.lead()
 
-    def lose_lease(self, session: Session, lease: int) -> None:
-        """Note that the lease has ended, by the host's word or by this node's clock."""
+    def lose_lease(self, session: SimulatedSession, lease: int) -> None:
+        """Note that the lease has ended, according to the host or to this node's clock."""
         if session is self.session and self.is_member and lease == session.lease:
             self._give_up_membership()
 
-    def lose_store(self, session: Session) -> None:
+    def lose_store(self, session: SimulatedSession) -> None:
         """Note that the host is unreachable, or no longer host."""
         if session is not self.session or not session.connected:
             return
@@ -244,7 +255,12 @@ class Agent(Process):
     # --- worlds ----------------------------------------------------------------------------------
 
     def hear_world(
-        self, session: Session, world: World, published: int, parts: Json, roll: Json | None
+        self,
+        session: SimulatedSession,
+        world: World,
+        published: int,
+        parts: Json,
+        roll: Json | None,
     ) -> None:
         if session is not self.session or not session.connected or world is self._seen:
             return
@@ -258,7 +274,7 @@ class Agent(Process):
             return
         if world.count and takes_up:
             if world.generation != self.search.elector.generation:
-                self.note(laws.TookUp(self.bus.now, self.node, world.generation))
+                self.note(laws.WorldTakenUp(self.bus.now, self.node, world.generation))
             self.search.hold(self.failover.noted(world, {"world": world}, parts, roll))
             self.update(accepted=world.generation)
         self._seen = world
@@ -268,11 +284,15 @@ class Agent(Process):
         self.take(script.WorldSeen(world.without(self.node) if is_older else world))
         if world.phase == "running" and world.store and world.store == self.member.store:
             self.update(store="")
-            self.after(NEXT_STORE, self._offer_store)
+            self.after(NEXT_STORE_DELAY, self._offer_store)
 
-    def hear_settled(self, session: Session, generation: int) -> None:
+    def hear_place(self, session: SimulatedSession, place: int) -> None:
+        if session is self.session and session.connected and self.is_member:
+            self.take(script.PlaceAllotted(place))
+
+    def hear_confirmed(self, session: SimulatedSession, generation: int) -> None:
         if session is self.session and session.connected and self.failover.is_candidate.is_set():
-            self.search.hold(self.failover.settled(generation))
+            self.search.hold(self.failover.confirmed(generation))
 
     # --- the end ---------------------------------------------------------------------------------
 
@@ -281,16 +301,16 @@ class Agent(Process):
         world = self.state.world
         closed = world is not None and world.phase == "closed"
         asked = closed or bool(self.state.leaving)
-        self.note(laws.Ended(self.bus.now, self.node, self.state.reason, asked))
+        self.note(laws.AgentEnded(self.bus.now, self.node, self.state.reason, asked))
         self._flush()
         server = self.search.server
         if server is not None and server.clients > 1 and not server.closed:
             if closed:
-                self.after(HOST_STAYS, self.exit)
+                self.after(HOST_CLOSE_TIMEOUT, self.exit)
                 return
             if self.member.leaving:
                 self.search.hand_over()
-                self.after(HANDING_OVER, self.exit)
+                self.after(HAND_OVER_TIMEOUT, self.exit)
                 return
         session = self.session
         if session is not None and session.connected:
@@ -301,6 +321,6 @@ class Agent(Process):
         if self.alive:
             self.simulation.ended(self)
 
-    def call_back(self, to: Agent, call: Callable[..., None], *args: Any) -> None:
-        """Answer over a connection that the other end has opened."""
+    def call_back(self, to: SimulatedAgent, call: Callable[..., None], *args: Any) -> None:
+        """Answer over a connection that the other end opened."""
         self.send(to, call, *args, begins=True)

@@ -1,7 +1,5 @@
-"""The agent itself on a virtual loop: its loop, its two state machines, its membership.
-
-Its workers are `worker_processes`; parts that only observe are left out.
-"""
+"""The parts of an agent on a virtual loop: real membership, workers of `worker_processes`, no
+telemetry."""
 
 from __future__ import annotations
 
@@ -10,10 +8,8 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-from torchelastic.agent import agent
-from torchelastic.agent.agent import Agent
+from torchelastic.agent.wiring import Owner, Parts
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.rendezvous.embedded.voter_file import Voter, VoterFile
 from torchelastic.rendezvous.leader import Leader
@@ -22,14 +18,15 @@ from torchelastic.rendezvous.restart_policy import Kind
 from torchelastic.rendezvous.round_state import RoundState
 from torchelastic.rendezvous.store import Store
 from torchelastic.rendezvous.world import World
+from torchelastic.side_tasks import SideTasks
 from torchelastic.testing import laws
 from torchelastic.testing.stack.virtual_loop import Scheduler
 from torchelastic.testing.stack.virtual_network import ProcessLoop
-from torchelastic.testing.stack.worker_processes import Nothing, Training, VirtualWorkers
+from torchelastic.testing.stack.worker_processes import Nothing, VirtualTraining, VirtualWorkers
 
 ENTRY = Entry("script", "train.py")
-#: Virtual seconds until a node could start workers, at least and at most.
-WARM_UP = (0.05, 0.5)
+#: Virtual seconds until a node can start workers: minimum and maximum.
+WARM_UP_TIME = (0.05, 0.5)
 
 
 class VirtualClock:
@@ -43,7 +40,7 @@ class VirtualClock:
 
 
 class Disk(VoterFile):
-    """A machine's disk, as far as its agents keep their vote there."""
+    """The voter files on a machine's disk."""
 
     def __init__(self, kept: dict[str, Voter], node: str) -> None:
         """`kept` is its content, by node."""
@@ -65,56 +62,45 @@ class Disk(VoterFile):
         self._is_off = True
 
 
-class VirtualAgent(Agent):
-    """An agent without processes and pages, and with a virtual disk."""
+class VirtualParts(Parts):
+    """The parts of an agent without processes, on a virtual disk. Telemetry does nothing."""
+
+    workers: VirtualWorkers  # type: ignore[assignment]
 
     def __init__(
         self,
         config: LaunchConfig,
         disk: Disk,
         loop: ProcessLoop,
-        training: Training,
+        training: VirtualTraining,
         *,
         resident: bool,
         seed: str,
         note: Callable[[laws.Event], None],
         joined: Callable[[], None],
     ) -> None:
-        """`joined` is called when it has found the job."""
-        with mock.patch.object(agent, "claim", return_value=disk):
-            super().__init__(config, ENTRY, clock=VirtualClock(training.scheduler))
-        self.node = node = disk.node
+        """`joined` is called when the agent has found the job."""
+        super().__init__(config, ENTRY, clock=VirtualClock(training.scheduler), file=disk)
         self._durations = random.Random(seed)
-        self._loop = loop
         self._note, self._joined = note, joined
         self.workers = VirtualWorkers(
             loop,
-            node,
+            disk.node,
             config.nproc_per_node,
             training,
-            self._queue.put_nowait,
+            self.queue.put_nowait,
             resident=resident,
             durations=self._durations,
         )
 
-    @property
-    def was_asked(self) -> bool:
-        """Return whether it was asked to leave."""
-        return bool(self._state.leaving)
+    def open(self, owner: Owner) -> None:
+        self.tasks = SideTasks(owner.task_failed)
+        self.reporter = _SimulatedReporter(self.node, self._joined)  # type: ignore[assignment]
+        self.factory = _SimulatedFactory(self._durations)  # type: ignore[assignment]
+        self._open_session(owner, _SimulatedSession, host=self.node, note=self._note)
 
-    def _open(self) -> None:
-        nothing: Any = Nothing()
-        reporter: Any = _SimulatedReporter(self._node, self._joined)
-        self._reporter = reporter
-        self._factory = _SimulatedFactory(self._durations)  # type: ignore[assignment]
-        self._workers = self.workers  # type: ignore[assignment]
-        for name in (
-            *("events", "collector", "shipper", "snapshots", "sampling", "logs"),
-            *("inspector", "query_socket", "hangs", "watchdog", "script_watchdog", "registration"),
-        ):
-            setattr(self, f"_{name}", nothing)
-        self._stragglers = None
-        self._open_session(_SimulatedSession, host=self._node, note=self._note)
+    def __getattr__(self, name: str) -> Any:
+        return Nothing()
 
 
 class _SimulatedReporter(Nothing):
@@ -141,7 +127,7 @@ class _SimulatedFactory:
         return ""
 
     async def warm_up(self) -> float:
-        seconds = self._durations.uniform(*WARM_UP)
+        seconds = self._durations.uniform(*WARM_UP_TIME)
         await asyncio.sleep(seconds)
         return seconds
 
@@ -150,7 +136,7 @@ class _SimulatedFactory:
 
 
 class _Stores:
-    """Stores for workers: a number each."""
+    """Worker stores, identified by a number."""
 
     pid = 1
 
@@ -174,7 +160,7 @@ class _Stores:
 
 
 class _SimulatedSession(MemberSession):
-    """Records every world that is formed, and who may decide on the next one."""
+    """Records every world that is formed, and the electorates of the next one."""
 
     def __init__(self, *args: Any, note: Callable[[laws.Event], None], **given: Any) -> None:
         super().__init__(*args, **given)
@@ -182,7 +168,7 @@ class _SimulatedSession(MemberSession):
 
     def _new_leader(self, store: Store) -> Leader:
         leader = super()._new_leader(store)
-        published, settle = leader._publish, leader._settle
+        published, note_confirmed = leader._publish, leader._note_confirmed
         noted = -1
 
         async def publish(world: World, kind: Kind | None) -> bool:
@@ -191,27 +177,29 @@ class _SimulatedSession(MemberSession):
                 self._note_world(world, leader._state)
             return done
 
-        async def settled() -> None:
+        async def confirmed() -> None:
             nonlocal noted
-            await settle()
+            await note_confirmed()
             roll = leader._state.roll
             if roll is not None and not roll.before and roll.generation > noted:
                 noted = roll.generation
-                self.note(laws.Settled(self._clock.now(), roll.generation))
+                self.note(laws.WorldConfirmed(self._clock.now(), roll.generation))
 
-        leader._publish, leader._settle = publish, settled  # type: ignore[method-assign]
+        leader._publish, leader._note_confirmed = publish, confirmed  # type: ignore[method-assign]
         return leader
 
     def _note_world(self, world: World, state: RoundState) -> None:
         now, roll = self._clock.now(), state.roll
         if world.nodes and world.phase in ("agreeing", "running"):
             electorates = tuple(
-                laws.Electorate(each.nodes | {each.host} if each.host else each.nodes, each.host)
+                laws.LawElectorate(each.nodes | {each.host} if each.host else each.nodes, each.host)
                 for each in (roll.electorates if roll is not None else ())
             )
             nodes = frozenset(node.node for node in world.nodes)
             there = frozenset(state.members)
-            self.note(laws.Formed(now, world.generation, world.host, nodes, electorates, there))
+            self.note(
+                laws.WorldPublished(now, world.generation, world.host, nodes, electorates, there)
+            )
         if world.phase == "closed":
             blamed = world.cause.node if world.cause is not None else ""
-            self.note(laws.Closed(now, world.generation, world.exitcode, world.reason, blamed))
+            self.note(laws.ClosedJob(now, world.generation, world.exitcode, world.reason, blamed))

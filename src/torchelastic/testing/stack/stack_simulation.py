@@ -4,8 +4,8 @@ virtual loops and a network in memory, under a schedule of faults.
     Stack(schedule).run()     the violations of a law; `history` is all that happened
     stack.digest()            the same for two runs of one schedule, in any process
 
-A schedule has only the faults that both levels support; what only the stack knows is drawn from its
-seed: how many endpoints the job has, and whether a cut drops packets or resets.
+A schedule has only the faults that both simulations support. The rest is drawn from its seed: the
+number of endpoints, and whether a cut drops packets or resets connections.
 """
 
 from __future__ import annotations
@@ -19,39 +19,40 @@ import secrets
 from collections.abc import Iterator
 from unittest import mock
 
+from torchelastic.agent.agent import Agent
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import VoteOutdated
 from torchelastic.rendezvous.embedded.voter_file import Voter
 from torchelastic.testing import laws
 from torchelastic.testing.bus.bus_simulation import END, LEASE, ROUND
-from torchelastic.testing.fault_schedule import HEALED_AT, NEWCOMERS, Fault, Schedule
-from torchelastic.testing.stack.agent_process import Disk, VirtualAgent
+from torchelastic.testing.fault_schedule import HEALED_AT, NEWCOMERS, Schedule, ScheduledFault
+from torchelastic.testing.stack.agent_process import Disk, VirtualParts
 from torchelastic.testing.stack.virtual_loop import Scheduler
-from torchelastic.testing.stack.virtual_network import Machine, Network, ProcessLoop
-from torchelastic.testing.stack.worker_processes import Training
+from torchelastic.testing.stack.virtual_network import ProcessLoop, VirtualMachine, VirtualNetwork
+from torchelastic.testing.stack.worker_processes import VirtualTraining
 
 PORT = 29400
 SIGTERM = 15
-#: Seconds of virtual time between two looks at whether the job should train.
-LOOK = 1.0
-#: A round takes so many messages, one after the other.
-TRIPS = 40
-#: How many of the cuts reset connections, and how many jobs have a list of endpoints.
-RESETS, LISTS = 0.3, 0.5
+#: Seconds of virtual time between two checks whether the job should train.
+CHECK_INTERVAL = 1.0
+#: The number of sequential messages in a round.
+MESSAGES_PER_ROUND = 40
+#: The share of cuts that reset connections, and of jobs with a list of endpoints.
+RESET_SHARE, ENDPOINT_LIST_SHARE = 0.3, 0.5
 
 
-class Host:
-    """A machine, and the agent that runs on it now, if any."""
+class VirtualHost:
+    """A machine and its current agent, if any."""
 
-    def __init__(self, stack: Stack, name: str, address: str) -> None:
+    def __init__(self, stack: StackSimulation, name: str, address: str) -> None:
         self._stack = stack
         self._name = name
-        self.machine = Machine(stack.network, address)
-        #: The nodes of the job that have run here: one that is restarted remembers which it was.
+        self.machine = VirtualMachine(stack.network, address)
+        #: The nodes that have run here; a restarted agent resumes its node.
         self.nodes: list[str] = []
         self._disk: dict[str, Voter] = {}
         self.loop: ProcessLoop | None = None
-        self._agent: VirtualAgent | None = None
+        self._parts: VirtualParts | None = None
         self._is_known = False
 
     @property
@@ -61,7 +62,7 @@ class Host:
 
     @property
     def remembered(self) -> frozenset[str]:
-        """The nodes that are here, or would be if the agent were restarted."""
+        """The nodes that are here, or would be after a restart."""
         return frozenset([*self._disk, *([self.node] if self.loop is not None else [])])
 
     @property
@@ -82,15 +83,15 @@ class Host:
 
     @property
     def _would_found(self) -> bool:
-        """Return whether an agent here would not know of the running job, and would host another
-        one if it were cut off: a machine named by the endpoint has left, and comes back."""
+        """Return whether an agent here would not know the running job, and would start another one
+        if it were cut off: its machine is an endpoint, has left, and comes back."""
         is_new = bool(self.nodes) and self.node not in self._disk
         return is_new and self._name in self._stack.endpoints and self._stack.has_begun
 
     def _begin(self) -> None:
         stack, loop = self._stack, self.loop
         assert loop is not None
-        self._agent = VirtualAgent(
+        self._parts = VirtualParts(
             stack.config(),
             Disk(self._disk, self.node),
             loop,
@@ -100,16 +101,15 @@ class Host:
             note=stack.note,
             joined=self.joined,
         )
-        loop.create_task(self._serve(self._agent, loop), name="agent")
+        loop.create_task(self._serve(Agent(self._parts), loop), name="agent")
 
     def joined(self) -> None:
-        """Count a node that has not found the job as up only when nothing is in its way any
-        more."""
+        """Count a node that has not found the job as up only when its paths are clear."""
         if not self._is_known and self.loop is not None:
             self._is_known = True
-            self._stack.note(laws.Up(self._stack.now, self.node))
+            self._stack.note(laws.NodeUp(self._stack.now, self.node))
 
-    async def _serve(self, agent: VirtualAgent, loop: ProcessLoop) -> None:
+    async def _serve(self, agent: Agent, loop: ProcessLoop) -> None:
         is_closed = False
         try:
             outcome = await agent.run()
@@ -121,78 +121,82 @@ class Host:
             return
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-        self._stack.note(
-            laws.Ended(self._stack.now, agent.node, reason, is_closed or agent.was_asked)
-        )
+        asked = bool(agent.state.leaving)
+        self._stack.note(laws.AgentEnded(self._stack.now, self.node, reason, is_closed or asked))
         loop.kill()
-        self.loop = self._agent = None
+        self.loop = self._parts = None
 
     def kill(self) -> None:
         """Kill the agent, and its workers with it."""
         if self.loop is None:
             return
         self.loop.kill()
-        if self._agent is not None:
-            for generation in self._agent.workers.kill_everything():
-                self._stack.note(laws.Failed(self._stack.now, self.node, generation))
-        self._stack.note(laws.Down(self._stack.now, self.node))
-        self.loop = self._agent = None
+        if self._parts is not None:
+            for generation in self._parts.workers.kill_everything():
+                self._stack.note(laws.NodeFailed(self._stack.now, self.node, generation))
+        self._stack.note(laws.NodeDown(self._stack.now, self.node))
+        self.loop = self._parts = None
         if not self._stack.schedule.remembers:
             self._disk.clear()
 
     def freeze(self) -> None:
         if self.loop is not None and not self._is_frozen:
             self.loop.freeze()
-            self._stack.note(laws.Frozen(self._stack.now, self.node))
+            self._stack.note(laws.NodeFrozen(self._stack.now, self.node))
 
     def thaw(self) -> None:
         if self.loop is not None and self._is_frozen:
             self.loop.thaw()
-            self._stack.note(laws.Thawed(self._stack.now, self.node))
+            self._stack.note(laws.NodeThawed(self._stack.now, self.node))
 
     def leave(self) -> None:
         if self.loop is not None and SIGTERM in self.loop.signal_handlers:
-            self._stack.note(laws.Leaves(self._stack.now, self.node))
+            self._stack.note(laws.NodeLeaves(self._stack.now, self.node))
             self.loop.call_soon(self.loop.signal_handlers[SIGTERM], context=self.loop.context)
 
     def kill_worker(self) -> None:
-        if self._agent is not None and not self._is_frozen:
-            self._agent.workers.kill(0)
+        if self._parts is not None and not self._is_frozen:
+            rank = int(self._stack.now * 1000) % self._stack.schedule.workers
+            self._parts.workers.kill(rank)
 
 
-class Stack:
+class StackSimulation:
     """One run of a schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.scheduler = Scheduler()
-        self.network = Network(self.scheduler)
+        self.network = VirtualNetwork(self.scheduler)
         self.history: list[laws.Event] = []
         self.loops: list[ProcessLoop] = []
         self._is_over = False
-        self._last: laws.Formed | None = None
+        self._last: laws.WorldPublished | None = None
         drawn = self._drawn("endpoints")
-        listed = drawn.random() < LISTS
+        listed = drawn.random() < ENDPOINT_LIST_SHARE
         self.endpoints = schedule.machines[: drawn.randint(1, 3) if listed else 1]
         self.hosts = {
-            name: Host(self, name, f"10.0.0.{number}")
+            name: VirtualHost(self, name, f"10.0.0.{number}")
             for number, name in enumerate(schedule.machines + NEWCOMERS, start=1)
         }
         slowest = max((fault.seconds for fault in schedule.faults), default=0.0)
         self.laws = laws.Laws(
             laws.Rules(
-                min_nodes=schedule.min_nodes,
-                within=LEASE + ROUND + TRIPS * slowest,
+                min_nodes=schedule.nodes_needed,
+                replica=schedule.replica,
+                workers=schedule.workers,
+                within=LEASE + ROUND + MESSAGES_PER_ROUND * slowest,
                 redone=0 if schedule.resident else 1 << 30,
                 endures=100,
                 together=LEASE + 1.0,
-                founders=[laws.Electorate(frozenset(self.endpoints))],
+                founders=[laws.LawElectorate(frozenset(self.endpoints))],
             )
         )
-        self.training = Training(self.scheduler, self.network, self.note, schedule.steps)
+        self.training = VirtualTraining(
+            self.scheduler, self.network, self.note, schedule.steps, schedule.replica
+        )
 
     def _drawn(self, what: str) -> random.Random:
-        """Draw from the seed and nothing else: a shorter schedule draws the same."""
+        """Draw from the seed alone, so that a shortened schedule draws the same."""
         return random.Random(f"{self.schedule.seed} {what}")
 
     def config(self) -> LaunchConfig:
@@ -200,7 +204,8 @@ class Stack:
         return LaunchConfig(
             self.schedule.min_nodes,
             self.schedule.max_nodes,
-            1,
+            self.schedule.workers,
+            replica_size=self.schedule.replica if self.schedule.spanned > 1 else 0,
             run_id="simulated",
             rdzv_endpoint=",".join(places),
             lease=LEASE,
@@ -224,9 +229,8 @@ class Stack:
 
     def _begins_anew(self, event: laws.Event) -> bool:
         """Return whether this is the first world of another start of the job, whose generations
-        begin anew: too many nodes of the last one have left, or forgotten it, for it ever to
-        continue."""
-        if not isinstance(event, laws.Formed):
+        start again: too many nodes of the last one have left, or forgotten it."""
+        if not isinstance(event, laws.WorldPublished):
             return False
         before, self._last = self._last, event
         if before is None or event.generation > before.generation or event.nodes == before.nodes:
@@ -248,7 +252,7 @@ class Stack:
                 self.scheduler.at(fault.at, self._perform, fault)
             self.scheduler.at(HEALED_AT, self._heal)
             while self.now < END:
-                self.scheduler.run_until(self.now + LOOK)
+                self.scheduler.run_until(self.now + CHECK_INTERVAL)
                 if not self._is_over:
                     self.laws.look(self.now)
             self._is_over = True
@@ -260,8 +264,8 @@ class Stack:
 
     # --- faults ----------------------------------------------------------------------------------
 
-    def _perform(self, fault: Fault) -> None:
-        self.note(laws.Disturbed(self.now, fault.kind))
+    def _perform(self, fault: ScheduledFault) -> None:
+        self.note(laws.JobDisturbed(self.now, fault.kind))
         if fault.kind in ("cut", "slow"):
             self._come_between(fault)
         elif fault.kind == "mend":
@@ -285,8 +289,8 @@ class Stack:
                 case "worker":
                     host.kill_worker()
 
-    def _come_between(self, fault: Fault) -> None:
-        resets = self._drawn(f"cut at {fault.at}").random() < RESETS
+    def _come_between(self, fault: ScheduledFault) -> None:
+        resets = self._drawn(f"cut at {fault.at}").random() < RESET_SHARE
         ways = [(one, other) for one in fault.machines for other in fault.others]
         if fault.both_ways:
             ways += [(other, one) for one, other in ways]
@@ -296,14 +300,14 @@ class Stack:
                 self.network.slow(*addresses, fault.seconds)
                 continue
             self.network.cut(*addresses, reset=resets)
-            self.note(laws.Cut(self.now, self.hosts[source].node, self.hosts[target].node))
+            self.note(laws.PathCut(self.now, self.hosts[source].node, self.hosts[target].node))
 
-    def note_cuts(self, host: Host) -> None:
+    def note_cuts(self, host: VirtualHost) -> None:
         """Note the cuts around a node that starts."""
         for other in self.hosts.values():
             for source, target in ((host, other), (other, host)):
                 if self.network.is_cut(source.machine.address, target.machine.address):
-                    self.note(laws.Cut(self.now, source.node, target.node))
+                    self.note(laws.PathCut(self.now, source.node, target.node))
 
     def _mend(self) -> None:
         for source in self.hosts.values():
@@ -312,7 +316,7 @@ class Stack:
                     continue
                 for one in source.nodes:
                     for other in target.nodes:
-                        self.note(laws.Mended(self.now, one, other))
+                        self.note(laws.PathRestored(self.now, one, other))
 
     def _heal(self) -> None:
         """Bring all machines up, and connect them."""
@@ -328,7 +332,7 @@ class Stack:
 
 def violations(schedule: Schedule) -> list[laws.Violation]:
     """The violations of a law in a simulated job."""
-    return Stack(schedule).run()
+    return StackSimulation(schedule).run()
 
 
 def _plain(item: object) -> object:

@@ -16,36 +16,36 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 #: Virtual seconds that a function in a thread takes.
-THREAD = 0.001
-#: How often a task is cancelled that goes on, and virtual seconds between.
-MOST_CANCELS, CLOSING = 20, 0.1
+THREAD_TIME = 0.001
+#: The most attempts to cancel a task, and virtual seconds between them.
+CANCELS_LIMIT, CANCEL_INTERVAL = 20, 0.1
 
 Context = contextvars.Context
 
 
 class Scheduler:
-    """Virtual time, and everything that is to happen in it."""
+    """Virtual time, and everything that is scheduled."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        #: Of tasks and futures, whose order in a set must not depend on where they lie in memory.
+        #: Numbers tasks and futures: their order in a set must not depend on their addresses.
         self.numbers = itertools.count(1)
         self._order = itertools.count()
         self._ready: deque[asyncio.Handle] = deque()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
-        #: Everything outside the nodes: the network, and whoever injects faults.
+        #: Runs everything outside the nodes: the network, and the faults.
         self.outside = VirtualLoop(self)  # type: ignore[abstract]
 
     def at(self, when: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
-        """Call something outside all nodes at a time."""
+        """Call a function at a time, outside all nodes."""
         return self.outside.call_at(when, callback, *args)
 
     def close(self, loops: Iterable[VirtualLoop]) -> None:
         """Let all tasks of these loops end, so that none is destroyed while pending."""
-        for _ in range(MOST_CANCELS):
+        for _ in range(CANCELS_LIMIT):
             if not any([loop.cancel_all() for loop in loops]):
                 return
-            self.run_until(self.now + CLOSING)
+            self.run_until(self.now + CANCEL_INTERVAL)
 
     def soon(self, handle: asyncio.Handle) -> None:
         self._ready.append(handle)
@@ -86,13 +86,13 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        #: What a process that is frozen, or dead, does not do; None: it runs.
+        #: The calls that a frozen or dead process does not run; None: it runs.
         self.held: list[asyncio.Handle] | None = None
         self._dead = False
-        #: What a callback runs in that nobody inside the process has asked for.
+        #: The context of callbacks that no code of the process scheduled.
         self.context = contextvars.copy_context()
         self.signal_handlers: dict[int, Callable[[], object]] = {}
-        #: Exceptions that nobody caught.
+        #: Uncaught exceptions.
         self.errors: list[str] = []
         self._tasks: dict[asyncio.Task[Any], None] = {}
 
@@ -104,7 +104,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self.held = []
 
     def thaw(self) -> None:
-        """Continue: first what came from others, then the timers that have fired, in the order of
+        """Continue: first with data that arrived, then with timers that have fired, in the order of
         `select`."""
         if self._dead or self.held is None:
             return
@@ -113,7 +113,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self._scheduler.soon(handle)
 
     def end(self) -> None:
-        """Run nothing any more."""
+        """Stop running anything."""
         self._dead = True
         self.held = []
 
@@ -124,7 +124,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             task.cancel()
         return bool(self._tasks)
 
-    # What asyncio asks
+    # Called by asyncio
 
     def time(self) -> float:
         return self._scheduler.now
@@ -187,7 +187,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             except Exception as error:
                 future.set_exception(error)
 
-        self.call_later(THREAD, answer)
+        self.call_later(THREAD_TIME, answer)
         return future
 
     def add_signal_handler(  # type: ignore[override]
@@ -213,7 +213,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
 
 class _Future(asyncio.Future[Any]):
-    """A future with a place in sets that is the same in every run."""
+    """A future whose hash is the same in every run."""
 
     def __init__(self, loop: VirtualLoop, number: int) -> None:
         self._number = number
@@ -224,7 +224,7 @@ class _Future(asyncio.Future[Any]):
 
 
 class _Task(asyncio.Task[Any]):
-    """A task with a place in sets that is the same in every run."""
+    """A task whose hash is the same in every run."""
 
     def __init__(self, coro: Any, loop: VirtualLoop, number: int, name: str | None) -> None:
         self._number = number

@@ -1,8 +1,8 @@
 """A network in memory, between machines in virtual time: latency, cuts, resets, killed processes.
 
-It behaves like TCP to an application. Bytes arrive in order or not at all; dropped packets are sent
-again until the path is clear, or until the kernel gives up the connection; a killed process has its
-connections closed, a frozen one does not.
+To an application it behaves like TCP: bytes arrive in order or not at all; dropped packets are sent
+again until the path is clear, or until the kernel gives up the connection; the connections of a
+killed process are closed, those of a frozen one are not.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torchelastic.testing.stack.virtual_loop import Scheduler, VirtualLoop
 from torchelastic.transport.addresses import NETWORK
 from torchelastic.transport.link import PEER_TIMEOUT
 
-#: Seconds after which what got no answer is sent again, the first time; each time twice as long.
+#: Seconds before the first resend of a SYN and of data, doubled each time, and the maximum.
 SYN_RETRY, RESEND, LONGEST_RESEND = 1.0, 0.2, 3.0
-#: The first port that is given where none is asked for.
+#: The first ephemeral port.
 EPHEMERAL = 40000
 
 
-class Network:
+class VirtualNetwork:
     """All machines, and the paths between them."""
 
     def __init__(self, scheduler: Scheduler, latency: float = 0.0005) -> None:
         self.scheduler = scheduler
         self._latency = latency
         self._slow: dict[tuple[str, str], float] = {}
-        #: Ways on which packets are lost, and those on which they are answered with a reset.
+        #: Paths on which packets are lost, and paths on which they are answered with a reset.
         self._dropped: set[tuple[str, str]] = set()
         self._rejected: set[tuple[str, str]] = set()
-        self.machines: dict[str, Machine] = {}
+        self.machines: dict[str, VirtualMachine] = {}
         self._connections: dict[Connection, None] = {}
 
     def latency(self, source: str, target: str) -> float:
@@ -90,21 +90,21 @@ class Network:
         self._connections.pop(connection, None)
 
 
-class Machine:
+class VirtualMachine:
     """A host with one address. The processes on it come and go; each has a `ProcessLoop`."""
 
-    def __init__(self, network: Network, address: str) -> None:
+    def __init__(self, network: VirtualNetwork, address: str) -> None:
         self.network = network
         self.address = address
         network.machines[address] = self
-        self.listeners: dict[int, Listener] = {}
+        self.listeners: dict[int, VirtualListener] = {}
         self._ports = EPHEMERAL
 
     def free_port(self) -> int:
         self._ports += 1
         return self._ports
 
-    # What `endpoint.Network` asks of a kernel
+    # The kernel calls of `addresses.Network`
 
     def resolve(self, host: str) -> list[tuple[int, str]]:
         if host not in self.network.machines:
@@ -122,13 +122,13 @@ class Machine:
             raise OSError(errno.EADDRNOTAVAIL, "no IPv6 here")
         if port in self.listeners:
             raise OSError(errno.EADDRINUSE, "the port is in use")
-        return Listener(self, port or self.free_port())
+        return VirtualListener(self, port or self.free_port())
 
 
-class Listener:
-    """A listening socket, with what the product uses of it."""
+class VirtualListener:
+    """A listening socket, with the methods that the product uses."""
 
-    def __init__(self, machine: Machine, port: int) -> None:
+    def __init__(self, machine: VirtualMachine, port: int) -> None:
         self.machine = machine
         self.port = port
         self.loop: VirtualLoop | None = None
@@ -152,11 +152,11 @@ class Listener:
 class ProcessLoop(VirtualLoop):
     """The event loop of a process on a machine."""
 
-    def __init__(self, scheduler: Scheduler, machine: Machine) -> None:
+    def __init__(self, scheduler: Scheduler, machine: VirtualMachine) -> None:
         super().__init__(scheduler)
         self.machine = machine
         self.context.run(NETWORK.set, machine)
-        self.ends: dict[End, None] = {}
+        self.ends: dict[ConnectionEnd, None] = {}
 
     async def create_server(self, protocol_factory: Any, *, sock: Any, **_: Any) -> Any:  # type: ignore[override]
         sock.loop, sock.accept = self, protocol_factory
@@ -191,7 +191,7 @@ class ProcessLoop(VirtualLoop):
         await asyncio.sleep(network.latency(target, source))
         return connection.ends[0], protocol
 
-    def _listener(self, address: str, port: int) -> Listener | None:
+    def _listener(self, address: str, port: int) -> VirtualListener | None:
         machine = self.machine.network.machines.get(address)
         listener = machine.listeners.get(port) if machine is not None else None
         return listener if listener is not None and listener.accept is not None else None
@@ -213,14 +213,16 @@ def _refused(host: str, port: int) -> ConnectionRefusedError:
 class Connection:
     """Two ends."""
 
-    def __init__(self, network: Network, caller: ProcessLoop, listener: Listener) -> None:
+    def __init__(
+        self, network: VirtualNetwork, caller: ProcessLoop, listener: VirtualListener
+    ) -> None:
         assert isinstance(listener.loop, ProcessLoop)
         called = listener.loop
         self.network = network
         self.addresses = {caller.machine.address, called.machine.address}
         near = (caller.machine.address, caller.machine.free_port())
         far = (called.machine.address, listener.port)
-        self.ends = (End(self, caller, near, far), End(self, called, far, near))
+        self.ends = (ConnectionEnd(self, caller, near, far), ConnectionEnd(self, called, far, near))
         self.ends[0].peer, self.ends[1].peer = self.ends[1], self.ends[0]
         self._given_up: asyncio.TimerHandle | None = None
         network.add(self)
@@ -250,11 +252,11 @@ class Connection:
             self.network.remove(self)
 
 
-#: Stand for the end of what is sent: in order, and at once.
+#: Markers for the end of the data: in order, and immediate.
 _EOF, _RESET = b"", None
 
 
-class End(asyncio.Transport):
+class ConnectionEnd(asyncio.Transport):
     """One end of a connection, which its process writes to and reads from."""
 
     def __init__(
@@ -268,12 +270,12 @@ class End(asyncio.Transport):
         self.loop = loop
         self.address = address
         self.peer_address = peer_address
-        self.peer: End
+        self.peer: ConnectionEnd
         self.protocol: asyncio.BaseProtocol | None = None
-        #: Sent, and not there yet: each with the time at which it was.
+        #: Data in flight, each with the time it was sent.
         self._sent: deque[tuple[float, bytes | None]] = deque()
         self._arrives_at = 0.0
-        #: Here, and not read by the process yet.
+        #: Data that arrived and has not been read.
         self._received: deque[bytes] = deque()
         self._paused = False
         self._reading = False
@@ -287,8 +289,8 @@ class End(asyncio.Transport):
         self.protocol = protocol
         self.loop.call_soon(protocol.connection_made, self, context=self.loop.context)
 
-    def accept(self, listener: Listener) -> None:
-        """Accept the connection, when the called process gets to it."""
+    def accept(self, listener: VirtualListener) -> None:
+        """Accept the connection when the called process runs."""
 
         def accepted() -> None:
             if listener.accept is None or self.is_over:
@@ -318,7 +320,7 @@ class End(asyncio.Transport):
         self.loop.ends.pop(self, None)
         self.connection.closed()
 
-    # What protocols call
+    # Called by protocols
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return {"socket": self, "peername": self.peer_address}.get(name, default)
@@ -410,7 +412,7 @@ class End(asyncio.Transport):
 
     def arrived(self, data: bytes | None) -> None:
         if self.is_over:
-            if data and not self.peer.is_over:  # nobody is here any more
+            if data and not self.peer.is_over:  # the process is gone
                 self._send(_RESET)
         elif data is _RESET:
             self.fail(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))

@@ -17,7 +17,7 @@ from torchelastic.events.failure import Failure
 from torchelastic.rendezvous.world import World
 from torchelastic.testing import laws
 from torchelastic.testing.stack.virtual_loop import Scheduler
-from torchelastic.testing.stack.virtual_network import Network, ProcessLoop
+from torchelastic.testing.stack.virtual_network import ProcessLoop, VirtualNetwork
 from torchelastic.training.gate import Gate, GateDecision
 from torchelastic.training.inbox import Inbox
 from torchelastic.worker import orders
@@ -25,62 +25,74 @@ from torchelastic.worker import orders
 if TYPE_CHECKING:
     from torchelastic.agent.lifecycle.in_process import Event
 
-#: Virtual seconds of a step, of building a group, and between two looks at one that cannot step.
-STEP, BUILD, AGAIN = 0.25, 0.05, 0.1
-#: Seconds until the end of a peer is seen, and until a worker is free when its world is over.
-NOTICE, FREE = 0.005, 0.005
-#: Seconds a worker takes to end after the training.
+#: Virtual seconds of a step, of building a group, and between two checks of a group that cannot
+#: step.
+STEP_TIME, BUILD_TIME, RETRY_INTERVAL = 0.25, 0.05, 0.1
+#: Seconds until a worker notices that a peer is gone, and until it is free after the end of its
+#: world.
+DETECTION_TIME, ABORT_TIME = 0.005, 0.005
+#: Seconds that a worker takes to exit after the training.
 EXIT = 0.05
-#: Seconds a worker takes to start and to call `train`, at least and at most; and to stop.
+#: Seconds that a worker takes to start and to call `train` (minimum, maximum), and to stop.
 START, ENLIST, STOP = (0.1, 0.8), (0.05, 0.3), (0.01, 0.2)
 
 
-class Training:
+class VirtualTraining:
     """All groups of the job, and their progress."""
 
     def __init__(
         self,
         scheduler: Scheduler,
-        network: Network,
+        network: VirtualNetwork,
         note: Callable[[laws.Event], None],
         steps: int,
+        replica: int = 0,
     ) -> None:
-        """`steps`: the number of steps until the data ends."""
+        """`steps`: the number of steps until the data ends; `replica`: of workers in a replica."""
         self.scheduler = scheduler
         self.steps = steps
+        self.replica = replica
         self.note = note
         self._network = network
-        #: By generation and store: two worlds may have the same number, and that is to be seen.
-        self._groups: dict[tuple[int, str], Group] = {}
+        #: By generation and store: if two worlds had the same number, it must be noticed.
+        self._groups: dict[tuple[int, str], VirtualGroup] = {}
 
-    def enter(self, worker: Worker, generation: int, store: str, rank: int, size: int) -> None:
-        group = self._groups.setdefault((generation, store), Group(self, generation, size))
+    def enter(
+        self, worker: VirtualWorker, generation: int, store: str, rank: int, size: int
+    ) -> None:
+        group = self._groups.setdefault((generation, store), VirtualGroup(self, generation, size))
         worker.generation, worker.group = generation, group
         group.join(rank, worker)
+        if self.replica:
+            now, node = self.scheduler.now, worker.workers.node
+            entered = laws.WorkerEntered(
+                now, node, str(worker), worker.coordinate, generation, rank, size
+            )
+            self.note(entered)
 
-    def are_linked(self, one: Worker, other: Worker) -> bool:
+    def are_linked(self, one: VirtualWorker, other: VirtualWorker) -> bool:
         addresses = (one.workers.loop.machine.address, other.workers.loop.machine.address)
         return addresses[0] == addresses[1] or self._network.is_open(*addresses)
 
 
-class Group:
+class VirtualGroup:
     """The workers of one generation, each at its own point of the same steps."""
 
-    def __init__(self, training: Training, generation: int, size: int) -> None:
+    def __init__(self, training: VirtualTraining, generation: int, size: int) -> None:
         self.generation = generation
         self._training = training
         self._size = size
-        self._members: dict[int, Worker] = {}
+        self._members: dict[int, VirtualWorker] = {}
         self.has_begun = False
         self._broken = False
 
-    def join(self, rank: int, worker: Worker) -> None:
+    def join(self, rank: int, worker: VirtualWorker) -> None:
         self._members[rank] = worker
         if len(self._members) == self._size and not self._broken:
-            self._look_in(BUILD)
+            self._look_in(BUILD_TIME)
 
-    def leave(self, worker: Worker, *, clean: bool = False) -> None:
-        """Remove a worker; the others see its connections end, unless it is done."""
+    def leave(self, worker: VirtualWorker, *, clean: bool = False) -> None:
+        """Remove a worker; the others see its connections end, unless the training is done."""
         others = [other for other in self._members.values() if other is not worker]
         self._members = {rank: one for rank, one in self._members.items() if one is not worker}
         self._broken = self._broken or self.has_begun
@@ -89,7 +101,7 @@ class Group:
         for other in others:
             if self._training.are_linked(worker, other):
                 other.workers.loop.call_later(
-                    NOTICE, other.lose_peer, self, context=other.workers.loop.context
+                    DETECTION_TIME, other.lose_peer, self, context=other.workers.loop.context
                 )
 
     def _look_in(self, seconds: float) -> None:
@@ -99,13 +111,13 @@ class Group:
         if self._broken or len(self._members) < self._size:
             return
         if not self._can_go_on():
-            self._look_in(AGAIN)
+            self._look_in(RETRY_INTERVAL)
         elif not self.has_begun:
             self._begin()
-            self._look_in(STEP)
+            self._look_in(STEP_TIME)
         else:
             self._step()
-            self._look_in(STEP)
+            self._look_in(STEP_TIME)
 
     def _can_go_on(self) -> bool:
         workers = [*self._members.values()]
@@ -118,11 +130,17 @@ class Group:
     def _begin(self) -> None:
         """Give all workers the newest state."""
         self.has_begun = True
-        base = max(worker.version for worker in self._members.values())[1]
+        base = self._newest()[1]
         for worker in self._ordered():
             worker.version, worker.base = (self.generation, base), base
-            self._tell(laws.Began, worker, base)
+        self._tell(laws.WorkersBegan, base)
         self._let_run_on()
+
+    def _newest(self) -> tuple[int, int]:
+        """The newest version of which all shards are there."""
+        workers, size = self._ordered(), max(self._training.replica, 1)
+        shards = ({worker.version for worker in workers[rank::size]} for rank in range(size))
+        return max(set.intersection(*shards), default=(-1, 0))
 
     def _step(self) -> None:
         workers = self._ordered()
@@ -131,41 +149,53 @@ class Group:
         step = workers[0].version[1]
         for worker in workers:
             worker.version, worker.is_in_step = (self.generation, step + 1), False
-            self._tell(laws.Stepped, worker, step)
+        self._tell(laws.StepFinished, step)
         self._let_run_on()
 
     def _let_run_on(self) -> None:
         for worker in self._ordered():
             worker.workers.loop.context.run(worker.run_on)
 
-    def _tell(self, kind: type[laws.Began] | type[laws.Stepped], worker: Worker, step: int) -> None:
-        node = worker.workers.node
-        self._training.note(kind(self._training.scheduler.now, node, self.generation, step))
+    def _tell(self, kind: type[laws.WorkersBegan] | type[laws.StepFinished], step: int) -> None:
+        """Note it once for each node."""
+        ranks: dict[str, list[int]] = {}
+        for worker in self._ordered():
+            ranks.setdefault(worker.workers.node, []).append(worker.local_rank)
+        now = self._training.scheduler.now
+        for node, its in ranks.items():
+            self._training.note(kind(now, node, self.generation, step, tuple(its)))
 
-    def _ordered(self) -> list[Worker]:
+    def _ordered(self) -> list[VirtualWorker]:
         return [self._members[rank] for rank in sorted(self._members)]
 
 
-class Worker:
-    """One process as others see it. A resident one has the product's own `Inbox` and gates;
-    `_run_on` is its training thread, from one wait to the next."""
+class VirtualWorker:
+    """One worker process. An in-process one has the product's own `Inbox` and gates; `_run_on` is
+    its training thread, from one wait to the next."""
 
-    def __init__(self, workers: VirtualWorkers, local_rank: int, *, resident: bool) -> None:
+    def __init__(
+        self, workers: VirtualWorkers, local_rank: int, coordinate: int, *, resident: bool
+    ) -> None:
         self.workers = workers
         self.local_rank = local_rank
+        #: Its number in a replica.
+        self.coordinate = coordinate
         self.generation = -1
-        self.group: Group | None = None
-        #: The generation that trained last, and how many steps are done.
+        self.group: VirtualGroup | None = None
+        #: The generation that trained last, and the number of steps done.
         self.version = (-1, 0)
-        #: The step that it began with.
+        #: Its first step.
         self.base = -1
         self.is_in_step = False
         self.is_gone = False
         self._is_resident = resident
         self._inbox = Inbox()
         self._gate = Gate(-1)
-        #: The world that broke, and may not be over for all yet.
+        #: The world in which it lost a peer, and which may not be over for all nodes yet.
         self._broken: int | None = None
+
+    def __str__(self) -> str:
+        return f"worker {self.local_rank} of {self.workers.node}"
 
     def hear(self, order: orders.Order) -> None:
         if self.is_gone:
@@ -176,7 +206,7 @@ class Worker:
         self.run_on()
 
     def run_on(self) -> None:
-        """Continue until there is something to wait for."""
+        """Continue until the next wait."""
         while not self.is_gone and (self._goes_on_in_group() if self.group else self._goes_on()):
             pass
 
@@ -203,9 +233,9 @@ class Worker:
         return False
 
     def _finish(self, generation: int, step: int) -> bool:
-        """End of data: a script ends with it, a resident worker waits for the others."""
+        """End of data: a script ends with it, an in-process worker waits for the others."""
         self.leave_group(clean=True)
-        self.workers.training.note(laws.Finished(self.workers.training.scheduler.now))
+        self.workers.training.note(laws.TrainingFinished(self.workers.training.scheduler.now))
         if not self._is_resident:
             self.workers.succeed(self)
             return False
@@ -229,8 +259,8 @@ class Worker:
                 return False
         return True
 
-    def lose_peer(self, group: Group) -> None:
-        """A collective fails: a script ends by it, a resident worker reports it."""
+    def lose_peer(self, group: VirtualGroup) -> None:
+        """A collective fails: a script exits, an in-process worker reports it."""
         if self.is_gone or self.group is not group:
             return
         message = "connection closed by peer"
@@ -251,14 +281,16 @@ class Worker:
             group.leave(self, clean=clean)
 
     def _say(self, report: orders.Report) -> None:
-        self.workers.loop.call_later(FREE, self._said, report, context=self.workers.loop.context)
+        self.workers.loop.call_later(
+            ABORT_TIME, self._said, report, context=self.workers.loop.context
+        )
 
     def _said(self, report: orders.Report) -> None:
         if not self.is_gone:
-            self.workers.tell_event(in_process.Said(self.local_rank, report))
+            self.workers.tell_event(in_process.WorkerMessage(self.local_rank, report))
 
     def enlist(self) -> None:
-        self._said(orders.Enlisted())
+        self._said(orders.Enlisted(self.workers.training.replica))
 
 
 class VirtualWorkers:
@@ -269,7 +301,7 @@ class VirtualWorkers:
         loop: ProcessLoop,
         node: str,
         nproc: int,
-        training: Training,
+        training: VirtualTraining,
         tell_event: Callable[[Event], None],
         *,
         resident: bool,
@@ -282,14 +314,12 @@ class VirtualWorkers:
         self._nproc = nproc
         self._is_resident = resident
         self._durations = durations
-        self._processes: dict[int, Worker] = {}
-        #: By local rank: the generation and the rank each was last told to enter.
+        self._processes: dict[int, VirtualWorker] = {}
+        #: By local rank: the generation and the rank it was last ordered to enter.
         self._places: dict[int, tuple[int, int]] = {}
         self.stopping = False
         self.results: dict[int, str] = {}
-        self.inherited: dict[int, tuple[int, int, float]] = {}
-        self.timers = Nothing()
-        self.counted = self
+        self._trained = -1
 
     @property
     def alive(self) -> tuple[int, ...]:
@@ -299,20 +329,21 @@ class VirtualWorkers:
     def best_step(self) -> int:
         return max((one.version[1] - 1 for one in self._processes.values()), default=-1)
 
-    def progress(self, local_rank: int) -> tuple[int, int, float] | None:
-        """The generation and step that a worker has entered last."""
-        worker = self._processes.get(local_rank)
-        return (*worker.version, 0.0) if worker is not None and worker.version[0] >= 0 else None
-
-    def first_step(self, local_rank: int) -> int:
-        worker = self._processes.get(local_rank)
-        return worker.base if worker is not None else -1
+    @property
+    def newest_trained(self) -> int:
+        """The newest generation in which a worker here has taken a step."""
+        stepped = [one.version[0] for one in self._processes.values() if one.version[1] > one.base]
+        self._trained = max([self._trained, *stepped])
+        return self._trained
 
     @property
-    def newest(self) -> int:
-        """The newest generation in which a worker here has taken a step; `progress` is enough for
-        that."""
-        return -1
+    def newest_held(self) -> int:
+        return max((one.version[0] for one in self._processes.values()), default=-1)
+
+    @property
+    def blank(self) -> tuple[int, ...]:
+        newest = self.newest_held
+        return tuple(rank for rank, one in self._processes.items() if one.version[0] < newest)
 
     def reached_at(self, addr: str) -> None:
         """Nothing: there is no gloo."""
@@ -331,19 +362,22 @@ class VirtualWorkers:
         assert found is not None
         for local_rank in range(self._nproc):
             rank = found.first_rank + local_rank
-            worker = self._start(local_rank, world.generation, rank)
+            worker = self._start(local_rank, world.generation, rank, found.node_rank)
             if not self._is_resident:
                 self.training.enter(worker, world.generation, world.store, rank, world.size)
         self.tell_event(script.WorkersUp(world.generation))
 
-    async def start_standby(self, local_rank: int, world: World) -> None:
+    async def start_standby(self, local_rank: int, world: World, place: int) -> None:
         if not self.stopping:
             await asyncio.sleep(self._durations.uniform(*START))
-            self._start(local_rank, -1, -1)
+            self._start(local_rank, -1, -1, place)
 
-    def _start(self, local_rank: int, generation: int, rank: int) -> Worker:
+    def _start(self, local_rank: int, generation: int, rank: int, place: int) -> VirtualWorker:
+        """`place`: of this node in its replica, or its rank in the world."""
         self._places[local_rank] = (generation, rank)
-        worker = Worker(self, local_rank, resident=self._is_resident)
+        size = max(self.training.replica, 1)
+        coordinate = (place * self._nproc + local_rank) % size
+        worker = VirtualWorker(self, local_rank, coordinate, resident=self._is_resident)
         self._processes[local_rank] = worker
         if self._is_resident:
             self.loop.call_later(self._durations.uniform(*ENLIST), worker.enlist)
@@ -352,7 +386,9 @@ class VirtualWorkers:
     def begin_to_stop(self) -> None:
         self.stopping = True
 
-    async def stop(self, signum: int, generation: int, told: Collection[int]) -> None:
+    async def stop(
+        self, signum: int, generation: int, told: Collection[int], timeout: float
+    ) -> None:
         await asyncio.sleep(self._durations.uniform(*STOP))
         for worker in [*self._processes.values()]:
             self.end(worker)
@@ -381,28 +417,29 @@ class VirtualWorkers:
         if worker is not None:
             self.loop.call_soon(worker.hear, order)
 
-    def end(self, worker: Worker) -> None:
+    def end(self, worker: VirtualWorker) -> None:
         worker.is_gone = True
         worker.leave_group()
-        self.training.note(laws.Forgot(self.training.scheduler.now, self.node))
+        now, ranks = self.training.scheduler.now, (worker.local_rank,)
+        self.training.note(laws.StateForgotten(now, self.node, ranks))
         if self._processes.get(worker.local_rank) is worker:
             del self._processes[worker.local_rank]
 
-    def succeed(self, worker: Worker) -> None:
+    def succeed(self, worker: VirtualWorker) -> None:
         if not worker.is_gone:
             self.end(worker)
             generation, _ = self._places[worker.local_rank]
             self.tell_event(script.WorkerSucceeded(generation, worker.local_rank))
 
-    def kill(self, local_rank: int) -> None:
-        """Kill it like SIGKILL, as a fault."""
+    def kill(self, local_rank: int, why: str = "SIGKILL") -> None:
+        """Kill it like SIGKILL, as a fault or by the agent."""
         if (worker := self._processes.get(local_rank)) is not None:
-            self.die(worker, -9, "SIGKILL")
+            self.die(worker, -9, why)
 
-    def die(self, worker: Worker, exitcode: int, message: str) -> None:
+    def die(self, worker: VirtualWorker, exitcode: int, message: str) -> None:
         self.end(worker)
         self.loop.call_later(
-            NOTICE,
+            DETECTION_TIME,
             self.report_failure,
             worker,
             exitcode,
@@ -411,13 +448,13 @@ class VirtualWorkers:
         )
 
     def report_failure(
-        self, worker: Worker, exitcode: int, message: str, *, alive: bool = False
+        self, worker: VirtualWorker, exitcode: int, message: str, *, alive: bool = False
     ) -> None:
         if self.stopping and not alive:
-            return  # our own doing
+            return  # stopped by the agent
         now, (generation, rank) = self.training.scheduler.now, self._places[worker.local_rank]
         if generation >= 0:
-            self.training.note(laws.Failed(now, self.node, generation))
+            self.training.note(laws.NodeFailed(now, self.node, generation))
         self.tell_event(
             script.WorkerFailed(
                 Failure(

@@ -55,7 +55,7 @@ def test_a_world_is_entered_once_and_only_with_a_place_in_it():
         assert (found and found.generation) == generation, case
 
 
-def test_who_asks_after_the_end_is_told_why():
+def test_asking_after_the_end_gets_the_reason():
     ends = {0: JobClosed, 1: JobClosed, EXIT_NOT_ENOUGH_NODES: NotEnoughNodes}
     for exitcode, error in ends.items():
         closed = world("closed", reason="it is done", exitcode=exitcode)
@@ -101,7 +101,7 @@ def test_a_launcher_that_asks_has_no_worker_of_a_world_that_ended_before_it_was_
         ("left", {}, {"gone": 3, "leaving": "why"}),
     ],
 )
-def test_what_is_said_at_the_end(ending, known, facts):
+def test_the_message_at_the_end(ending, known, facts):
     assert (
         launcher_node_state.facts_at_end(replace(launcher_node(), **known), ending, FAILURE, "why")
         == facts

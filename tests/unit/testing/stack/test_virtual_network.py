@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from torchelastic.testing.stack.virtual_loop import Scheduler
-from torchelastic.testing.stack.virtual_network import Machine, Network, ProcessLoop
+from torchelastic.testing.stack.virtual_network import ProcessLoop, VirtualMachine, VirtualNetwork
 
 PORT = 7
 
@@ -38,8 +38,8 @@ class Pair:
 
     def __init__(self) -> None:
         self.scheduler = Scheduler()
-        self.network = Network(self.scheduler, latency=0.01)
-        machines = [Machine(self.network, address) for address in ("10.0.0.1", "10.0.0.2")]
+        self.network = VirtualNetwork(self.scheduler, latency=0.01)
+        machines = [VirtualMachine(self.network, address) for address in ("10.0.0.1", "10.0.0.2")]
         self.loops = [ProcessLoop(self.scheduler, machine) for machine in machines]
         self.near, self.far, self.error = Peer(), Peer(), None
         listener = machines[1].listen(2, "0.0.0.0", PORT)
@@ -139,7 +139,7 @@ def test_a_connection_through_a_cut_is_made_when_it_is_mended():
 
 def test_hours_pass_in_no_time():
     scheduler = Scheduler()
-    loop = ProcessLoop(scheduler, Machine(Network(scheduler), "10.0.0.1"))
+    loop = ProcessLoop(scheduler, VirtualMachine(VirtualNetwork(scheduler), "10.0.0.1"))
     slept: list[float] = []
 
     async def sleep() -> None:

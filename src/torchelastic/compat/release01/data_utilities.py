@@ -1,9 +1,10 @@
-"""A sampler that can continue in the middle of an epoch, in a world of another size."""
+"""0.1's `utils.data`: a sampler that continues in the middle of an epoch, and several epochs as one
+iterator."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any, Generic, TypeVar
 
 from torch.utils.data.distributed import DistributedSampler
 
@@ -63,3 +64,22 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
             self.start_index, self._dataset_size, self.num_replicas, drop_last=False
         )
         self.total_size = self.num_samples * self.num_replicas
+
+
+T = TypeVar("T")
+
+
+class CyclingIterator(Generic[T]):
+    """Yields the items of `generator_fn(epoch)` for each epoch from `start_epoch` to `n - 1`."""
+
+    def __init__(
+        self, n: int, generator_fn: Callable[[int], Iterable[T]], start_epoch: int = 0
+    ) -> None:
+        epochs = range(start_epoch, n)
+        self._items = (item for epoch in epochs for item in generator_fn(epoch))
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        return next(self._items)

@@ -1,17 +1,20 @@
-"""A module of 0.2: ports and stores for programs without a rendezvous."""
+"""0.2's `utils`: ports and stores for programs without a rendezvous, and loggers."""
 
 from __future__ import annotations
 
+import logging
 import socket
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from torchelastic import env
 from torchelastic.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public all the same
 
-__all__ = ["create_c10d_store", "get_free_port", "get_socket_with_port"]
+__all__ = ["create_c10d_store", "get_free_port", "get_logger", "get_socket_with_port"]
 
 
 def create_c10d_store(
@@ -55,3 +58,10 @@ def get_socket_with_port() -> socket.socket:
         return socket.create_server(("localhost", 0), backlog=1)
     except OSError as error:
         raise RuntimeError(f"localhost has no free port: {error.strerror}.") from error
+
+
+def get_logger(name: str | None = None) -> logging.Logger:
+    """Return the logger of this name, or of the calling module; the default level is WARNING."""
+    logger = logging.getLogger(name or sys._getframe(1).f_globals.get("__name__"))
+    logger.setLevel(env.get("LOGLEVEL", "WARNING").upper())
+    return logger
