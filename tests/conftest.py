@@ -10,27 +10,37 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
+import re
 import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 
 from tests import needs, ports
 from tests.etcd import etcd, etcd_on_path, some_etcd
+from tests.kubernetes import control_plane, namespace
 from tests.leaks import Leaks, Snapshot
 from tests.support import SOAK
 
-__all__ = ["etcd", "etcd_on_path", "some_etcd"]
+__all__ = ["control_plane", "etcd", "etcd_on_path", "namespace", "some_etcd"]
 
-# How long an example takes is the machine's affair, and no failure.
-hypothesis.settings.register_profile("torchelastic", deadline=None)
+# Examples are the same in every run, whatever else the process has loaded: Hypothesis would also
+# draw from the constants of all loaded modules of the project, which it parses for that. An example
+# may take as long as the machine needs.
+hypothesis.settings.register_profile(
+    "torchelastic", deadline=None, derandomize=SOAK == 1, database=None
+)
 hypothesis.settings.load_profile("torchelastic")
+assert callable(providers._get_local_constants)
+providers._get_local_constants = lambda: providers._local_constants
 
 #: Directories whose tests use real processes and sockets.
 _REAL = ("browser", "process", "contract", "frameworks")
@@ -39,6 +49,7 @@ _REAL = ("browser", "process", "contract", "frameworks")
 _NEEDS_OF_FIXTURES = {
     "authority": ("openssl",),
     "browser": ("chromium", "playwright"),
+    "control_plane": ("control plane", "etcd", "kubectl", "kubernetes", "openssl"),
     "etcd_on_path": ("etcd",),
     "other_authority": ("openssl",),
     "screen": ("rich",),
@@ -186,8 +197,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     reasons = Counter(next(_lacks(item), ("", ""))[1] for item in session.items)
     terminal = session.config.pluginmanager.getplugin("terminalreporter")
     terminal.write_line(f"\n{reasons.pop('', 0):5d} tests run here")
-    for reason, count in sorted(reasons.items()):
-        terminal.write_line(f"{count:5d} skipped: {reason}")
+    for reason, skipped in sorted(reasons.items()):
+        terminal.write_line(f"{skipped:5d} skipped: {reason}")
     return True
 
 
@@ -208,6 +219,18 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     if left:
         leaks.kill_processes()
         pytest.fail("The test left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+_directories = count()
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As pytest's own, which lists all directories of the run before it makes the next."""
+    name = re.sub(r"\W", "_", request.node.name)[:26]
+    path = tmp_path_factory.getbasetemp() / f"{name}{next(_directories)}"
+    path.mkdir(mode=0o700)
+    return path
 
 
 def _private_directories(request: pytest.FixtureRequest) -> Path:

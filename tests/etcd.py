@@ -19,7 +19,7 @@ import pytest
 from tests import needs
 from tests.needs import system_etcd
 from tests.ports import free_port
-from tests.support import poll_for
+from tests.support import ending_with_us, poll_for
 from torchelastic.rendezvous.etcd.local_server import BINARY_VARIABLE, packaged_etcd
 
 #: With these times etcd grants leases of one second; with its own, of two at least.
@@ -92,7 +92,7 @@ class Etcd:
 
     def run(self, command: Sequence[str]) -> None:
         with (self.directory / "log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+            self._process = subprocess.Popen(ending_with_us(command), stdout=log, stderr=log)
 
     def answers(self) -> bool:
         assert self._process is not None

@@ -86,7 +86,7 @@ def between_agents() -> list[frames.Message]:
     ]
 
 
-def tellings() -> list[frames.Message]:
+def reports() -> list[frames.Message]:
     """What an agent tells of its events, out of turn and without any lines."""
     return [Begin("fuzz"), Lines(1.0), Lines(-1e308), Heard(5.0, 5.0)]
 

@@ -260,10 +260,10 @@ class LateGroup(dist.ProcessGroup):
 
 def register() -> None:
     """Make the back end known to torch, and its device the one that `torch.cpu` speaks for."""
+    torch.cpu.synchronize = device.synchronize
+    torch.cpu.current_stream = lambda _=None: device
     if NAME in dist.Backend.backend_list:
         return
     dist.Backend.register_backend(NAME, LateGroup, devices=["cpu"])
     # torch 2.15 hooks a recorder to groups it does not know; those of Python have no place for it.
     getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(NAME)
-    torch.cpu.synchronize = device.synchronize
-    torch.cpu.current_stream = lambda _=None: device

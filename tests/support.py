@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
 
 #: How many times as many seeds and examples as in the suite: `scripts/soak` sets it.
 SOAK = int(os.environ.get("SOAK", "1"))
+
+
+def ending_with_us(command: Sequence[str]) -> list[str]:
+    """The command, killed by the kernel when this process ends, whatever ends it.
+
+    The kernel does that when the thread ends that has started it: only the main one lasts.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return [*command]
+    return ["setpriv", "--pdeathsig", "KILL", "--", *command]
 
 
 def poll_for(probe: Callable[[], T], *, what: str, timeout: float = 60.0) -> T:

@@ -29,6 +29,8 @@ def test_public_names():
         "WorkerStats",
         "__version__",
         "elastic_launch",
+        "leaving",
+        "mesh",
         "run_train",
         "train",
     ]
@@ -93,9 +95,9 @@ def test_help_is_quick():
     [[PROGRAM, "run"], *([sys.executable, "-m", module] for module in (*MODULES, "torchelastic"))],
     ids=["torchelastic run", *MODULES, "torchelastic"],
 )
-def test_bad_input_ends_with_exit_code_2(argv):
+def test_bad_input_ends_with_exit_code_64(argv):
     ended = subprocess.run([*argv, "--bogus"], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 2
+    assert ended.returncode == 64
     assert ended.stdout == ""
     assert ": error: Unknown " in ended.stderr
     assert ended.stderr.count("\n") == 1

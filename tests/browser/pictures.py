@@ -12,7 +12,7 @@ from torchelastic.events.analysis.goodput import PARTS, Goodput
 from torchelastic.events.analysis.last_failure import FailureView
 from torchelastic.events.analysis.ranks import RankView
 from torchelastic.events.analysis.recoveries import Recovery
-from torchelastic.events.analysis.view import Change, JobView, NodeView, StoredView, WorldView
+from torchelastic.events.analysis.view import HistoryEntry, JobView, NodeView, StoredView, WorldView
 from torchelastic.events.failure import Failure
 
 #: When the jobs begin, and when they are looked at, by the wall clock.
@@ -158,7 +158,9 @@ def training(**changes: Any) -> JobView:
             "node-d": NodeView(name="node-d", state="spare", last_seen=NOW),
         },
         "started": BEGAN,
-        "history": (Change(worlds[-1].began, "generation 4 began", "the nodes have changed"),),
+        "history": (
+            HistoryEntry(worlds[-1].began, "generation 4 began", "the nodes have changed"),
+        ),
         "step": 19_877,
         "rate": 5.12,
         "stepped": NOW - 0.2,
@@ -212,7 +214,9 @@ def failed() -> JobView:
             for name in ("node-a", "node-b", "node-c")
         },
         history=(
-            Change(NOW - 30, "node-a ended with exit code 1", "the same failure came three times"),
+            HistoryEntry(
+                NOW - 30, "node-a ended with exit code 1", "the same failure came three times"
+            ),
         ),
         stragglers=(),
     )
@@ -223,7 +227,7 @@ def hung() -> JobView:
     stack = '  File "train.py", line 34, in train_step\n    dist.all_reduce(loss)\n'
     reduce = hangs.Collective("ALLREDUCE", 180)
     doings = [
-        hangs.Doing(
+        hangs.RankActivity(
             rank=rank,
             node=f"node-{'ab'[rank // 2]}",
             step=90 - (rank == 3),
@@ -326,7 +330,7 @@ def hostile(bad: str) -> JobView:
         ranks=(RankView(rank=0, node=name, step=1, rate=1.0),),
         stragglers=(slow,),
         worlds=worlds,
-        history=(Change(NOW, bad, bad),),
+        history=(HistoryEntry(NOW, bad, bad),),
         recoveries=(recovery(0, BEGAN + 800, why=bad, kind=name, failure=cause.to_json()),),
         failure=FailureView(
             generation=0,

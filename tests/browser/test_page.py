@@ -54,7 +54,7 @@ def test_the_four_answers_are_at_the_top(show, tab):
         "0.27 s",
         "Rank 3 on node-b",
         "ValueError: the batch has 17 samples, 32 are needed",
-        "87.1 %",
+        "87.1%",
         "58 min 4 s of 1 h 6 min",
     ):
         assert text in answers
@@ -118,7 +118,7 @@ def test_a_hang_shows_who_is_missing_and_all_stacks(show, tab):
     assert stacks.count() == 4
     first = stacks.first
     assert "Rank 3" in first.inner_text()
-    assert "last in ALLREDUCE #179" in first.inner_text()
+    assert "last collective ALLREDUCE #179" in first.inner_text()
     assert "missing" in first.inner_text()
     first.locator("summary").click()
     assert "dist.all_reduce(loss)" in first.inner_text()
@@ -232,7 +232,7 @@ def test_what_users_write_is_shown_and_nothing_more(show, tab, bad):
     assert page.evaluate("document.querySelector('h1').getBoundingClientRect().height") < 400
 
 
-def test_a_lost_connection_is_said_and_made_again(show, tab):
+def test_a_lost_connection_is_reported_and_made_again(show, tab):
     server, shown = show()
     tab.may_lose_server = True
     server.stop()
@@ -268,7 +268,7 @@ def test_a_server_that_hangs_counts_as_lost(browser):
         tab.leave()
 
 
-def test_a_picture_that_cannot_be_read_is_said(show, tab):
+def test_a_picture_that_cannot_be_read_is_reported(show, tab):
     _, shown = show()
     shown.show_torn()
     tab.wait_for("#connection", "Unreadable data")
@@ -310,7 +310,9 @@ def test_a_finished_job_is_shown_as_such(show, tab):
         phase="ended",
         exitcode=0,
         ended=pictures.NOW - 10,
-        history=(pictures.Change(pictures.NOW - 10, "node-a ended", "all workers have finished"),),
+        history=(
+            pictures.HistoryEntry(pictures.NOW - 10, "node-a ended", "all workers have finished"),
+        ),
     )
     server, _ = show(ended, live=False)
     assert "Finished" in tab.text(".answers")

@@ -56,7 +56,7 @@ PHASES = {
 }
 
 
-def test_the_phase_is_said_in_a_word(modules):
+def test_the_phase_is_reported_in_a_word(modules):
     views = {word: training(**changes).to_json() for word, changes in PHASES.items()}
     said = {word: modules("headline", "phase", view, NOW)["word"] for word, view in views.items()}
     assert said == {word: word for word in PHASES}
@@ -90,7 +90,7 @@ def test_a_script_without_a_step_runs_and_is_not_called_good(modules):
     assert modules("headline", "phase", early, NOW)["word"] == "Starting"
 
 
-def test_what_was_done_again_is_said_where_it_is_known(modules):
+def test_what_was_done_again_is_reported_where_it_is_known(modules):
     found = training().to_json()["goodput"]
     assert modules("goodput", "again", found) == "4 steps redone, plus those in flight"
     unknown = modules("goodput", "again", found | {"redone_known": False})
@@ -110,6 +110,15 @@ def test_nodes_that_were_in_the_same_worlds_share_a_lane(modules):
     assert [len(lane["names"]) for lane in many] == [200, 1]
     unnamed = [{"nodes": ["a"], "count": 900}]
     assert modules("lanes", "lanesOf", unnamed)[1] == {"names": [], "beyond": 899, "worlds": [0]}
+
+
+def test_a_replica_has_a_lane_with_the_worlds_that_had_it(modules):
+    sizes = [(8, 4), (4, 4), (8, 4), (8, 0)]
+    found = modules("lanes", "replicasOf", [dict(size=s, replica=r) for s, r in sizes])
+    assert [lane["worlds"] for lane in found] == [[0, 1, 2], [0, 2]]
+    assert found[1]["title"] == "replica 1: ranks 4 to 7"
+    assert modules("words", "workerCount", 8, 4) == "2 replicas of 4 workers"
+    assert modules("words", "workerCount", 8, 0) == "8 workers"
 
 
 def test_lanes_are_bounded_whatever_nodes_did(modules):

@@ -202,7 +202,7 @@ class StoreContract:
             assert await within(PATIENCE, anext(values)) is None
 
     @story
-    async def test_the_latest_of_a_key_is_as_new_as_what_was_told(self, connect):
+    async def test_the_latest_of_a_key_is_as_new_as_what_was_reported(self, connect):
         writer, reader = await connect(), await connect()
         assert await within(PATIENCE, reader.latest("part/1")) is None
         revision = 0
@@ -278,7 +278,7 @@ class StoreContract:
         await holder.put("unleased", {})
 
     @story
-    async def test_a_lease_can_be_opened_anew(self, connect):
+    async def test_a_lease_can_be_opened_again(self, connect):
         clock = FakeClock()
         holder, other = await connect(clock=clock), await connect()
         await holder.open_lease(60.0)
@@ -343,7 +343,7 @@ class StoreContract:
         assert await publish(2, ("leader", now)) is not None
 
     @story
-    async def test_who_is_given_up_is_told_and_its_keys_go(self, connect):
+    async def test_a_member_that_is_given_up_learns_it_and_loses_its_keys(self, connect):
         leader, lost = await connect(), await connect()
         for store in (leader, lost):
             await store.open_lease(60.0)

@@ -97,7 +97,7 @@ def lose_a_peer(rank: int, port: int, what: str, cause: str, backend: str = "glo
     group = build(port, rank, SIZE, backend=backend)
     step = OPERATIONS[what](group)
     dist.barrier()
-    group.settle()
+    group.check_collectives()
     if rank == LOST:
         store.set("lost", str(os.getpid()))
         CAUSES[cause]()

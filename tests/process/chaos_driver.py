@@ -56,6 +56,8 @@ class Chaos:
     mode: str
     keys: dict[str, Any] = field(default_factory=dict)
     start: int = 0
+    #: The number of workers in a replica, all on one node.
+    replica: int = 1
     members: list[Member] = field(default_factory=list)
     gate: int = 0
     #: What was done, for whoever reads that it went wrong.
@@ -77,6 +79,8 @@ class Chaos:
         """Another node: every second one has two workers, every other second loading processes."""
         number = len(self.job.nodes)
         workers, loaders = workers or 1 + number % 2, number // 2 % 2
+        if self.replica > 1:
+            workers = self.replica
         keys = {"node": number, "loaders": loaders, **self.keys}
         words = [self.mode, str(self.record.directory), str(self._orders), str(self.ledger)]
         words += [f"{name}={value}" for name, value in keys.items()]
@@ -106,17 +110,26 @@ class Chaos:
         return there if there and len(there) == there[0]["size"] else []
 
     def reach(self, step: int, *, least: int) -> list[dict[str, Any]]:
-        """Wait until a world of so many workers stands at the gate of this step, or a later one."""
+        """Wait until a world of so many workers stands at the gate of this step, or a later one;
+        of fewer, but two replicas, if some nodes are held out."""
         deadline = time.monotonic() + PATIENCE
         self.open(step)
         while True:
             world = self.wait_for(self.world, f"a world at step {self.gate}")
-            if len(world) >= least:
+            if len(world) >= min(least, max(least - self._held_out(), 2 * self.replica)):
                 return world
             if time.monotonic() > deadline:
                 raise AssertionError(self.told(f"no world of {least} workers in {PATIENCE:g} s"))
             time.sleep(PACE)
             self.open(self.gate + 1)
+
+    def _held_out(self) -> int:
+        """The workers of nodes that the newest world holds out: they may be so for minutes."""
+        if self.replica == 1:
+            return 0
+        worlds = [world for one in self.members for world in one.node.events("world-formed")]
+        newest = max(worlds, key=lambda world: world["generation"], default={"held": {}})
+        return len(newest["held"]) * self.replica
 
     def open(self, step: int) -> None:
         """Let the job go on, as far as to this step."""
@@ -128,7 +141,7 @@ class Chaos:
 
     def strike(self, fault: Fault) -> None:
         self.story.append(f"{fault} (at the gate of step {self.gate})")
-        least = self.workers if fault.kind in WHOLE else LEAST[fault.kind]
+        least = self.workers if fault.kind in WHOLE else LEAST[fault.kind] * self.replica
         wanted = fault.at_step + self._delay
         world = self.reach(wanted, least=least)
         self._delay += self.gate - wanted
@@ -141,14 +154,14 @@ class Chaos:
 
     def _kill(self, fault: Fault, world: list[dict[str, Any]]) -> None:
         where = "kill@here" if fault.place == "here" else f"kill@place={fault.place}"
-        pid = self._claimed("fault", fault, where)
+        pid = self.claimed("fault", fault, where)
         self._step_until(lambda: not alive(pid), f"the end of process {pid}")
 
     def _kill_entering(self, fault: Fault, world: list[dict[str, Any]]) -> None:
         """One is killed, and another one on its way into the next world."""
         where = f"kill@place={fault.place}"
-        if self.mode == "train":
-            pid = self._claimed("entering", fault, where)
+        if self.mode != "script":
+            pid = self.claimed("entering", fault, where)
             others = [line["pid"] for line in self._peers_of(pid) if alive(line["pid"])]
             victim = others[fault.target % len(others)]
         else:
@@ -162,9 +175,9 @@ class Chaos:
 
     def _freeze(self, fault: Fault, world: list[dict[str, Any]]) -> None:
         """In a script nobody looks after a frozen worker, and it has to wake again."""
-        pid = self._claimed("fault", fault, f"stop@place={fault.place}")
+        pid = self.claimed("fault", fault, f"stop@place={fault.place}")
         self._step_until(lambda: is_frozen(pid) or not alive(pid), f"process {pid} frozen")
-        if self.mode == "train":
+        if self.mode != "script":
             self.wait_for(lambda: not alive(pid), f"the frozen process {pid} killed")
             return
         self.wait_for(
@@ -191,7 +204,9 @@ class Chaos:
 
     def _freeze_node(self, fault: Fault, world: list[dict[str, Any]]) -> None:
         """Until the others have taken a step without it."""
-        member = self.members[fault.target % len(self.members)]
+        training = {line["node"] for line in world}
+        members = [member for member in self.members if member.number in training]
+        member = members[fault.target % len(members)]
         generation = world[0]["generation"]
         with frozen(member.node):
             self.open(self.gate + 1)
@@ -215,7 +230,7 @@ class Chaos:
         part.write_text(text)
         part.rename(self._orders / name)
 
-    def _claimed(self, name: str, fault: Fault, what: str) -> int:
+    def claimed(self, name: str, fault: Fault, what: str) -> int:
         """Give an order, let the job take the step; the process that has claimed it."""
         self._order(name, f"{fault.number} {fault.target} {int(fault.is_of_first)} {what}")
         self.open(self.gate + 1)
@@ -314,10 +329,17 @@ def kill_all(nodes: Sequence[Node]) -> None:
 
 
 def started(
-    job: Job, mode: str, *, nodes: int = NODES, workers: int = 0, start: int = 0, **keys: Any
+    job: Job,
+    mode: str,
+    *,
+    nodes: int = NODES,
+    workers: int = 0,
+    start: int = 0,
+    replica: int = 1,
+    **keys: Any,
 ) -> Chaos:
-    """A job of so many nodes, each with so many workers, if it is said how many."""
-    made = Chaos(job, mode, keys, start)
+    """A job of so many nodes, each with so many workers, if it is said how many, or one replica."""
+    made = Chaos(job, mode, keys, start, replica)
     for _ in range(nodes):
         made.join(workers)
     return made

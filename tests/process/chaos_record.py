@@ -23,7 +23,7 @@ from torchelastic.testing import laws
 NO_LIMIT = 1 << 30
 #: How far behind what all ranks have finished a generation may begin: the step before may not be
 #: sealed yet, and of the one before that the copies of a lost node's own pieces.
-MOST_REDONE = {"train": 0, "script": 2, "checkpoint": NO_LIMIT}
+MOST_REDONE = {"train": 0, "sharded": 0, "script": 2, "checkpoint": NO_LIMIT}
 #: So many wrong things of a kind are named.
 MOST_NAMED = 5
 
@@ -93,8 +93,17 @@ class History:
         """What the ranks of the generation that counts have used."""
         return self.used[self.settled[step], step]
 
-    def hashes(self, step: int) -> set[str]:
-        return {line["hash"] for line in self.done[self.settled[step], step]}
+    def readers(self, step: int) -> list[dict[str, Any]]:
+        """The same, without ranks that read the samples of another one."""
+        return [line for line in self.of_step(step) if line.get("reader") != -1]
+
+    def bits(self, step: int) -> set[tuple[int, str]]:
+        """The parameters after a step: of each part of the model."""
+        return {_bits(line, "hash") for line in self.done[self.settled[step], step]}
+
+
+def _bits(line: dict[str, Any], name: str) -> tuple[int, str]:
+    return line.get("part", 0), line[name]
 
 
 def judge(lines: Iterable[dict[str, Any]], *, samples: int, mode: str) -> list[str]:
@@ -140,7 +149,7 @@ def _about_samples(history: History, samples: int) -> Iterator[str]:
     uses: dict[int, list[int]] = defaultdict(list)
     epoch = total = 0
     for step in sorted(history.settled):
-        for line in history.of_step(step):
+        for line in history.readers(step):
             for sample, *_ in line["items"]:
                 uses[sample].append(step)
                 total += 1
@@ -166,7 +175,7 @@ def _about_items(history: History) -> Iterator[str]:
     """What a step used was handed out by the dataset, and each thing handed out was used once."""
     uses: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for step, generation in sorted(history.settled.items()):
-        for line in history.of_step(step):
+        for line in history.readers(step):
             for item in line["items"]:
                 uses[tuple(item)].append(_where(generation, step, line["rank"]))
     for item, places in uses.items():
@@ -177,14 +186,20 @@ def _about_items(history: History) -> Iterator[str]:
 
 
 def _about_parameters(history: History) -> Iterator[str]:
-    """Equal to the bit on all ranks after each step; each step begins with what the last left."""
+    """Equal to the bit on all ranks that have the same part of the model after each step; each step
+    begins with what the last left."""
     for (generation, step), lines in sorted(history.done.items()):
-        hashes = {line["rank"]: line["hash"] for line in lines}
-        if len(set(hashes.values())) > 1:
+        bits = {_bits(line, "hash") for line in lines}
+        if len(bits) > len({part for part, _ in bits}):
+            hashes = {line["rank"]: line["hash"] for line in lines}
             yield f"{_where(generation, step)}: parameters differ by rank: {hashes}"
     for step, generation in sorted(history.settled.items()):
-        before = {line["before"] for line in history.of_step(step)}
-        if step - 1 in history.settled and before - history.hashes(step - 1):
+        before = {_bits(line, "before") for line in history.of_step(step)}
+        if step - 1 not in history.settled:
+            continue
+        left = history.bits(step - 1)
+        known = {part for part, _ in left}  # of others all may have died before they said it
+        if {one for one in before if one[0] in known} - left:
             last = _where(history.settled[step - 1], step - 1)
             yield f"{_where(generation, step)} does not begin with what {last} has left"
 
@@ -199,10 +214,11 @@ def _about_worlds(history: History, most_redone: int) -> Iterator[str]:
         at = min((line["at"] for line in done), default=at)
         used = history.used[generation, steps[0]]
         ranks = frozenset(map(str, range(used[0]["size"])))
-        events.append(laws.Formed(at, generation, "", ranks))
-        events.append(laws.Began(at, "0", generation, min(steps)))
+        events.append(laws.WorldPublished(at, generation, "", ranks))
+        events.append(laws.WorkersBegan(at, "0", generation, min(steps)))
         events += [
-            laws.Stepped(line["at"], str(line["rank"]), generation, line["step"]) for line in done
+            laws.StepFinished(line["at"], str(line["rank"]), generation, line["step"])
+            for line in done
         ]
     events.sort(key=lambda event: event.at)  # stable
     for violation in laws.check(events, laws.Rules(redone=most_redone)):
@@ -218,10 +234,12 @@ def _about_ends(history: History, samples: int) -> Iterator[str]:
             len(used["items"])
             for step in history.settled
             if step < line["step"]
-            for used in history.of_step(step)
+            for used in history.readers(step)
         )
         wrong = {
-            sample: times for sample, times in enumerate(line["counts"]) if times != used / samples
+            sample: times
+            for sample, times in enumerate(line["counts"])
+            if times not in (None, used / samples)
         }
         if wrong:
             yield f"after {used / samples:g} epochs process {line['pid']} has counted {wrong}"
@@ -235,7 +253,7 @@ def proven(
     wrong = judge(lines, samples=samples, mode=mode)
     found = checker.read(ledgers)
     settled = History.of(lines)
-    used = sum(len(one["items"]) for step in settled.settled for one in settled.of_step(step))
+    used = sum(len(one["items"]) for step in settled.settled for one in settled.readers(step))
     verdict = check(found.lines, expected=range(samples), epochs=used // samples, lost=found.lost)
     if not verdict.ok:
         wrong.append(f"by the ledger:\n{verdict}")
@@ -254,7 +272,7 @@ def compare(lines: Iterable[dict[str, Any]], ledger: Sequence[LedgerLine]) -> li
         found = [
             used["items"]
             for used in history.used.get((generation, line.step - 1), [])
-            if used["rank"] == line.rank
+            if used.get("reader", used["rank"]) == line.rank
         ]
         if [[sample for sample, *_ in items] for items in found] != [list(line.ids)]:
             wrong.append(f"{line} used {list(line.ids)} by the ledger, {found} by the record")

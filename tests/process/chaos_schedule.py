@@ -45,6 +45,18 @@ PLACES = {
         "optimizer.after",
         "step.end",
     ),
+    "sharded": (
+        "here",
+        *(f"collective.before,n={number}" for number in (1, 2, 3, 4, 5, 6, 7, 8)),
+        *(f"collective.launched,n={number}" for number in (1, 3, 5, 7)),
+        *(f"collective.after,n={number}" for number in (2, 4, 6, 8)),
+        "joint.before",
+        "joint.after",
+        "optimizer.before",
+        "optimizer.inside,n=2",
+        "optimizer.after",
+        "step.end",
+    ),
     "script": (
         "here",
         "step.begin",
@@ -63,10 +75,12 @@ PLACES = {
 #: Where one is killed on its way into a world.
 ENTERING = {
     "train": ("group.build", "sync.begin", "sync.end"),
+    "sharded": ("group.build", "group.build,n=3", "sync.begin", "sync.end"),
     "script": ("sync.begin", "sync.end"),
 }
 FREEZING = {
     "train": ("collective.before", "collective.after", "optimizer.after"),
+    "sharded": ("collective.before,n=4", "collective.after,n=5", "joint.before", "optimizer.after"),
     "script": ("step.begin", "optimizer.before"),
 }
 
@@ -111,7 +125,10 @@ def schedule(
 
 
 def _allowed(deck: Counter[str], nodes: int, enough: int, starting: int) -> list[str]:
-    """What may be done next: each kind as often as it is left."""
+    """What may be done next: each kind as often as it is left. To the last of several nodes, only
+    another one that joins it."""
+    if nodes == 1 and deck["join"]:
+        return ["join"]
     may = [kind for kind in deck.elements() if kind != "join" or nodes < MOST_NODES]
     may = [kind for kind in may if kind not in NEED_ENOUGH or nodes >= enough]
     return [kind for kind in may if kind not in NEED_ENOUGH or starting <= 0] or may

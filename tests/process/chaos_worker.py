@@ -2,7 +2,8 @@
 
     chaos_worker.py MODE RECORD ORDERS LEDGER [key=value ...]
 
-MODE is `script` (run + keep: restore and commit) or `train` (resident). Its record is a file for
+MODE is `script` (run + keep: restore and commit), `train` (in-process) or `sharded` (also, with a
+model that is sharded over replicas; key `mesh`, such as shard:2,tensor:2). Its record is a file for
 each process in RECORD, which torchelastic knows nothing of (`chaos_record` reads it). ORDERS has
 
     gate      a number: no step from this one on is begun
@@ -14,7 +15,8 @@ The model counts: its parameter `counts` ends up with how often each sample was 
 worlds of any size. So the parameters themselves prove what the model has seen.
 
 Keys: node, its number; loaders, loading processes; samples, batch; checkpoints, a directory, and
-every, steps from one to the next.
+every, steps from one to the next; pace, seconds that each step takes at least. For `sharded`:
+micro, microbatches of a step; recompute, frozen, whole (parameters stay whole until the backward).
 """
 
 from __future__ import annotations
@@ -33,14 +35,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import checkpoint as activations
 
 import torchelastic
 from torchelastic import checkpoint, faults
 from torchelastic.data import BatchPolicy, DataLoader, ElasticSampler, Ledger
+from torchelastic.data.own_rank import own_rank
 from torchelastic.p2p import CoordinatorP2P
 from torchelastic.training import session
 
 MODE, RECORD, ORDERS, LEDGER = sys.argv[1], *map(Path, sys.argv[2:5])
+if MODE == "sharded":  # a second to import
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 KEYS = dict(text.split("=", 1) for text in sys.argv[5:])
 SAMPLES, BATCH = int(KEYS.get("samples", "96")), int(KEYS.get("batch", "8"))
 
@@ -74,9 +85,10 @@ class Items(torch.utils.data.Dataset):
 
 
 def fingerprint() -> str:
+    """The bits of the parameters; of a sharded model those that this worker has."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
+        digest.update(own(parameter).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -89,11 +101,15 @@ class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.counts = nn.Parameter(torch.zeros(SAMPLES))
-        self.tangle = nn.Linear(3, 5)
+        self.tangle = nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 4))
 
     def forward(self, samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         features = torch.stack([samples.sin(), samples.cos(), (samples * 7).sin()], 1)
-        return self.counts[samples].sum(), self.tangle(features).square().mean()
+        if "recompute" in KEYS:
+            tangled = activations.checkpoint(self.tangle, features, use_reentrant=False)
+        else:
+            tangled = self.tangle(features)
+        return self.counts[samples].sum(), tangled.square().mean()
 
 
 class Halfway(torch.optim.SGD):
@@ -122,25 +138,36 @@ def take() -> torch.Tensor:
         return next(batches)
 
 
+def parts_of(samples: torch.Tensor) -> list[tuple[torch.Tensor, bool]]:
+    """The microbatches of a step, and whether each is the last."""
+    parts = samples.chunk(min(int(KEYS.get("micro", "1")), len(samples)))
+    return [(part, number == len(parts)) for number, part in enumerate(parts, 1)]
+
+
 def one_step(wrapped: nn.Module, who: dict[str, int]) -> None:
     """Take, write down, forward and backward, write parameters, write down."""
     before = fingerprint()
     batch = take()
     used = batch.tolist() if loader.weight else []
     write("used", items=used, before=before, **who)
-    counted, tangled = wrapped(batch[:, 0])
+    time.sleep(float(KEYS.get("pace", "0")))
     is_used = float(bool(loader.weight))
     optimizer.zero_grad()
-    # DDP divides by the size: what comes out is one for each sample, to the bit.
-    (tangled * loader.weight - counted * who["size"] * is_used).backward()
+    for part, is_last in parts_of(batch[:, 0]):
+        if MODE == "sharded":
+            wrapped.set_requires_gradient_sync(is_last)
+        counted, tangled = wrapped(part)
+        # DDP divides by the size: what comes out is one for each sample, to the bit.
+        (tangled * loader.weight - counted * own_rank().size * is_used).backward()
     optimizer.step()
     write("done", hash=fingerprint(), at=time.monotonic(), **who)
 
 
 # --- orders ---------------------------------------------------------------------------------------
 
-#: Whether this process freezes itself in the step that it takes.
-freezes = False
+#: Whether this process freezes itself in the step that it takes, and whether it kills itself in a
+#: collective, which the step may not have.
+freezes = dies_in_collective = False
 
 
 def number_in(name: str, otherwise: int) -> int:
@@ -179,8 +206,9 @@ def obey(name: str, rank: int, size: int) -> None:
         return
     if fault == "kill@here":
         os.kill(os.getpid(), signal.SIGKILL)
-    global freezes
+    global freezes, dies_in_collective
     freezes = fault.startswith("stop")
+    dies_in_collective = name == "fault" and fault.startswith("kill@place=collective")
     faults.plan(f"{fault},generation=any")
 
 
@@ -202,11 +230,16 @@ def local_rank() -> int:
 def train_step(state: torchelastic.TorchState) -> None:
     here = session.current()
     who = {"generation": here.generation, "step": state.step, "rank": here.rank, "size": here.size}
+    if here.replica is not None:
+        reader = own_rank().rank if here.replica.is_recorder else -1
+        who |= {"part": here.rank % here.replica.size, "reader": reader}
     with session.unhurried():
         wait_at_gate(who)
     obey("fault", here.rank, here.size)
     obey("entering", here.rank, here.size)
     one_step(state.model, who)
+    if dies_in_collective:  # and has not: there were fewer
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train() -> None:
@@ -214,7 +247,35 @@ def train() -> None:
         model=model, optimizer=optimizer, sampler=sampler, ledger=Ledger(LEDGER)
     )
     torchelastic.train(CoordinatorP2P(), train_step, state)
-    write("end", step=state.step, epoch=sampler.epoch, counts=model.counts.tolist())
+    write("end", step=state.step, epoch=sampler.epoch, counts=counted_here())
+
+
+def counted_here() -> list[float | None]:
+    """How often each sample was used; None where another worker has the count."""
+    counts: list[float | None] = [None] * SAMPLES
+    mine = own(model.counts).tolist()
+    first = (
+        0 if MODE != "sharded" else device_mesh["shard"].get_local_rank() * -(-SAMPLES // SHARDS)
+    )
+    counts[first : first + len(mine)] = mine
+    return counts
+
+
+def own(parameter: torch.Tensor) -> torch.Tensor:
+    """This worker's part of a parameter."""
+    whole = parameter.detach()
+    return whole.to_local().contiguous() if hasattr(whole, "to_local") else whole
+
+
+def sharded(sizes: dict[str, int]) -> None:
+    """Shard the model over this worker's replica."""
+    if "tensor" in sizes:
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        parallelize_module(model.tangle, device_mesh["tensor"], plan, src_data_rank=None)
+    if "frozen" in KEYS:
+        model.tangle[0].requires_grad_(False)
+    for module in (model.tangle, model):
+        fully_shard(module, mesh=device_mesh["shard"], reshard_after_forward="whole" not in KEYS)
 
 
 def script() -> None:
@@ -244,7 +305,7 @@ def script() -> None:
             write("committed", **who)
             faults.at("step.end")
     except StopIteration:
-        write("end", step=kept.step, epoch=sampler.epoch, counts=model.counts.tolist())
+        write("end", step=kept.step, epoch=sampler.epoch, counts=counted_here())
     checkpoint.finish()
     dist.barrier()
     dist.destroy_process_group()
@@ -254,9 +315,14 @@ torch.set_num_threads(1)
 warnings.simplefilter("ignore", FutureWarning)  # torch's, of the name broadcast_buffers
 torch.manual_seed(5)
 model = Counting()
+if MODE == "sharded":
+    sizes = {name: int(size) for name, size in (one.split(":") for one in KEYS["mesh"].split(","))}
+    SHARDS, device_mesh = sizes["shard"], torchelastic.mesh(sizes)
+    sharded(sizes)
+tangled = [one for one in model.tangle.parameters() if one.requires_grad]
 groups = [
     {"params": [model.counts], "lr": 1.0, "momentum": 0.0},
-    {"params": list(model.tangle.parameters()), "lr": 0.01, "momentum": 0.9},
+    {"params": tangled, "lr": 0.01, "momentum": 0.9},
 ]
 optimizer = Halfway(groups, lr=1.0)
 sampler = ElasticSampler(SAMPLES, seed=3)
@@ -273,4 +339,4 @@ if "checkpoints" in KEYS:
     store = checkpoint.CheckpointStore(KEYS["checkpoints"], keep_last=3, every=int(KEYS["every"]))
     checkpoint.set_checkpoint_manager(store)
 
-{"script": script, "train": train}[MODE]()
+{"script": script, "train": train, "sharded": train}[MODE]()

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tests.fuzz import Fuzzer, between_agents, greetings, requests, tellings
+from tests.fuzz import Fuzzer, between_agents, greetings, reports, requests
 from torchelastic.transport import frames
 from torchelastic.transport.auth import Secret, new_nonce
 
@@ -58,7 +58,7 @@ class Attacker:
             elif purpose == frames.SNAPSHOT:
                 self._say(connection, self._fuzzer.header, limit)
             elif purpose == frames.EVENTS:
-                self._say(connection, partial(self._fuzzer.message, tellings()), limit)
+                self._say(connection, partial(self._fuzzer.message, reports()), limit)
             else:
                 self._say(connection, partial(self._fuzzer.broken, self._between_agents), limit)
         if self._fuzzer.chance(0.1):

@@ -69,7 +69,7 @@ async def be_agent(directory: Path, warm: bool) -> int:
     }
     write(directory / "pids.json", everybody)
     await asked_to_end.wait()
-    await supervisor.stop(signal.SIGTERM, 0.3)
+    await supervisor.stop(timeout=0.3)
     if zygote is not None:
         await zygote.close()
     supervisor.close()

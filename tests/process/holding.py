@@ -78,7 +78,7 @@ def fetch(piece: str, of: int, step: int, peer: str) -> None:
 
 def inventory() -> None:
     answer, _ = ask(messages.Inventory(next(numbers)))
-    assert isinstance(answer, messages.Holdings)
+    assert isinstance(answer, messages.NodeInventory)
     held = [[item.piece, *item.version, item.replica] for item in answer.holdings]
     tell("inventory", held=sorted(held), peer=answer.peer)
 

@@ -13,8 +13,8 @@ import sys
 from torchelastic.agent.watch import hang_watchdog, inspector, query_socket, stack_reader
 from torchelastic.cli import main
 
-stack_reader.ANSWER = stack_reader.WRITTEN = hang_watchdog.ANSWER = 30.0
-inspector.HERE = inspector.THERE = query_socket.PATIENCE = 90.0
+stack_reader.ANSWER_TIMEOUT = stack_reader.STACKS_TIMEOUT = hang_watchdog.ANSWER_TIMEOUT = 30.0
+inspector.STACKS_TIMEOUT = inspector.AGENTS_TIMEOUT = query_socket.ANSWER_TIMEOUT = 90.0
 
 if __name__ == "__main__":
     sys.exit(main())

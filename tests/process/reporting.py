@@ -2,7 +2,7 @@
 
 reporting.py script ORDERS   a plain script: fails in its first generation, then goes on until
                              the file ORDERS/finish is there
-reporting.py train STORE     resident, for three steps of 8 samples, each in a checkpoint
+reporting.py train STORE     in-process, for three steps of 8 samples, each in a checkpoint
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A resident worker: a small model with all that is easily lost, and a line per committed step.
+"""An in-process worker: a small model with all that is easily lost, and a line per committed step.
 
     resident.py LINES ORDERS [key=value ...]
 

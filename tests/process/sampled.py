@@ -1,4 +1,4 @@
-"""A resident worker that takes its samples from an elastic loader, and writes down which.
+"""An in-process worker that takes its samples from an elastic loader, and writes down which.
 
     sampled.py LINES ORDERS LEDGER [key=value ...]
 

@@ -1,4 +1,4 @@
-"""Checkpoints of resident workers: what is left when all are gone."""
+"""Checkpoints of in-process workers: what is left when all are gone."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from tests.ports import free_port
 from tests.process.jobs import Job, Node, alive, child_running, job
 from tests.support import poll_for
 from torchelastic.system import linux
@@ -158,7 +159,7 @@ def test_a_page_that_is_killed_costs_the_page_and_not_the_job(tmp_path):
         it.world(0, 1)
         url_of(node)
         os.kill(page_of(node), signal.SIGKILL)
-        said = "the dashboard exited: killed by SIGKILL; the job goes on"
+        said = "the dashboard exited: killed by SIGKILL; the job continues"
         poll_for(lambda: said in node.stderr, what="that it has ended")
         it.order("exit 3", generation=0)
         it.world(1, 1)
@@ -182,7 +183,7 @@ def test_a_port_that_is_taken_costs_the_page_and_not_the_job(tmp_path):
         with job(tmp_path, f"{ALONE} --dashboard {where}") as it:
             node = it.start()
             it.world(0, 1)
-            said = f"no dashboard at {where}: Address already in use; the job goes on"
+            said = f"no dashboard at {where}: Address already in use; the job continues"
             poll_for(lambda: said in node.stderr, what="why there is no page")
             finish(it, node)
 
@@ -209,15 +210,36 @@ def test_who_has_the_token_is_let_in_and_nobody_else(tmp_path):
             assert "0123456789abcdef" not in log.read_text(), "a token in the events is no secret"
 
 
+def test_seed_003_line_39_a_page_behind_a_node_port_asks_for_its_token(tmp_path):
+    """`--port service-type=NodePort,container=8080`: the browser names the node and its port.
+
+    Another port than 8080, so that tests do not meet.
+    """
+    with job(tmp_path, f"{ALONE} --dashboard=0.0.0.0:{free_port()}") as it:
+        node = it.start()
+        it.world(0, 1)
+        printed = url_of(node)
+        url = f"http://127.0.0.1:{urlsplit(printed).port}/"
+        outside = {"Host": "node7:30080"}
+        for path in ("/", "/events", "/picture.json"):
+            assert get(url, path, **outside)[0] == 401
+        token = printed.partition("/?token=")[2]
+        assert len(token) >= 32
+        assert get(url, "/picture.json", Authorization=f"Bearer {token}", **outside)[0] == 200
+        status, headers, _ = get(url, f"/?token={token}", **outside)
+        cookie = headers["Set-Cookie"].partition(";")[0]
+        assert status == get(url, "/", Cookie=cookie, **outside)[0] == 200
+
+
 def test_what_is_wrong_is_refused_before_anything_starts(tmp_path):
     with job(tmp_path, f"{ALONE} --dashboard --dashboard-token-file=/no/such/file") as it:
         node = it.start()
-        assert node.wait() == 2
+        assert node.wait() == 64
         assert "Cannot read --dashboard-token-file /no/such/file" in node.stderr
         assert it.lines() == []
     command = [sys.executable, "-m", "torchelastic", "dashboard", str(tmp_path / "nowhere")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert ended.returncode == 2
+    assert ended.returncode == 64
     assert "on this machine: `torchelastic status` lists" in ended.stderr
 
 

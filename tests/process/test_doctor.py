@@ -26,7 +26,7 @@ from torchelastic.doctor import (
     rendezvous_check,
     torch_check,
 )
-from torchelastic.doctor.finding import Verdict
+from torchelastic.doctor.finding import Severity
 
 ROOT = Path(__file__).parents[2]
 SECRET, OTHER = "0123456789abcdef0123456789abcdef", "another secret that is long enough"
@@ -49,7 +49,7 @@ def launch(endpoint, **more):
 def test_a_free_port_of_this_machine_is_free_afterwards():
     port = free_port()
     (found,) = rendezvous_check.check(launch(f"localhost:{port}"))
-    assert found.verdict is Verdict.OK
+    assert found.verdict is Severity.OK
     assert "this node will host" in found.found
     with socket.create_server(("127.0.0.1", port)):
         pass
@@ -58,14 +58,14 @@ def test_a_free_port_of_this_machine_is_free_afterwards():
 @pytest.fixture
 def patient(monkeypatch):
     """Where an answer comes, a busy machine may take its time."""
-    monkeypatch.setattr(rendezvous_check, "PATIENCE", 60.0)
-    monkeypatch.setattr(etcd_check, "PATIENCE", 60.0)
+    monkeypatch.setattr(rendezvous_check, "ANSWER_TIMEOUT", 60.0)
+    monkeypatch.setattr(etcd_check, "ANSWER_TIMEOUT", 60.0)
 
 
 def test_a_port_that_something_silent_has():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         (found,) = rendezvous_check.check(launch(f"127.0.0.1:{listener.getsockname()[1]}"))
-    assert found.verdict is Verdict.FAULT
+    assert found.verdict is Severity.FAULT
     assert "does not answer as a rendezvous" in found.found
 
 
@@ -83,7 +83,7 @@ def test_a_port_of_another_protocol(patient):
         speaker.start()
         (found,) = rendezvous_check.check(launch(f"127.0.0.1:{listener.getsockname()[1]}"))
         speaker.join()
-    assert found.verdict is Verdict.FAULT
+    assert found.verdict is Severity.FAULT
     assert "other than a torchelastic rendezvous" in found.found
 
 
@@ -91,12 +91,12 @@ def test_another_machine_where_nobody_listens_yet_is_not_checked(patient):
     found = rendezvous_check.check(
         launch(f"127.0.0.1:{free_port()}", rdzv_configs={"is_host": "0"})  # as if it were another
     )
-    assert [finding.verdict for finding in found] == [Verdict.NOT_CHECKED]
+    assert [finding.verdict for finding in found] == [Severity.NOT_CHECKED]
 
 
 def test_a_name_that_nobody_knows_is_a_fault():
     (found,) = rendezvous_check.check(launch("nobody.invalid:29400"))
-    assert found.verdict is Verdict.FAULT
+    assert found.verdict is Severity.FAULT
     assert "'nobody.invalid'" in found.found
 
 
@@ -124,28 +124,28 @@ def served(tmp_path):
 def test_a_rendezvous_lets_us_in_by_the_secret_and_the_job(served, tmp_path, monkeypatch, patient):
     file = str(tmp_path / "secret")
     (found,) = rendezvous_check.check(launch(served, rdzv_secret_file=file))
-    assert (found.verdict, "Job 'job' at" in found.found) == (Verdict.OK, True)
+    assert (found.verdict, "Job 'job' at" in found.found) == (Severity.OK, True)
     (found,) = rendezvous_check.check(launch(served, rdzv_secret_file=file, run_id="other"))
-    assert (found.verdict, "belongs to job 'job'" in found.found) == (Verdict.FAULT, True)
+    assert (found.verdict, "belongs to job 'job'" in found.found) == (Severity.FAULT, True)
     (found,) = rendezvous_check.check(launch(served))
-    assert (found.verdict, "this node has none" in found.found) == (Verdict.FAULT, True)
+    assert (found.verdict, "this node has none" in found.found) == (Severity.FAULT, True)
     monkeypatch.setenv("TORCHELASTIC_SECRET", OTHER)
     (found,) = rendezvous_check.check(launch(served))
-    assert (found.verdict, "different secret" in found.found) == (Verdict.FAULT, True)
+    assert (found.verdict, "different secret" in found.found) == (Severity.FAULT, True)
 
 
 def test_a_secret_is_judged_as_the_agent_judges_it(tmp_path):
     file = tmp_path / "secret"
     config = launch("node1:29400", rdzv_secret_file=str(file))
-    assert [found.verdict for found in rendezvous_check.secret(config)] == [Verdict.FAULT]
+    assert [found.verdict for found in rendezvous_check.secret(config)] == [Severity.FAULT]
     file.write_text(SECRET)
     file.chmod(0o644)
     (found,) = rendezvous_check.secret(config)
-    assert (found.verdict, "chmod 600" in found.found) == (Verdict.WARNING, True)
+    assert (found.verdict, "chmod 600" in found.found) == (Severity.WARNING, True)
     file.chmod(0o600)
-    assert [found.verdict for found in rendezvous_check.secret(config)] == [Verdict.OK]
+    assert [found.verdict for found in rendezvous_check.secret(config)] == [Severity.OK]
     (found,) = rendezvous_check.secret(launch("node1:29400"))
-    assert (found.verdict, "no secret" in found.found) == (Verdict.WARNING, True)
+    assert (found.verdict, "no secret" in found.found) == (Severity.WARNING, True)
 
 
 # --- etcd ----------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_a_real_etcd_keeps_a_lease_and_has_nothing_of_us_afterwards(etcd, patien
     prefix = "/doctor-of-tests"
     (found,) = etcd_check.check(at(etcd.endpoint, etcd_prefix=prefix))
     # How long it takes is the machine's affair.
-    assert found.verdict in (Verdict.OK, Verdict.WARNING)
+    assert found.verdict in (Severity.OK, Severity.WARNING)
     assert f"etcd at {etcd.endpoint}" in found.found
     everything = etcd.post("/v3/kv/range", {"key": "AA==", "range_end": "AA==", "keys_only": True})
     keys = json.dumps([row["key"] for row in everything.get("kvs", [])])
@@ -173,26 +173,26 @@ def test_an_etcd_that_asks_who_we_are(patient, tmp_path):
     with running(*FAST) as etcd:
         want_logins(etcd, "trainer")
         (found,) = etcd_check.check(at(etcd.endpoint, **who))
-        assert found.verdict in (Verdict.OK, Verdict.WARNING)
+        assert found.verdict in (Severity.OK, Severity.WARNING)
         found = etcd_check.check(at(etcd.endpoint, **who, etcd_prefix="/elsewhere"))[-1]
-        assert (found.verdict, "the user needs a role" in found.found) == (Verdict.FAULT, True)
+        assert (found.verdict, "the user needs a role" in found.found) == (Severity.FAULT, True)
         password.write_text("wrong")
         found = etcd_check.check(at(etcd.endpoint, **who))[-1]
-        assert (found.verdict, "rejected user 'trainer'" in found.found) == (Verdict.FAULT, True)
+        assert (found.verdict, "rejected user 'trainer'" in found.found) == (Severity.FAULT, True)
 
 
 def test_an_etcd_that_is_not_there_or_is_none(monkeypatch):
-    monkeypatch.setattr(etcd_check, "PATIENCE", 0.1)
+    monkeypatch.setattr(etcd_check, "ANSWER_TIMEOUT", 0.1)
     (found,) = etcd_check.check(at(f"127.0.0.1:{free_port()}"))
-    assert (found.verdict, "No etcd answered" in found.found) == (Verdict.FAULT, True)
+    assert (found.verdict, "No etcd answered" in found.found) == (Severity.FAULT, True)
 
 
 def test_an_etcd_of_the_jobs_own(etcd_on_path, monkeypatch):
     config = LaunchConfig(rdzv_backend="etcd", rdzv_endpoint="localhost:0", run_id="job")
     (found,) = etcd_check.check(config)
-    assert (found.verdict, etcd_on_path in found.found) == (Verdict.OK, True)
+    assert (found.verdict, etcd_on_path in found.found) == (Severity.OK, True)
     monkeypatch.setenv("TORCHELASTIC_ETCD_BINARY_PATH", "/nowhere/etcd")
-    assert [found.verdict for found in etcd_check.check(config)] == [Verdict.FAULT]
+    assert [found.verdict for found in etcd_check.check(config)] == [Severity.FAULT]
 
 
 # --- what the agent opens besides ----------------------------------------------------------------
@@ -202,18 +202,18 @@ def test_an_address_that_is_taken_is_a_warning_since_the_job_goes_on():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = f"127.0.0.1:{listener.getsockname()[1]}"
         (found,) = port_checks.check(LaunchConfig(dashboard=taken))
-        assert (found.verdict, taken in found.found) == (Verdict.WARNING, True)
+        assert (found.verdict, taken in found.found) == (Severity.WARNING, True)
     (found,) = port_checks.check(LaunchConfig(dashboard=f"localhost:{free_port()}"))
-    assert found.verdict is Verdict.OK
+    assert found.verdict is Severity.OK
     assert port_checks.check(LaunchConfig(dashboard="auto")) == []
 
 
 def test_what_the_agent_would_refuse_is_told_in_its_words(tmp_path):
     (found,) = port_checks.check(LaunchConfig(event_log_handler="nobody"))
-    assert (found.verdict, "does not know 'nobody'" in found.found) == (Verdict.FAULT, True)
+    assert (found.verdict, "does not know 'nobody'" in found.found) == (Severity.FAULT, True)
     missing = LaunchConfig(dashboard="auto", dashboard_token_file=str(tmp_path / "none"))
     (found,) = port_checks.check(missing)
-    assert (found.verdict, "--dashboard-token-file" in found.found) == (Verdict.FAULT, True)
+    assert (found.verdict, "--dashboard-token-file" in found.found) == (Severity.FAULT, True)
 
 
 # --- disks and networks --------------------------------------------------------------------------
@@ -274,20 +274,20 @@ def test_a_directory_that_cannot_be_written(tmp_path):
 
 def test_the_torch_of_workers_makes_a_group():
     told, gloo = torch_check.check(sys.executable, dict(os.environ), gpus=0)
-    assert (told.verdict, gloo.verdict) == (Verdict.OK, Verdict.OK)
+    assert (told.verdict, gloo.verdict) == (Severity.OK, Severity.OK)
     assert told.found.startswith("torch 2.")
 
 
 def test_a_python_that_is_not_there(tmp_path):
     (found,) = torch_check.check(str(tmp_path / "python"), dict(os.environ), gpus=0)
-    assert (found.verdict, "No such file" in found.found) == (Verdict.FAULT, True)
+    assert (found.verdict, "No such file" in found.found) == (Severity.FAULT, True)
 
 
 def test_a_python_without_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('none of that name here')")
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     (found,) = torch_check.check(sys.executable, env, gpus=0)
-    assert (found.verdict, "none of that name here" in found.found) == (Verdict.FAULT, True)
+    assert (found.verdict, "none of that name here" in found.found) == (Severity.FAULT, True)
 
 
 # --- the whole -----------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def test_a_fault_ends_with_1_and_says_what_run_would_say(tmp_path):
 
 def test_the_gpu_paths_cannot_be_asked_for_without_one(tmp_path):
     ended = doctor(tmp_path, "--gpu", CUDA_VISIBLE_DEVICES="")
-    assert ended.returncode == 2
+    assert ended.returncode == 64
     assert "not checked  gpu              This machine has no GPU" in ended.stdout
 
 
@@ -335,16 +335,16 @@ def test_the_gpu_paths_cannot_be_asked_for_without_one(tmp_path):
 
 
 def test_a_path_that_is_not_done_in_time_hangs_and_leaves_nothing(monkeypatch):
-    monkeypatch.setattr(gpu_jobs, "LIMIT", 0.3)
+    monkeypatch.setattr(gpu_jobs, "PATH_TIMEOUT", 0.3)
     found = gpu_jobs.take(gpu_jobs.PATHS[0], "cpu", 1, dict(os.environ)).finding
-    assert (found.verdict, "hung" in found.found) == (Verdict.FAULT, True)
+    assert (found.verdict, "hung" in found.found) == (Severity.FAULT, True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_path_that_does_not_work_says_why():
     taken = gpu_jobs.take(gpu_jobs.PATHS[0], "cuda", 1, {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
-    assert taken.finding.verdict is Verdict.FAULT
+    assert taken.finding.verdict is Severity.FAULT
     assert taken.finding.found.startswith("CUDA in a forked worker does not work: ")
     assert "Traceback (most recent call last)" in taken.traceback
     assert any(name.endswith("events.jsonl") for name in taken.logs)
@@ -360,7 +360,9 @@ ON_GLOO = ("zygote", "snapshot")
 @pytest.mark.parametrize("way", gpu_jobs.PATHS, ids=lambda way: way.name)
 def test_each_path_works_on_the_cpu(way, monkeypatch):
     """The lines that `doctor --gpu` runs with CUDA and NCCL, which import torch."""
-    monkeypatch.setattr(gpu_jobs, "LIMIT", 280.0)  # on a machine that is busy with other tests
+    monkeypatch.setattr(
+        gpu_jobs, "PATH_TIMEOUT", 280.0
+    )  # on a machine that is busy with other tests
     late = f"{late_backend.__name__}:{late_backend.NAME}"
     environ = {
         **os.environ,
@@ -369,4 +371,4 @@ def test_each_path_works_on_the_cpu(way, monkeypatch):
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     taken = gpu_jobs.take(way, "cpu", 2, environ, "" if way.name in ON_GLOO else late)
-    assert taken.finding.verdict is Verdict.OK, taken
+    assert taken.finding.verdict is Severity.OK, taken

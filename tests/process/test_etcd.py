@@ -12,9 +12,13 @@ from tests.etcd import FAST, Etcd, running
 from tests.unit.rendezvous.embedded_support import Proxy, proxied, run, within
 from torchelastic.clock import FakeClock, SystemClock
 from torchelastic.errors import LeaseExpired, RendezvousLost, RendezvousRefused, WireError
-from torchelastic.rendezvous.etcd.cleanup import clear_remains, start_afresh
 from torchelastic.rendezvous.etcd.etcd_store import EtcdStore
-from torchelastic.rendezvous.etcd.open_store import close_store, open_store
+from torchelastic.rendezvous.etcd.open_store import (
+    close_store,
+    open_store,
+    remove_closed_job,
+    remove_if_finished,
+)
 from torchelastic.rendezvous.etcd.settings import EtcdSettings
 
 PATIENCE = 20.0
@@ -65,7 +69,7 @@ def test_a_lost_connection_is_made_again_unseen(etcd, run_id):
     run(story())
 
 
-def test_what_happens_while_the_connection_is_down_is_told_afterwards(etcd, run_id):
+def test_what_happens_while_the_connection_is_down_is_reported_afterwards(etcd, run_id):
     async def story():
         async with (
             proxied(etcd.port) as proxy,
@@ -160,7 +164,7 @@ def test_an_etcd_that_stays_away_is_lost(etcd, run_id):
     run(story())
 
 
-def test_a_lease_ends_by_our_own_clock_while_etcd_is_away_and_can_be_opened_anew(etcd, run_id):
+def test_a_lease_ends_by_our_own_clock_while_etcd_is_away_and_can_be_opened_again(etcd, run_id):
     async def story():
         async with (
             proxied(etcd.port) as proxy,
@@ -220,7 +224,7 @@ def test_etcd_started_again_has_forgotten_nothing(run_id):
 
 
 def test_a_frozen_etcd_holds_verbs_up_until_it_goes_on(run_id, monkeypatch):
-    monkeypatch.setattr("torchelastic.rendezvous.etcd.connection_pool.ATTEMPT", 0.3)
+    monkeypatch.setattr("torchelastic.rendezvous.etcd.connection_pool.ATTEMPT_TIMEOUT", 0.3)
 
     async def story(etcd):
         async with connected(etcd.port, run_id) as store:
@@ -332,7 +336,7 @@ def test_the_last_to_go_clears_a_closed_job_away(etcd, run_id):
                 await store.put(f"member/{id(store)}", {}, leased=True)
             await closed_world(one)
             await one.end_lease()
-            assert not await clear_remains(one)
+            assert not await remove_if_finished(one)
             assert "world" in (await other.get("")).items
             await close_store(other)
             assert not await asyncio.to_thread(etcd.keys_of, run_id)
@@ -344,8 +348,8 @@ def test_a_job_that_is_not_closed_is_left_as_it_is(etcd, run_id):
     async def story():
         async with connected(etcd.port, run_id) as store:
             await store.put("world", {"phase": "running"})
-            assert not await clear_remains(store)
-            await within(PATIENCE, start_afresh(store, 1.0))
+            assert not await remove_if_finished(store)
+            await within(PATIENCE, remove_closed_job(store, 1.0))
             assert list((await store.get("")).items) == ["world"]
 
     run(story())
@@ -396,7 +400,7 @@ def test_who_was_away_while_its_job_ended_does_not_meddle_with_the_next(etcd, ru
             await within(PATIENCE, away.lease_lost.wait())
             await closed_world(last)
             # Waits until etcd, too, has given up the one that is away.
-            await within(PATIENCE, start_afresh(last, None))
+            await within(PATIENCE, remove_closed_job(last, None))
             # Who has said nothing yet is simply of the next job.
             await new.put("world", {"phase": "running"})
             await away.open_lease(60.0)
@@ -467,7 +471,7 @@ def test_a_watch_from_the_beginning_begins_with_the_job(etcd, run_id):
     run(story())
 
 
-def test_a_change_that_etcd_would_not_take_is_refused_in_a_sentence(etcd, run_id):
+def test_a_change_that_etcd_would_not_take_is_refused_with_a_reason(etcd, run_id):
     async def story():
         async with connected(etcd.port, run_id) as store:
             parts = {f"part/{n}": {} for n in range(127)}

@@ -76,7 +76,7 @@ def test_the_leader_of_a_cluster_may_go(program, run_id, caplog):
 
 
 def test_a_frozen_server_is_left_by_calls_and_watches(run_id, monkeypatch):
-    monkeypatch.setattr("torchelastic.rendezvous.etcd.connection_pool.ATTEMPT", 1.0)
+    monkeypatch.setattr("torchelastic.rendezvous.etcd.connection_pool.ATTEMPT_TIMEOUT", 1.0)
 
     async def story(members):
         # Not the leader: the cluster itself does not notice.
@@ -218,7 +218,7 @@ def test_tls_with_a_certificate_of_our_own(authority, program, run_id, host):
         asyncio.run(story(etcd.port))
 
 
-def test_who_is_not_trusted_is_told_at_once(authority, tmp_path, run_id):
+def test_who_is_not_trusted_is_rejected_with_a_reason(authority, tmp_path, run_id):
     stranger = Authority(tmp_path, "stranger")
     ours = tls_files(authority, "node")
     false = tls_files(stranger, "node")
@@ -271,7 +271,7 @@ def test_a_user_with_a_password(authority, program, run_id, caplog):
     assert PASSWORD not in caplog.text
 
 
-def test_who_may_not_is_told_so(run_id):
+def test_who_may_not_is_rejected_with_a_reason(run_id):
     async def refused(etcd, settings, sentence):
         with pytest.raises(RendezvousRefused, match=sentence):
             await EtcdStore.connect([etcd.address], run_id, timeout=9, settings=settings)
@@ -287,7 +287,7 @@ def test_who_may_not_is_told_so(run_id):
             asyncio.run(refused(etcd, settings, sentence))
 
 
-def test_a_password_that_nobody_asks_for_does_no_harm(run_id, caplog):
+def test_a_password_that_nobody_asks_for_is_ignored(run_id, caplog):
     async def story(etcd):
         settings = EtcdSettings(login=Login("trainer", PASSWORD))
         async with connected([etcd], run_id, settings=settings) as store:

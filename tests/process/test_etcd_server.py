@@ -57,7 +57,7 @@ def test_a_port_that_another_takes_meanwhile_is_not_the_end(etcd_on_path, monkey
             assert second.get_port() != first.get_port()
 
 
-def test_what_went_wrong_is_said(monkeypatch, tmp_path):
+def test_what_went_wrong_is_reported(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_ETCD_BINARY_PATH", "/bin/false")
     with pytest.raises(RendezvousError, match="did not answer within 5 s: no output"):
         EtcdServer().start(timeout=5, num_retries=1)

@@ -8,11 +8,15 @@ A failure names the seed and the faults.
 
 from __future__ import annotations
 
+import os
+import signal
+from typing import Any
+
 import pytest
 
-from tests.process.chaos_driver import started
+from tests.process.chaos_driver import Member, started
 from tests.process.chaos_record import proven
-from tests.process.chaos_schedule import KINDS, NODES, schedule
+from tests.process.chaos_schedule import KINDS, NODES, Fault, schedule
 from tests.process.jobs import job
 from tests.support import SOAK
 
@@ -26,10 +30,20 @@ FEW = {"kill": 4, "kill-entering": 1}
 SOME = {kind: 1 for kind in KINDS} | {"kill": 6, "join": 2}
 
 
+#: Ways to shard a model over a replica of so many workers, and what more a step may have.
+FSDP = {"replica": 2, "mesh": "shard:2"}
+FSDP_AND_TENSOR = {"replica": 4, "mesh": "shard:2,tensor:2"}
+WAYS = ({}, {"micro": 2}, {"recompute": 1}, {"frozen": 1}, {"whole": 1}, {"micro": 3, "whole": 1})
+
+
 def run(
-    directory, mode: str, kinds: dict[str, int], *, nodes: int = NODES, seed: int = 1, **more: int
+    directory, mode: str, kinds: dict[str, int], *, nodes: int = NODES, seed: int = 1, **more: Any
 ) -> None:
-    with job(directory / "job", f"{FLAGS} --nnodes={'2:4' if nodes > 1 else 1}") as made:
+    least = 1 if mode == "sharded" else 2
+    flags = f"{FLAGS} --nnodes={f'{least}:4' if nodes > 1 else 1}"
+    if mode == "sharded":  # where two are left, or the others are held out, either may be lost
+        flags += f" --witness={directory / 'witness'}"
+    with job(directory / "job", flags) as made:
         chaos = started(made, mode, nodes=nodes, samples=SAMPLES, **more)
         try:
             for fault in schedule(seed, mode, kinds, nodes):
@@ -42,10 +56,41 @@ def run(
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("mode", ["script", "train"])
+@pytest.mark.parametrize("mode", [pytest.param("script", marks=pytest.mark.slow), "train"])
 def test_a_few_faults(tmp_path, mode):
     """To three workers, each with a loading process."""
     run(tmp_path, mode, FEW, nodes=1, workers=3, loaders=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_worker_that_leaves_finishes_the_agreed_step_when_the_others_are_ahead(tmp_path):
+    """Nobody waits for it after the last collective that they share. Two nodes import torch."""
+    with job(tmp_path / "job", "--settle=0.2 --nnodes=1:2") as made:
+        chaos = started(made, "train", nodes=2, workers=1, samples=SAMPLES)
+        world = chaos.reach(4, least=2)  # both have entered step 4: it is the last one
+        stays, leaves = sorted(chaos.members, key=lambda one: rank_of(one, world))
+        leaves.node.process.terminate()
+        generation = world[0]["generation"] + 1
+        chaos.wait_for(
+            lambda: generation in {w["generation"] for w in stays.node.events("world-formed")},
+            "the next world",
+        )
+        chaos.members.remove(leaves)
+        pid = chaos.claimed("fault", Fault(0, 4, "freeze", 1), "stop@place=optimizer.inside")
+        chaos.reach(6, least=1)
+        assert {5} == {line["step"] for line in chaos.record.of("done") if line["size"] == 1}
+        os.kill(pid, signal.SIGCONT)
+        assert leaves.node.wait() == 143, chaos.told("it has not left")
+        (*_, last) = [line for line in chaos.record.of("done") if line["pid"] == pid]
+        assert (last["step"], last["generation"]) == (4, generation - 1)
+        chaos.finish()
+        wrong = proven([chaos.record], [chaos.ledger], samples=SAMPLES, mode="train")
+        assert not wrong, chaos.told("\n".join(wrong))
+
+
+def rank_of(member: Member, world: list[dict[str, Any]]) -> int:
+    return next(line["rank"] for line in world if line["node"] == member.number)
 
 
 @pytest.mark.slow
@@ -60,3 +105,21 @@ def test_faults_of_every_kind(tmp_path, mode):
 @pytest.mark.parametrize("mode", ["script", "train"])
 def test_fifty_faults(tmp_path, mode, seed):
     run(tmp_path, mode, KINDS, seed=seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_faults_to_sharded_replicas(tmp_path):
+    run(tmp_path, "sharded", SOME, **FSDP, micro=2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(1, 1 + SOAK))
+@pytest.mark.parametrize(
+    ("shape", "nodes"), [(FSDP, 4), (FSDP_AND_TENSOR, 2)], ids=["4x2", "2x(2x2)"]
+)
+def test_fifty_faults_to_sharded_replicas(tmp_path, shape, nodes, seed):
+    kinds = dict(KINDS)
+    if nodes < 3:  # two killed at once may be all that is left of a part
+        kinds["kill"] += kinds.pop("kill-entering")
+    run(tmp_path, "sharded", kinds, nodes=nodes, seed=seed, **shape, **WAYS[seed % len(WAYS)])

@@ -153,6 +153,36 @@ def test_the_language_model_learns_on_while_a_worker_is_killed(tmp_path, monkeyp
     assert curve[-1] < curve[0] - 1
 
 
+def test_the_sharded_model_runs(tmp_path):
+    """One replica of two workers that split each layer."""
+    with job(tmp_path / "job", "--nnodes=1 --nproc-per-node=2") as one:
+        script = [str(EXAMPLES / "train_llama_hsdp.py"), "--shard=1", "--tensor=2", "--steps=4"]
+        node = one.start(script=script)
+        assert node.wait(PATIENCE) == 0, node.stderr
+    curve = losses(node.stdout)
+    assert len(curve) == 4
+    assert curve[-1] < curve[0] - 0.5
+
+
+@pytest.mark.slow
+def test_the_sharded_model_learns_on_while_a_replica_is_lost_and_healed(tmp_path, monkeypatch):
+    """Two replicas of two workers; the second loses one, and each sample is used once."""
+    monkeypatch.setenv("TORCHELASTIC_FAULTS", "kill@rank=3,step=8,place=joint.before")
+    ledger = tmp_path / "ledger"
+    with job(tmp_path / "job", "--nnodes=1 --nproc-per-node=4") as one:
+        script = [str(EXAMPLES / "train_llama_hsdp.py"), "--steps=100", f"--ledger={ledger}"]
+        node = one.start(script=script)
+        assert node.wait(PATIENCE) == 0, node.stderr
+    assert node.events("worker-failed")
+    alone = re.findall(r"step +(\d+) .* replica 0 of 1  generation 1", node.stdout)
+    assert alone[0] == "8"
+    assert re.search(r"step +99 .* replica 1 of 2  generation 2", node.stdout)
+    assert losses(node.stdout)[-1] < losses(node.stdout)[0] - 1
+    check = [sys.executable, "-m", "torchelastic.data.checker", ledger]
+    checked = subprocess.run([*check, "--samples=1588", "--epochs=2"], capture_output=True)
+    assert checked.returncode == 0, checked.stdout
+
+
 def test_the_tales_are_what_their_program_writes(tmp_path):
     """So that nobody wonders where they come from."""
     program = tmp_path / "write_tales.py"

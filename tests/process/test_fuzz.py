@@ -16,8 +16,7 @@ import pytest
 
 from tests.process.jobs import Job, Node, job
 from tests.support import SOAK, poll_for
-from torchelastic.agent.telemetry.collected_log import CollectedLog
-from torchelastic.agent.telemetry.collector import NOTHING, LogCollector
+from torchelastic.agent.telemetry.collector import NOTHING, CollectedLog, LogCollector
 from torchelastic.agent.telemetry.shipper import RemoteSink
 from torchelastic.clock import SystemClock
 from torchelastic.rendezvous.embedded import EmbeddedServer, EmbeddedStore, bind_endpoint
@@ -130,20 +129,20 @@ def test_snapshots_travel_beside_those_who_talk_nonsense(caplog, secret_file):
 
     async def story() -> None:
         async with hosting(shown.secret) as listener:
-            shelves = SnapshotMemory(), SnapshotMemory()
-            carriers = [Replicator(shelf, "node", JOB, shown) for shelf in shelves]
-            listener.serve(frames.SNAPSHOT, carriers[0].admit)
+            memories = SnapshotMemory(), SnapshotMemory()
+            replicators = [Replicator(memory, "node", JOB, shown) for memory in memories]
+            listener.serve(frames.SNAPSHOT, replicators[0].admit)
             place = f"127.0.0.1:{listener.port}"
             with attack(listener.port, JOB, FEW, 2, str(secret_file)) as fuzzer:
-                working = work(carriers[1], shelves[0], place, fuzzer)
+                working = work(replicators[1], memories[0], place, fuzzer)
                 rounds = await asyncio.wait_for(working, 240)
             assert fuzzer.returncode == 0
             assert rounds > 3
-            held = {item.version for item in shelves[1].holdings()}
+            held = {item.version for item in memories[1].holdings()}
             assert (5, rounds) in held
-            for replicator, shelf in zip(carriers, shelves, strict=True):
+            for replicator, memory in zip(replicators, memories, strict=True):
                 await replicator.close()
-                shelf.close()
+                memory.close()
 
     asyncio.run(story())
     assert [record.message for record in caplog.records if record.name == "asyncio"] == []

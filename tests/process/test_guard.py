@@ -56,7 +56,7 @@ def test_the_guard_ends_as_the_agent_did(agent):
     assert words in err
 
 
-def test_a_guard_whose_words_nobody_reads_ends_all_the_same():
+def test_a_guard_whose_words_nobody_reads_ends_anyway():
     process = start(
         """
         os.set_blocking(2, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -137,7 +138,7 @@ def test_functions_and_classes_of_a_script_are_found(script):
     assert "results {0: ['a', '0']}" in out
 
 
-def test_a_script_that_would_launch_itself_without_end_is_told_so(script):
+def test_a_script_that_would_launch_itself_without_end_is_rejected_with_a_reason(script):
     caller = script(
         """
         from torchelastic import LaunchConfig, elastic_launch
@@ -155,14 +156,54 @@ def test_a_script_that_would_launch_itself_without_end_is_told_so(script):
     assert "if __name__ == '__main__':" in out
 
 
-def test_a_function_that_is_in_no_file_is_refused_at_once():
+def test_without_cloudpickle_a_function_that_is_in_no_file_is_refused_at_once():
     typed = (
+        "import sys; sys.modules['cloudpickle'] = None\n"
         "import torchelastic as t\ndef train(): ...\nt.elastic_launch(t.LaunchConfig(), train)()"
     )
 
     done = subprocess.run([sys.executable, "-c", typed], stderr=subprocess.PIPE, text=True)
 
-    assert "train is defined in an interactive session" in done.stderr
+    assert "train is defined in a notebook or interactive session" in done.stderr
+    assert "pip install cloudpickle" in done.stderr
+    assert "%%writefile steps.py" in done.stderr
+
+
+CELLS = (
+    "from torchelastic import LaunchConfig, elastic_launch",
+    "import os\nclass Offset:\n    def __init__(self, by): self.by = by",
+    "ADD = 100",
+    "def train(offset):\n    print('in the worker')\n"
+    "    return int(os.environ['RANK']) + offset.by + ADD",
+    "print(elastic_launch(LaunchConfig(nproc_per_node=2, zygote=False), train)(Offset(10)))",
+)
+
+
+RUN_NOTEBOOK = """
+import json, sys
+import nbformat
+from nbclient import NotebookClient
+
+cells = [nbformat.v4.new_code_cell(text) for text in json.loads(sys.argv[1])]
+notebook = nbformat.v4.new_notebook(cells=cells)
+NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+print("".join(one.get("text", "") for one in notebook.cells[-1].outputs))
+"""
+
+
+@pytest.mark.needs("nbclient")
+def test_a_function_of_a_cell_runs_in_a_notebook(tmp_path):
+    """In a real kernel, with a class and a variable of other cells; output is under the cell."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_NOTEBOOK, json.dumps(CELLS)],
+        env={**os.environ, "IPYTHONDIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert "{0: 110, 1: 111}" in done.stdout, done.stderr
+    assert done.stdout.count("in the worker") == 2
+    assert "2 workers on 1 node" in done.stdout
 
 
 CALLER = """

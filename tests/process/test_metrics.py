@@ -1,8 +1,9 @@
-"""`--metrics-address` of a real agent: a scraper sees a failure and what it cost."""
+"""`--metrics-address` and `--health-port` of a real agent: what scrapers and probes see."""
 
 from __future__ import annotations
 
 import re
+import urllib.error
 import urllib.request
 
 import pytest
@@ -10,9 +11,8 @@ import pytest
 from tests.process.jobs import job
 from tests.support import poll_for
 
-pytestmark = pytest.mark.needs("prometheus_client")
 
-
+@pytest.mark.needs("prometheus_client")
 def test_a_scraper_sees_a_failure_and_the_recovery_from_it(tmp_path):
     flags = "--standalone --no-zygote --metrics-address=0 --event-log-handler=console"
     with job(tmp_path, flags) as it:
@@ -48,9 +48,32 @@ def scrape(url: str) -> dict[str, float]:
     return {name: float(value) for name, value in pairs}
 
 
-def test_what_cannot_be_told_is_refused_before_anything_starts(tmp_path):
+def test_what_cannot_be_reported_is_refused_before_anything_starts(tmp_path):
     with job(tmp_path, "--standalone --no-zygote --metrics-address=0.0.0.0:0") as it:
         node = it.start()
-        assert node.wait() == 2
+        assert node.wait() == 64
         assert "give --metrics-token-file" in node.stderr
         assert it.lines() == []
+
+
+def test_a_probe_sees_whether_the_node_is_in_the_world(tmp_path):
+    with job(tmp_path, "--nnodes=1:2 --settle=60 --no-zygote --health-port=0") as it:
+        node = it.start()
+        said = re.compile(r"health probes at port (\d+)")
+        url = f"http://127.0.0.1:{poll_for(lambda: said.search(node.stderr), what='where')[1]}"
+        assert probe(f"{url}/livez") == 200
+        assert probe(f"{url}/readyz") == 503, "it waits for the second node"
+        it.start()
+        it.world(0, 2)
+        poll_for(lambda: probe(f"{url}/readyz") == 200, what="ready")
+        it.order("finish")
+        assert node.wait() == 0, node.stderr
+
+
+def probe(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url, timeout=30) as page:
+            return int(page.status)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code

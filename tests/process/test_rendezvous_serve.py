@@ -202,7 +202,7 @@ def test_it_takes_a_secret_and_tls(served, jobs, tmp_path):
     ("content", "sentence"),
     [("import torch\n", "is not a rendezvous state file"), (None, "cannot be used")],
 )
-def test_a_state_file_that_is_none_is_refused_in_a_sentence(tmp_path, content, sentence):
+def test_a_state_file_that_is_none_is_refused_with_a_reason(tmp_path, content, sentence):
     path = tmp_path / "state"
     path.write_text(content) if content else path.mkdir()
     command = [sys.executable, "-m", "torchelastic", "rendezvous", "serve"]

@@ -53,6 +53,7 @@ def check_environment(env: dict[str, str]) -> None:
     assert run_id not in ("", "none")
     assert env.pop("MASTER_PORT").isdigit()
     assert env.pop("TORCHELASTIC_ERROR_FILE").endswith("/attempt_0/1/error.json")
+    assert env.pop("TORCHELASTIC_LEAVING_FILE").endswith("/leaving.json")
     assert env.pop("TORCHELASTIC_CHANNEL_FD").isdigit()
     assert env.pop("TORCHELASTIC_START") != ""
     assert env == {
@@ -76,7 +77,7 @@ def check_environment(env: dict[str, str]) -> None:
     }
 
 
-def test_without_log_files_a_failure_is_explained_all_the_same(tmp_path):
+def test_without_log_files_a_failure_is_explained_anyway(tmp_path):
     with job(tmp_path, "--standalone --no-zygote --max-restarts=0") as it:
         it.order("raise out of luck")
         node = it.start("--log-dir=/dev/null")
@@ -90,7 +91,7 @@ def test_an_error_that_always_comes_back_ends_the_job_early(tmp_path):
     with job(tmp_path, "--standalone --no-zygote") as it:
         it.order("raise no such file: /tmp/PID")
         node = it.start()
-        assert node.wait(60) == 1
+        assert node.wait(60) == 64
         assert len(it.lines(event="start")) == 5
         last = node.stderr.partition("obedient.py FAILED in generation 4: ")[2]
         title, _, block = last.partition("\n")
@@ -270,18 +271,18 @@ def test_a_stubborn_worker_is_killed_after_the_shutdown_timeout_on_restarts_too(
         assert node.wait() == 130
 
 
-def test_the_end_of_the_host_and_a_wrong_job_id_are_told_in_a_sentence(tmp_path):
+def test_the_end_of_the_host_and_a_wrong_job_id_are_reported_in_a_sentence(tmp_path):
     """Waits for the end of a lease and for nodes that do not come."""
     flags = "--nnodes=1:2 --settle=60 --lease=2 --wait-for-nodes=4 --no-zygote"
     with job(tmp_path, flags) as it:
         host, other = it.start(), it.start()
         it.world(0, 2)
         stranger = it.start("--rdzv-id=another")
-        assert stranger.wait() == 2
+        assert stranger.wait() == 64
         assert f"belongs to job 'job{it.port}', not to 'another'" in stranger.stderr
         assert "Traceback" not in stranger.stderr
         differs = it.start("--nnodes=2")
-        assert differs.wait() == 2
+        assert differs.wait() == 64
         assert "disagree about --nnodes (2 on this node, 1:2 in the job)" in differs.stderr
         assert "Traceback" not in differs.stderr
         host.kill()

@@ -135,7 +135,7 @@ def test_nodes_with_the_secret_meet_and_show_it_to_nobody(tmp_path, monkeypatch,
         pytest.param(None, "but this node has none", marks=pytest.mark.slow),
     ],
 )
-def test_a_node_without_the_secret_is_told_so_and_the_job_goes_on(
+def test_a_node_without_the_secret_is_rejected_with_a_reason_and_the_job_goes_on(
     tmp_path, secret_file, theirs, sentence
 ):
     with job(tmp_path / "job", "--nnodes=1:2 --no-zygote --settle=0.1") as made:

@@ -101,7 +101,7 @@ def test_workers_that_die_at_once_are_all_reported(made, environ):
     }
 
 
-def test_a_failure_is_told_before_the_end(made, environ, tmp_path):
+def test_a_failure_is_reported_before_the_end(made, environ, tmp_path):
     error_file = str(tmp_path / "error.json")
     ended = []
     made.supervisor._on_exit = lambda exit: ended.append((exit.exitcode, list(made.messages)))
@@ -149,7 +149,7 @@ NO_FAILURE = [
 
 
 @pytest.mark.parametrize("source", NO_FAILURE)
-def test_what_is_no_failure_of_the_program_is_not_told(made, environ, tmp_path, source):
+def test_what_is_no_failure_of_the_program_is_not_reported(made, environ, tmp_path, source):
     environ["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / "error.json")
     made.do(made.supervisor.start(spawns(made, environ, source, 1)))
     made.until(lambda: made.exits, "the end")
@@ -173,7 +173,7 @@ def test_messages_arrive_in_order_and_junk_is_ignored(plain, environ):
         os._exit(0)
     os.waitpid(pid, 0)
     for step in range(1, 500):
-        channel.send({"type": "progress", "step": step}, patience=10)
+        channel.send({"type": "progress", "step": step}, timeout=10)
     """
     plain.do(plain.supervisor.start(spawns(plain, environ, source, 1)))
     plain.until(lambda: plain.exits, "the end")
@@ -266,7 +266,7 @@ def test_a_worker_that_ignores_the_signal_is_killed_after_the_timeout(made, envi
 @pytest.mark.parametrize(
     ("signum", "asked"), [(0, "they were told to leave"), (signal.SIGUSR1, "SIGUSR1")]
 )
-def test_what_is_said_of_those_who_do_not_end(made, environ, caplog, signum, asked):
+def test_the_message_about_workers_that_do_not_end(made, environ, caplog, signum, asked):
     source = SAY + "signal.signal(10, signal.SIG_IGN); say(rank, 'up'); signal.pause()"
     made.do(made.supervisor.start(spawns(made, environ, source, 1)))
     ready(made, "0")

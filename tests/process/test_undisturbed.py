@@ -22,7 +22,7 @@ import pytest
 
 from tests.light import with_light_torch
 from tests.process.jobs import Job, Node, job
-from tests.process.test_gathering import collected, has_all, is_world_of_two, own
+from tests.process.test_collector import collected, has_all, is_world_of_two, own
 from tests.support import poll_for
 
 ALONE = "--standalone --no-zygote --max-restarts=9"
@@ -126,7 +126,7 @@ def formed(node: Node, generation: int) -> bool:
 # Logs that somebody removes
 
 
-def test_a_log_directory_that_somebody_removes_is_there_again_with_the_next_generation(tmp_path):
+def test_a_log_directory_that_is_removed_is_there_again_with_the_next_generation(tmp_path):
     with job(tmp_path, ALONE) as it:
         node = it.start()
         it.world(0, 1)
@@ -167,7 +167,7 @@ def test_a_handler_of_events_that_takes_none_costs_nothing(tmp_path, monkeypatch
         assert node.stderr.count("Events are lost: --event-log-handler") == 1
 
 
-def test_a_stderr_that_nobody_reads_holds_up_nobody(tmp_path):
+def test_a_stderr_that_nobody_reads_blocks_nothing(tmp_path):
     """As a terminal after Ctrl-S; events go there, too."""
     read_end, write_end = os.pipe()
     fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, 4096)

@@ -71,7 +71,7 @@ def test_in_a_file_there_are_whole_lines_only(tmp_path):
     assert ended.returncode == 170
     assert b"\r" not in ended.stderr
     assert b"] waiting for nodes: 1 of at least 2 joined, for 2 s more\n" in ended.stderr
-    sentence = b"waiting for nodes: 1 of at least 2 joined: giving up after 2 s (--wait-for-nodes)"
+    sentence = b"waiting for nodes: 1 of at least 2 joined; giving up after 2 s (--wait-for-nodes)"
     assert sentence in ended.stderr
 
 

@@ -69,7 +69,7 @@ def test_a_signal_in_the_first_seconds_costs_one_line(tmp_path, signum, moment):
     assert not alive(agent)
 
 
-def test_ctrl_c_that_is_not_to_be_handled_stops_the_workers_all_the_same(tmp_path):
+def test_ctrl_c_that_is_not_to_be_handled_stops_the_workers_anyway(tmp_path):
     with job(tmp_path, "--standalone --signals-to-handle=SIGTERM") as it:
         node = it.start()
         (worker,) = it.world(0, 1)

@@ -76,7 +76,7 @@ def test_start_returns_while_imports_go_on(made, script, environ, tmp_path):
         ("2.6.0", ["torch is 2.6.0"]),
     ],
 )
-def test_a_torch_that_was_never_run_is_told_once(made, script, environ, own, version, told):
+def test_a_torch_that_was_never_run_is_reported_once(made, script, environ, own, version, told):
     shutil.copytree(PLACE / "torch", own / "torch")
     with (own / "torch" / "__init__.py").open("a") as file:
         file.write(f"\n__version__ = {version!r}\n")
@@ -130,7 +130,7 @@ def test_the_users_sitecustomize_is_imported_too(made, script, environ, own):
     assert ran.stdout == f"customized {own / 'sitecustomize.py'}\n"
 
 
-def test_an_error_in_the_users_sitecustomize_is_told_as_python_does(made, script, environ, own):
+def test_an_error_in_the_users_sitecustomize_is_reported_as_python_does(made, script, environ, own):
     (own / "sitecustomize.py").write_text("1 / 0")
     made.start_zygote(Entry("script", str(script)), environ)
     ran = made.run(Entry("script", str(script)), environ)
@@ -181,13 +181,13 @@ def test_it_looks_before_every_fork(made, script, environ, tmp_path):
             import signal, threading
             def start(*_):
                 threading.Thread(target=threading.Event().wait, daemon=True).start()
-            signal.signal(signal.SIGUSR1, start)
+            signal.signal(signal.SIGALRM, start)
             """
         )
     )
     entry = Entry("script", str(script))
     assert isinstance(made.start_zygote(entry, environ, preload=["mine"]), float)
-    os.kill(made.zygote.pid, signal.SIGUSR1)
+    os.kill(made.zygote.pid, signal.SIGALRM)
     poll_for(
         lambda: len(os.listdir(f"/proc/{made.zygote.pid}/task")) > 1, what="a thread in the zygote"
     )
@@ -283,7 +283,7 @@ def test_a_cancelled_request_does_not_confuse_the_next(made, script, environ):
 
 
 def test_a_frozen_zygote_is_given_up(made, script, environ, monkeypatch):
-    monkeypatch.setattr(zygote_client, "ANSWER_LIMIT", 0.2)
+    monkeypatch.setattr(zygote_client, "ANSWER_TIMEOUT", 0.2)
     entry = Entry("script", str(script))
     made.start_zygote(entry, environ)
     os.kill(made.zygote.pid, signal.SIGSTOP)

@@ -75,6 +75,12 @@ def test_a_history_in_which_a_step_is_redone_is_in_order():
     assert verdict(history()) == []
 
 
+def test_who_leaves_may_finish_what_the_next_world_began_with_later():
+    lines = history()
+    find(lines, "done", generation=0, step=1, rank=1)["at"] = 1000
+    assert verdict(lines) == []
+
+
 def skip_a_sample(lines):
     find(lines, "used", generation=1, step=2)["items"].pop()
 
@@ -110,7 +116,9 @@ def leave_a_step_out(lines):
 
 
 def finish_in_the_old_world_later(lines):
-    find(lines, "done", generation=0, step=1, rank=0)["at"] = 1000
+    """Step 2, which the new world has done."""
+    done = find(lines, "done", generation=0, step=1, rank=0)
+    lines.append({**done, "step": 2, "at": 1000})
 
 
 def go_back_too_far(lines):
@@ -144,7 +152,7 @@ def never_end(lines):
         (leave_a_step_out, "nobody has finished step 2"),
         (
             finish_in_the_old_world_later,
-            "step 1 of generation 0 on 0, after a step of generation 1",
+            "step 2 of generation 0 on 0, after a step of generation 1",
         ),
         (go_back_too_far, "generation 1 begins with step 1 on 0, but step 1 was finished"),
         (count_wrong, "has counted {3: 2.0}"),

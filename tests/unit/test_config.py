@@ -37,16 +37,21 @@ FILLED = LaunchConfig(
     rdzv_tls_key="key.pem",
     rdzv_tls_ca="ca.pem",
     node_rank=1,
+    incarnation="1234.0-0-1",
+    job_dir="/shared/job",
+    shared_signals=("SIGTERM",),
     local_addr="10.0.0.2",
     max_restarts=7,
     count_resizes=True,
     quorum="none",
     two_node_takeover=True,
+    preemption="none",
     settle=2.5,
     lease=4,
     wait_for_nodes=0,
     grow=Grow("every", seconds=60),
     world_sizes=WorldSizes(allowed=(2, 4)),
+    replica_size=1,
     preflight="nvidia-smi -q",
     snapshot_replicas=2,
     snapshot_bandwidth=1e9,
@@ -66,6 +71,7 @@ FILLED = LaunchConfig(
     event_log_handler="console",
     metrics_address="127.0.0.1:9400",
     metrics_token_file="/etc/token",
+    health_port=29401,
     dashboard="127.0.0.1:29480",
     dashboard_token_file="/etc/page",
     signals_to_handle=("SIGTERM", "SIGUSR1"),
@@ -236,11 +242,68 @@ def test_truth():
             {"min_nodes": 2, "max_nodes": 3, "rdzv_endpoint": "a", "world_sizes": WorldSizes((1,))},
             "allows fewer workers than the job's minimum",
         ),
+        ({"replica_size": 3, "nproc_per_node": 2}, "neither a divisor nor a multiple"),
+        (
+            {"min_nodes": 3, "max_nodes": 3, "rdzv_endpoint": "a", "replica_size": 2},
+            "spans 2 nodes, and no multiple of that is between 3 and 3",
+        ),
+        ({"replica_size": 4, "nproc_per_node": 2}, "needs 2 nodes of 2 worker.*allows 1"),
+        (
+            {"replica_size": 2, "nproc_per_node": 2, "world_sizes": WorldSizes((2, 3))},
+            "must list multiples of --replica-size 2",
+        ),
+        (
+            {"nproc_per_node": 4, "world_sizes": WorldSizes((8, 16))},
+            r"--world-sizes 8,16 cannot be met by 1 node\(s\) of 4 worker\(s\): change",
+        ),
+        ({"nproc_per_node": 4, "world_sizes": WorldSizes(multiple=8)}, "multiple:8 cannot be met"),
+        ({"nproc_per_node": 4, "world_sizes": WorldSizes((3,))}, "3 cannot be met"),
+        (
+            {
+                "max_nodes": 4,
+                "rdzv_endpoint": "a",
+                "replica_size": 2,
+                "world_sizes": WorldSizes((6,)),
+            },
+            "6 cannot be met by 4 node.* in replicas of 2",
+        ),
+        (
+            {
+                **{"min_nodes": 3, "max_nodes": 4, "rdzv_endpoint": "a"},
+                **{"replica_size": 2, "world_sizes": WorldSizes((2,))},
+            },
+            "allows fewer workers than the job's minimum",
+        ),
+        (
+            {
+                **{"min_nodes": 3, "max_nodes": 4, "rdzv_endpoint": "a", "nproc_per_node": 2},
+                **{"replica_size": 4, "world_sizes": WorldSizes((4,))},
+            },
+            "4 cannot be met by 4 node",
+        ),
     ],
 )
 def test_invalid_configs_are_rejected(fields, sentence):
     with pytest.raises(ConfigError, match=sentence):
         LaunchConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"nproc_per_node": 4, "world_sizes": WorldSizes((3, 4))},
+        # Other nodes may have more workers.
+        {"max_nodes": 2, "rdzv_endpoint": "a", "world_sizes": WorldSizes((16,))},
+        {
+            "max_nodes": 4,
+            "rdzv_endpoint": "a",
+            "replica_size": 2,
+            "world_sizes": WorldSizes((4, 6)),
+        },
+    ],
+)
+def test_sizes_that_some_world_can_have(fields):
+    LaunchConfig(**fields)
 
 
 def test_an_endpoint_has_one_spelling():

@@ -51,7 +51,7 @@ def test_a_function_is_pickled_for_the_workers(tmp_path):
 @pytest.mark.parametrize(
     ("entrypoint", "args"), [(lambda: 0, ()), (function, (lambda: 0,)), (function, (sys,))]
 )
-def test_what_cannot_be_pickled_is_refused_in_a_sentence(entrypoint, args, tmp_path):
+def test_what_cannot_be_pickled_is_refused_with_a_reason(entrypoint, args, tmp_path):
     with pytest.raises(ConfigError, match="Could not pickle"):
         make_entry(entrypoint, args, tmp_path)
 
@@ -92,7 +92,7 @@ def test_a_rendezvous_that_is_not_there_is_refused():
         completed(LaunchConfig(rdzv_backend="zookeeper"))
 
 
-def test_a_config_of_somebody_elses_is_refused():
+def test_a_foreign_config_is_refused():
     with pytest.raises(ConfigError, match="object is not torchelastic"):
         completed(object())
 

@@ -13,12 +13,12 @@ import pytest
 
 from tests.support import poll_for
 from torchelastic import events
-from torchelastic.compat.release02.distributed_utils import (
+from torchelastic.compat.release02.utilities import (
     create_c10d_store,
     get_free_port,
+    get_logger,
     get_socket_with_port,
 )
-from torchelastic.compat.release02.log_levels import get_logger
 from torchelastic.errors import ConfigError
 from torchelastic.events.record import Record
 from torchelastic.launcher import LaunchConfig
@@ -115,7 +115,7 @@ def test_a_train_step_becomes_a_generator():
     assert list(steps("state")) == [("state", 2), ("state", 1)]
 
 
-def test_the_agent_of_ones_own_is_refused_in_a_sentence():
+def test_the_agent_of_ones_own_is_refused_with_a_reason():
     from torchelastic.agent.server import LocalElasticAgent, SimpleElasticAgent
 
     class Mine(SimpleElasticAgent):

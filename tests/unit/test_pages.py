@@ -1,4 +1,4 @@
-"""The files, modules and commands that pages name exist."""
+"""Generated pages are current; the files, modules and commands that pages name exist."""
 
 import re
 import shlex
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import torchelastic
-from torchelastic.cli.options.command_defaults import RUN
+from torchelastic.cli import reference
+from torchelastic.cli.options.command_table import BY_NAME
 from torchelastic.cli.options.parser import parse
 from torchelastic.errors import ConfigError
 
@@ -17,6 +18,12 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TREES = "|".join(
     sorted(p.name for p in (ROOT / "src/torchelastic").iterdir() if (p / "__init__.py").exists())
 )
+
+
+@pytest.mark.parametrize("name", reference.PAGES)
+def test_generated_pages_are_current(name):
+    written = (ROOT / "docs" / name).read_text()
+    assert written == reference.PAGES[name](), "run: python -m torchelastic.cli.reference docs"
 
 
 def test_the_modules_that_pages_name_exist():
@@ -53,19 +60,23 @@ def test_there_is_one_version():
 
 
 def test_commands_on_pages_are_accepted():
-    """Those of `torchelastic run`: every flag exists, and the values are valid."""
+    """Every command and flag exists, and the values are valid."""
     commands = [
         (page.relative_to(ROOT), command)
         for page in [*PAGES, ROOT / "README.md"]
-        for block in re.findall(r"```(?:bash|console)\n(.*?)```", page.read_text(), re.DOTALL)
+        for block in re.findall(r"```(?:bash|console|sh)\n(.*?)```", page.read_text(), re.DOTALL)
         for command in re.findall(
-            r"^(?:\$ )?torchelastic run (.*)$", block.replace("\\\n", " "), re.MULTILINE
+            r"^(?:\$ )?torchelastic ([a-z].*)$", block.replace("\\\n", " "), re.MULTILINE
         )
         if "…" not in command
     ]
-    assert len(commands) > 10
+    assert len(commands) > 30
     for page, command in commands:
+        # What comes after a pipe or a redirection is the shell's.
+        words = re.split(r" (?:[|>&]|2>)", command, maxsplit=1)[0]
+        first, *rest = shlex.split(words, comments=True)
+        name = first if first in BY_NAME else f"{first} {rest.pop(0)}"
         try:
-            parse(shlex.split(command, comments=True), RUN, {})
-        except ConfigError as refused:
+            parse(rest, BY_NAME[name], {})
+        except (ConfigError, KeyError) as refused:
             pytest.fail(f"{page}: {command}: {refused}")

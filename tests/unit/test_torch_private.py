@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchelastic import torch_private
+from torchelastic.errors import ConfigError
 from torchelastic.torch_private import version_of
 
 
@@ -99,6 +101,16 @@ def test_buffers_of_a_module_are_the_dictionary_that_it_uses():
     assert dict(layer.named_buffers()).keys() == torch_private.buffers_of(layer).keys()
 
 
+def test_parameters_and_children_of_a_module_are_those_that_it_uses():
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Sequential(nn.Linear(2, 2)))
+    first, second = torch_private.children_of(model).values()
+    assert [first, second] == [*model.children()]
+    assert torch_private.own_parameters_of(first) == {"weight": first.weight, "bias": None}
+    assert not torch_private.own_parameters_of(second)
+    first.weight = nn.Parameter(torch.ones(2, 2))
+    assert torch_private.own_parameters_of(first)["weight"] is first.weight
+
+
 def test_a_state_dict_carries_the_versions_of_its_layers():
     state = nn.BatchNorm1d(2).state_dict()
     versions = torch_private.layer_versions(state)
@@ -111,8 +123,6 @@ def test_a_state_dict_carries_the_versions_of_its_layers():
 def test_a_part_of_a_dtensor_is_memory_with_an_offset(group):
     mesh = init_device_mesh("cpu", (1,))
     tensor = distribute_tensor(torch.arange(6.0).reshape(3, 2), mesh, [Shard(0)])
-    offset, size = torch_private.box_of(tensor)
-    assert (tuple(offset), tuple(size)) == ((0, 0), (3, 2))
     torch_private.local_of(tensor).fill_(5)
     assert tensor.full_tensor().sum() == 30
     other = distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)])
@@ -120,9 +130,43 @@ def test_a_part_of_a_dtensor_is_memory_with_an_offset(group):
     assert torch_private.spec_of(other) == torch_private.spec_of(tensor)
 
 
-def test_address_of_a_generator_is_a_number_of_its_own():
-    one, other = torch.Generator(), torch.Generator()
-    assert torch_private.address_of(one) != torch_private.address_of(other)
+def test_fsdp2_on_tensor_parallelism_makes_strided_shards():
+    assert torch_private.strided_shard()(0, split_factor=2).split_factor == 2
+
+
+def test_parameters_of_fsdp1_are_known():
+    assert not torch_private.is_of_fsdp1(nn.Parameter(torch.ones(1)))
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="sharded train needs it")
+def test_fsdp2_tells_its_parameters_and_forgets_gradients(group, monkeypatch):
+    stream = torch.cpu.Stream()  # `tests.late_backend` may have put another one there
+    monkeypatch.setattr(torch.cpu, "current_stream", lambda _=None: stream)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    fully_shard(model[0], mesh=(mesh := init_device_mesh("cpu", (1,))))
+    fully_shard(model, mesh=mesh)
+    managed = [one for part in (model[0], model) for one in torch_private.fsdp_parameters(part)]
+    assert {id(one) for one in managed} == {id(one) for one in model.parameters()}
+    assert torch_private.fsdp_reduces(model)
+    assert not torch_private.fsdp_has_run(model)
+    model.set_requires_gradient_sync(False)
+    assert not torch_private.fsdp_reduces(model)
+    model(torch.ones(1, 2)).sum().backward()
+    assert torch_private.fsdp_has_run(model)
+    for part in (model[0], model):
+        torch_private.fsdp_forget_gradients(part)
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(1, 2)).sum().backward()
+    assert model[1].bias.grad.to_local().item() == 1  # and not 2
+
+
+def test_a_group_of_nccl_needs_a_device(group):
+    assert "cpu" in torch_private.device_types_of(group)
+    soon = timedelta(seconds=20)
+    with pytest.raises(ConfigError, match="not 'mpi'"):
+        torch_private.native_group("mpi", dist.HashStore(), 0, 1, soon)
+    with pytest.raises(ConfigError, match="NCCL needs a GPU"):
+        torch_private.native_group("nccl", dist.HashStore(), 0, 1, soon)
 
 
 def test_a_scaler_keeps_its_numbers_where_we_look():

@@ -109,7 +109,7 @@ def test_bytes_per_member_are_to_be_constant():
     assert constant([1000, 1100])
 
 
-def test_a_job_that_ends_with_its_host_is_told_as_that():
+def test_a_job_that_ends_with_its_host_is_reported_as_that():
     found = Results(dict(ABOUT))
     found.add("host-kill", EMBEDDED.name, Repetition(None, NOBODY_LEFT))
     assert "not available" in line(render(found), "host of the store killed")

@@ -31,6 +31,9 @@ def results():
     for who in (rows.SNAPSHOT, rows.HIDDEN, rows.BACK_TO_BACK):
         add(rows.BLOCKED, who, 0.11, commit=0.01, wait=0.1)
     add(rows.BLOCKED, rows.COPY, 0.1)
+    add(rows.SHARDED, rows.SNAPSHOT, 0.13, commit=0.01, wait=0.12)
+    add(rows.SHARDED, rows.VOTE_AND_COPY, 0.12)
+    add(rows.SHARDED, rows.COPY, 0.1)
     for row in (rows.OVERHEAD, rows.ONE_CORE):
         made.settings[row] = {"copy": 0.1, "step": 2.2, "batch": 64, "free": 1.0}
         add(row, rows.IN_A_STEP, 0.002, commit=0.001, wait=0.001, sealed=1)
@@ -96,6 +99,8 @@ def test_the_report_has_every_row_and_its_verdict():
         return next(each for each in text.splitlines() if each.startswith(f"| {beginning}"))
 
     assert line("blocked per snapshot, nothing").endswith("1.10 | at most 1.2 times a copy: met |")
+    sharded = line("blocked per snapshot, FSDP2")
+    assert sharded.endswith("1.30 | at most 1.2 times a copy: **missed** |")
     assert "steps of 22 copies" in line("overhead of a snapshot every step")
     assert "**missed**" in line("overhead of a snapshot every step, steps")
     assert line("overhead of a snapshot every step, A/A").endswith("reported |")

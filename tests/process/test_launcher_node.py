@@ -1,4 +1,4 @@
-"""Guests of one job in the threads of this process: what a launcher sees of worlds."""
+"""Launcher nodes of one job in the threads of this process: the worlds that a launcher sees."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +28,7 @@ def a_store_before():
 
 
 class Nodes:
-    """Guests that meet at one endpoint, each with a thread in place of its launcher's.
+    """Launcher nodes that meet at one endpoint, each with a thread in place of its launcher's.
 
     Two at least, or all there may be: the first one does not begin alone, however long it takes
     the second to come.
@@ -39,28 +39,30 @@ class Nodes:
         self.config = launch_config(
             self.endpoint, "job", nodes, {"last_call_timeout": 0.3, "timeout": 60, **conf}
         )
-        self.guests = []
+        self.launchers = []
         self.calls = ThreadPoolExecutor(8)
 
     def join(self):
         """Join as another node; the first one hosts the rendezvous."""
-        guest = LauncherNode(self.config, "the test")
-        self.guests.append(guest)
-        call = self.calls.submit(guest.next_world)
+        launcher = LauncherNode(self.config, "the test")
+        self.launchers.append(launcher)
+        call = self.calls.submit(launcher.next_world)
         poll_for(self.is_served, what="the first node hosts")
-        return guest, call
+        return launcher, call
 
     def is_served(self):
         with socket.socket() as sock:
             return sock.connect_ex(parse_endpoint(self.endpoint)) == 0
 
-    def ask_again(self, *guests):
+    def ask_again(self, *launchers):
         """What launchers do that have stopped their workers."""
-        return [self.calls.submit(guest.next_world) for guest in guests]
+        return [self.calls.submit(launcher.next_world) for launcher in launchers]
 
-    def end(self, ending, *guests):
+    def end(self, ending, *launchers):
         """Together: each waits for the others."""
-        return [call.result(30) for call in [self.calls.submit(g.end, ending, "") for g in guests]]
+        return [
+            call.result(30) for call in [self.calls.submit(g.end, ending, "") for g in launchers]
+        ]
 
 
 @pytest.fixture
@@ -75,12 +77,12 @@ def nodes():
 
         yield make
         for job in made:
-            for guest in reversed(job.guests):  # the host last
-                guest.end("left", "the test is over")
+            for launcher in reversed(job.launchers):  # the host last
+                launcher.end("left", "the test is over")
 
 
-def told(guest):
-    poll_for(guest.must_stop, what="the launcher is told to stop its workers")
+def told(launcher):
+    poll_for(launcher.must_stop, what="the launcher is told to stop its workers")
 
 
 def both_in(nodes):
@@ -216,15 +218,15 @@ def test_too_few_nodes_are_waited_for_no_longer_than_told(nodes):
         alone.result(30)
 
 
-def test_a_host_that_does_not_come_is_told_of_by_everything(nodes):
+def test_a_host_that_does_not_come_is_reported_by_everything(nodes):
     conf = {"timeout": 0.3, "is_host": 0}
-    guest = LauncherNode(launch_config(nodes().endpoint, "job", (1, 2), conf), "the test")
+    launcher = LauncherNode(launch_config(nodes().endpoint, "job", (1, 2), conf), "the test")
 
     with pytest.raises(RendezvousLost, match="No rendezvous answered"):
-        guest.next_world()
+        launcher.next_world()
     with pytest.raises(RendezvousLost):
-        guest.must_stop()
-    assert guest.end("left", "") is False
+        launcher.must_stop()
+    assert launcher.end("left", "") is False
 
 
 def test_a_handler_of_release_0_2_is_a_node():
