@@ -1,10 +1,10 @@
-"""A script for torchrun, and three lines more: killed, it goes on from memory.
+"""A script for torchrun with three more lines: after a kill, it continues from memory.
 
     torchelastic run --nproc-per-node 2 examples/keep.py
 
-Kill any of its processes while it runs: all are started again, and go on from the last committed
-step; at most the step in flight is done anew. `--ledger DIR` writes down which samples each step
-used: `python -m torchelastic.data.checker DIR` proves that each was used once an epoch.
+Kill any of its processes while it runs: all start again and continue from the last committed step.
+`--ledger DIR` records which samples each step used; `python -m torchelastic.data.checker DIR`
+proves that each was used once per epoch.
 """
 
 import argparse

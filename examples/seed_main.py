@@ -4,12 +4,12 @@ With an etcd on this machine:
 
     python examples/seed_main.py
 
-Without one, each process being a node of its own; the first process hosts the rendezvous:
+Without one, each process is a node, and the first process hosts the rendezvous:
 
     URL="tcp://localhost:29400/1234?min_workers=1&max_workers=2"
     python examples/seed_main.py "$URL" & python examples/seed_main.py "$URL"
 
-Kill one of them: the other goes on. Start it again: it comes back in.
+Kill one of them: the other continues. Start it again: it joins.
 """
 
 import sys

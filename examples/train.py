@@ -1,8 +1,8 @@
-"""A training script as one writes it for torchrun: DDP, a checkpoint, nothing of torchelastic.
+"""An ordinary training script for torchrun: DDP and a checkpoint, without torchelastic.
 
     torchelastic run --nproc-per-node 2 examples/train.py
 
-Kill any of its processes while it runs: it goes on from its checkpoint.
+Kill any of its processes while it runs: it continues from its checkpoint.
 """
 
 import argparse

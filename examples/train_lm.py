@@ -1,11 +1,11 @@
-"""A small character-level transformer that learns to write tales, and is not to be disturbed.
+"""A small character-level transformer that learns to write tales, and survives kills.
 
     torchelastic run --nproc-per-node 4 --max-restarts 1000 examples/train_lm.py
     torchelastic run --nproc-per-node 4 --max-restarts 1000 examples/train_lm.py --kill-every 5
 
-Or kill workers yourself while it runs: `pkill -9 -n -f train_lm.py` takes one. The loss goes on
-where it was: the survivors keep their model, the step in flight is redone. The batch of a step is
-the same whatever the size of the world, and so is the curve.
+Or kill workers yourself while it runs: `pkill -9 -n -f train_lm.py` kills one. The loss continues
+where it was: the survivors keep their model, and the step in flight is redone. The batch of a step
+is the same at any world size, and so is the curve.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Writes tales.txt: short tales of a harbour town, made from a small grammar. Public domain (CC0).
+"""Write tales.txt: short tales of a harbor town, made from a small grammar. Public domain (CC0).
 
     python examples/data/write_tales.py
 

@@ -1,17 +1,17 @@
-"""ImageNet with a State of one's own: `sync`, `snapshot`, `apply`, `save` and `load` written out.
+"""ImageNet with a hand-written State: `sync`, `snapshot`, `apply`, `save` and `load`.
 
-Under an agent, which says everything:
+Under an agent:
 
     torchelastic run --nproc-per-node 2 examples/imagenet/main.py /path/to/imagenet
 
-Without one, as many processes as you like, on any machines, which meet at RDZV_ENDPOINT: an etcd
+Without one, start any number of processes on any machines. They meet at RDZV_ENDPOINT: an etcd
 (`host:2379`), or one of the machines (`tcp://host:29400`):
 
     SIZE=2 MIN_SIZE=1 RDZV_ENDPOINT=tcp://localhost:29400 JOB_ID=1 python examples/imagenet/main.py
 
-Without a directory of images some are generated. torchvision's ResNet-18 and its way to read images
-are used where torchvision is installed; else there is a small ResNet, and generated images only.
-`TorchState` does all that `ImagenetState` does by itself, and better: see `train_lm.py`.
+Without a directory of images, some are generated. If torchvision is installed, its ResNet-18 and
+its image loader are used; otherwise a small ResNet with generated images only.
+`TorchState` does everything that `ImagenetState` does: see `train_lm.py`.
 """
 
 import argparse
