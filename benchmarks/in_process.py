@@ -30,9 +30,8 @@ from benchmarks.harness.in_process_results import InProcessResults
 from benchmarks.harness.job import Job, JobFailed
 from benchmarks.harness.network import Network
 from benchmarks.harness.results import about_this_run
-from benchmarks.harness.scenarios import attempts, interleave
+from benchmarks.harness.scenarios import Attempt
 
-HERE = Path(__file__).resolve().parent
 FAULTS = {
     fault.name: fault
     for fault in (
@@ -42,9 +41,10 @@ FAULTS = {
         in_process_faults.FREEZE,
         in_process_faults.JOIN,
         in_process_faults.JOIN_LARGE,
+        in_process_faults.NOTICED,
     )
 }
-ROWS = ("kill", "kill-25m", "stop", "freeze", "cut", "join", "join-25m", "steady")
+ROWS = ("kill", "kill-25m", "stop", "freeze", "cut", "join", "join-25m", "notice", "steady")
 
 
 def counts(row: str, quick: bool) -> list[tuple[Contestant, int]]:
@@ -70,6 +70,7 @@ def counts(row: str, quick: bool) -> list[tuple[Contestant, int]]:
         "freeze": [(OURS_IN_PROCESS, ours)],
         "cut": [(OURS_IN_PROCESS, ours)],
         "join": [(OURS_IN_PROCESS, ours), (TORCHRUN_TUNED, theirs)],
+        "notice": [(OURS_IN_PROCESS, ours)],
         "join-25m": [(OURS_IN_PROCESS, (ours + 1) // 2)],
     }[row]
 
@@ -81,13 +82,9 @@ def steady_pairs(quick: bool) -> list[tuple[steady.Comparison, int]]:
     return [(SMALL, 6), (LARGE, 4), (CONTROLS[0], 4), (CONTROLS[1], 3)]
 
 
-class Run:
-    """One run of the benchmark."""
-
+class Run(runs.Run[InProcessResults]):
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
-        self.results = InProcessResults(about_this_run())
-        self._progress = runs.Progress()
+        super().__init__(arguments, InProcessResults(about_this_run()))
 
     def perform(self, row: str) -> None:
         if not self.results.bandwidth:
@@ -99,9 +96,6 @@ class Run:
         else:
             self._fault(FAULTS[row])
 
-    def finish(self) -> None:
-        self._progress.finish(self.results)
-
     def _cut(self) -> None:
         if not Network.available():
             print("cut: not measured, it needs root and the ip command", file=sys.stderr)
@@ -110,21 +104,10 @@ class Run:
             self._fault(cut_node(network))
 
     def _fault(self, fault: Fault) -> None:
-        wanted = [
-            (contestant, self._often(count))
-            for contestant, count in counts(fault.name, self.arguments.quick)
-            if self._is_wanted(contestant)
-        ]
-        for contestant, numbers in interleave(wanted, block=5):
-            self._block(fault, contestant, numbers)
+        def attempt(contestant: Contestant) -> Attempt:
+            return replace(fault.attempt(contestant, fault), look=self._look)
 
-    def _block(self, fault: Fault, contestant: Contestant, numbers: range) -> None:
-        attempt = replace(fault.attempt(contestant, fault), look=self._look)
-        for number, found in zip(numbers, attempts(attempt, numbers), strict=True):
-            self.results.add(fault.name, contestant.name, found)
-            self._progress.tell(fault.name, contestant.name, number, found.seconds)
-            if found.seconds is None:
-                print(f"  {found.note}\n{found.output}", file=sys.stderr)
+        self._contest(fault.name, counts(fault.name, self.arguments.quick), attempt)
 
     def _look(self, job: Job) -> None:
         self.results.last_resorts += last_resorts(job.directory)
@@ -136,33 +119,13 @@ class Run:
                 if (found := steady.trace(script, SMALL.size)) is not None:
                     self.results.calls[script] = found
             for comparison, count in steady_pairs(quick):
-                self._compare(comparison, count)
+                self._compare(self.results.steady, comparison, count, "wall")
         except JobFailed as failure:
             print(f"steady: {failure}", file=sys.stderr)
 
-    def _compare(self, comparison: steady.Comparison, count: int) -> None:
-        kept = self.results.steady.setdefault(comparison.name, [])
-        for pair in steady.compare(comparison, count):
-            kept.append(pair)
-            walls = [each.wall for each in pair]
-            self._progress.tell("steady", comparison.name, len(kept) - 1, *walls)
-
-    def _often(self, count: int) -> int:
-        most = self.arguments.repetitions
-        return count if most is None else min(count, most)
-
-    def _is_wanted(self, contestant: Contestant) -> bool:
-        only = self.arguments.only
-        return only is None or only in contestant.name
-
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a look, in six minutes; not saved")
-    parser.add_argument("--rows", type=runs.rows_among(ROWS), default=ROWS, help=",".join(ROWS))
-    parser.add_argument("--repetitions", type=int, help="at most as many per fault")
-    parser.add_argument("--only", metavar="NAME", help="contestants whose name contains this")
-    runs.add_saving(parser, HERE / "results")
+    parser = runs.parser(__doc__, ROWS, quick="a look, in six minutes", contest="fault")
     return parser.parse_args(arguments)
 
 
@@ -170,8 +133,7 @@ def main() -> int:
     arguments = parse(None)
     contestants.install()
     save = partial(runs.save, directory=arguments.results, name="in-process")
-    some = arguments.quick or arguments.only or arguments.repetitions or arguments.rows != ROWS
-    return runs.carry_out(arguments, Run, render, save, everything=not some)
+    return runs.carry_out(arguments, Run, render, save, everything=runs.is_whole(arguments, ROWS))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from benchmarks.harness.job import Job
 from benchmarks.harness.launchers import OURS
 from benchmarks.harness.liveness_rows import Row
 from benchmarks.harness.network import Network
-from benchmarks.harness.report import about, failures, seconds, table, verdict
+from benchmarks.harness.report import about, failures, load, seconds, table, verdict
 from benchmarks.harness.results import Results, about_this_run
 from benchmarks.harness.scenarios import Attempt, Repetition, attempts
 from benchmarks.harness.summary import Summary, summarize
@@ -50,13 +50,9 @@ FOOTNOTE = (
 )
 
 
-class Run:
-    """One run of the benchmark."""
-
+class Run(runs.Run[Results]):
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
-        self.results = Results({**about_this_run(), "lease": LEASE})
-        self._progress = runs.Progress()
+        super().__init__(arguments, Results({**about_this_run(), "lease": LEASE}))
 
     def perform(self, row: str) -> None:
         wanted = ROWS[row]
@@ -67,13 +63,7 @@ class Run:
         with network if wanted.hosts else nullcontext():
             attempt = self._keeping_logs(wanted, wanted.attempt(network))
             for number, found in enumerate(attempts(attempt, range(self.arguments.repetitions))):
-                self.results.add(row, OURS.name, found)
-                self._progress.tell(row, OURS.name, number, found.seconds)
-                if found.seconds is None:
-                    print(f"  {found.note}\n{found.output}", file=sys.stderr)
-
-    def finish(self) -> None:
-        self._progress.finish(self.results)
+                self._progress.keep(self.results, row, OURS.name, number, found)
 
     def _keeping_logs(self, row: Row, attempt: Attempt) -> Attempt:
         """What the nodes of a job that fails have written is kept, where it was asked for."""
@@ -108,12 +98,9 @@ def render(results: Results) -> str:
     """The whole report."""
     facts = results.about
     rows = [_line(row, results) for row in ROWS.values() if row.name in results.faults]
-    load = f"{facts.get('load_before', 0.0):.1f}, after: {facts.get('load_after', 0.0):.1f}"
     lease = f"Every node has a lease of {facts.get('lease', LEASE):g} s (the default)."
-    parts = [f"{about(results)}\n\n{lease} Load before: {load}.", table(HEAD, rows), FOOTNOTE]
-    if lines := failures(results):
-        parts.append("What went wrong:\n\n" + "\n".join(f"- {line}" for line in lines))
-    return "\n\n".join(parts) + "\n"
+    head = f"{about(results)}\n\n{lease} {load(results)}"
+    return "\n\n".join([head, table(HEAD, rows), FOOTNOTE, *failures(results)]) + "\n"
 
 
 def _line(row: Row, results: Results) -> Sequence[str]:
@@ -145,14 +132,9 @@ def judge(row: Row, summary: Summary) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK} repetitions; not saved")
-    parser.add_argument(
-        "--rows", type=runs.rows_among(tuple(ROWS)), default=tuple(ROWS), help=",".join(ROWS)
-    )
+    parser = runs.parser(__doc__, tuple(ROWS), quick=f"{QUICK} repetitions")
     parser.add_argument("--repetitions", type=int, help=f"of each (default {REPETITIONS})")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep files of failed jobs here")
-    runs.add_saving(parser, HERE / "results")
     parsed = parser.parse_args(arguments)
     parsed.repetitions = parsed.repetitions or (QUICK if parsed.quick else REPETITIONS)
     return parsed

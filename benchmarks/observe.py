@@ -20,17 +20,13 @@ from benchmarks.harness.observe_report import render
 from benchmarks.harness.observe_rows import MODES, ObserveResults
 from benchmarks.harness.results import about_this_run
 
-HERE = Path(__file__).resolve().parent
 ROWS = ("parts", *MODES, "agent", "disturbed")
 
 
-class Run:
-    """One run of the benchmark."""
-
+class Run(runs.Run[ObserveResults]):
     def __init__(self, arguments: argparse.Namespace) -> None:
-        quick = arguments.quick
-        self.results = results = ObserveResults(about_this_run())
-        self._progress = runs.Progress()
+        super().__init__(arguments, ObserveResults(about_this_run()))
+        quick, results = arguments.quick, self.results
         rounds, pairs, seconds = (15, 2, 3.0) if quick else (150, 10, 10.0)
         self._rows: dict[str, Callable[[], None]] = {
             "parts": lambda: observe_rows.parts(results, 5 if quick else 30),
@@ -47,23 +43,15 @@ class Run:
             self.results.failed_rows.append(row)
         self._progress.tell("observe", row, 0)
 
-    def finish(self) -> None:
-        self._progress.finish(self.results)
-
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a look, about 2 minutes; not saved")
-    parser.add_argument("--rows", type=runs.rows_among(ROWS), default=ROWS, help=",".join(ROWS))
-    runs.add_saving(parser, HERE / "results")
-    return parser.parse_args(arguments)
+    return runs.parser(__doc__, ROWS, quick="a look, about 2 minutes").parse_args(arguments)
 
 
 def main() -> int:
     arguments = parse(None)
     save = partial(runs.save, directory=arguments.results, name="observe")
-    everything = not arguments.quick and arguments.rows == ROWS
-    return runs.carry_out(arguments, Run, render, save, everything=everything)
+    return runs.carry_out(arguments, Run, render, save, everything=runs.is_whole(arguments, ROWS))
 
 
 if __name__ == "__main__":

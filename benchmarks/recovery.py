@@ -57,13 +57,9 @@ def is_ours(launcher: Launcher) -> bool:
     return launcher.name.startswith(OURS.name)
 
 
-class Run:
-    """One run of the benchmark: performs rows, keeps their results, tells how it goes."""
-
+class Run(runs.Run[Results]):
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
-        self.results = Results(about_this_run())
-        self._progress = runs.Progress()
+        super().__init__(arguments, Results(about_this_run()))
 
     def perform(self, row: str) -> None:
         if row == "cold":
@@ -72,9 +68,6 @@ class Run:
             self._idle()
         else:
             self._faults(getattr(scenarios, row.upper()))
-
-    def finish(self) -> None:
-        self._progress.finish(self.results)
 
     def _wanted(self, launcher: Launcher) -> bool:
         only = self.arguments.only
@@ -125,13 +118,11 @@ def save(results: Results, rendered: str, directory: Path, picture: Path) -> Non
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = runs.parser(__doc__, ROWS)
     parser.add_argument("--repetitions", type=int, default=10, help="per fault (default 10)")
     parser.add_argument("--stock", type=int, default=1, help="the same for stock torchrun")
-    parser.add_argument("--rows", type=runs.rows_among(ROWS), default=ROWS, help=",".join(ROWS))
     parser.add_argument("--only", choices=("ours", "torchrun"))
     parser.add_argument("--idle-seconds", type=float, default=60)
-    runs.add_saving(parser, HERE / "results")
     parser.add_argument(
         "--plot", type=Path, default=HERE.parent / "docs/images/recovery.png", metavar="FILE"
     )

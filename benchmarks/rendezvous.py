@@ -52,19 +52,15 @@ def fail_counts(quick: bool) -> list[tuple[System, int, int]]:
     return [*embedded, (EMBEDDED, 1024, 10), *((ETCD, agents, 3) for agents in (64, 256, 1024))]
 
 
-class Run:
-    """One run of the benchmark."""
-
+class Run(runs.Run[Results]):
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
-        self.results = Results(about_this_run())
+        super().__init__(arguments, Results(about_this_run()))
         self.results.about["processes"] = arguments.processes
         self.results.about["isolated"] = isolate()
         self.results.about["descriptors"] = processes.raise_descriptor_limit()
         self._limit = arguments.limit or (QUICK_LIMIT if arguments.quick else LIMIT)
         #: Systems that did not finish: they are not asked for more agents.
         self._beaten: set[System] = set()
-        self._progress = runs.Progress()
 
     def perform(self, row: str) -> None:
         if row == "join":
@@ -78,9 +74,6 @@ class Run:
             self._cut()
         else:
             self._lose_host(host_faults.kill() if row == "host-kill" else host_faults.freeze())
-
-    def finish(self) -> None:
-        self._progress.finish(self.results)
 
     def _join(self, agents: int) -> None:
         wanted = [
@@ -117,14 +110,7 @@ class Run:
                 break  # so would the others
 
     def _keep(self, row: str, who: str, number: int, found: Repetition) -> None:
-        self.results.add(row, who, found)
-        self._progress.tell(row, who, number, found.seconds)
-        if found.seconds is None:
-            print(f"  {found.note}\n{found.output}", file=sys.stderr)
-
-    def _often(self, count: int) -> int:
-        most = self.arguments.repetitions
-        return count if most is None else min(count, most)
+        self._progress.keep(self.results, row, who, number, found)
 
     def _is_wanted(self, system: System) -> bool:
         if system is ETCD and EtcdServer.program() is None:
@@ -133,9 +119,7 @@ class Run:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a look, in minutes; not saved")
-    parser.add_argument("--rows", type=runs.rows_among(ROWS), default=ROWS, help=",".join(ROWS))
+    parser = runs.parser(__doc__, ROWS, quick="a look, in minutes")
     parser.add_argument("--repetitions", type=int, help="at most as many of each")
     parser.add_argument("--only", choices=[system.name for system in SYSTEMS])
     parser.add_argument(
@@ -145,7 +129,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--processes", type=int, default=2, help="that agents share, the host's aside (default 2)"
     )
     parser.add_argument("--limit", type=float, help="seconds a join may take (default 300)")
-    runs.add_saving(parser, HERE / "results")
     parser.add_argument(
         "--plot", type=Path, default=HERE.parent / "docs/images/rendezvous.png", metavar="FILE"
     )
@@ -162,9 +145,7 @@ def save(results: Results, rendered: str, directory: Path, picture: Path) -> Non
 def main() -> int:
     arguments = parse(None)
     keep = partial(save, directory=arguments.results, picture=arguments.plot)
-    some = arguments.only or arguments.repetitions or arguments.agents or arguments.rows != ROWS
-    everything = not (arguments.quick or some)
-    return runs.carry_out(arguments, Run, render, keep, everything=everything)
+    return runs.carry_out(arguments, Run, render, keep, everything=runs.is_whole(arguments, ROWS))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 OUTPUTS = 8
+#: Workers that hold one copy of a sharded model.
+SHARDS = 2
 
 
 @dataclass(frozen=True)

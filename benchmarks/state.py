@@ -22,8 +22,7 @@ from benchmarks.harness.state_report import render
 from benchmarks.harness.state_results import StateResults
 from benchmarks.sizes import SIZES
 
-HERE = Path(__file__).resolve().parent
-ROWS = ("blocked", "overhead", "one-core", "checkpoint", "restore", "peer")
+ROWS = ("blocked", "sharded", "overhead", "one-core", "checkpoint", "restore", "peer")
 
 
 @dataclass(frozen=True)
@@ -43,16 +42,15 @@ WHOLE = Extent("126m", many=20, few=5, pairs=40, tens=2)
 QUICK = Extent("10m", many=5, few=2, pairs=4, tens=2)
 
 
-class Run:
-    """One run of the benchmark."""
-
+class Run(runs.Run[StateResults]):
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._extent = extent = QUICK if arguments.quick else WHOLE
-        self.results = StateResults(about_this_run(), bytes=SIZES[extent.size].state_bytes)
-        self._progress = runs.Progress()
+        nbytes = SIZES[extent.size].state_bytes
+        super().__init__(arguments, StateResults(about_this_run(), bytes=nbytes))
         results, size, few = self.results, extent.size, extent.few
         self._rows: dict[str, Callable[[], None]] = {
             "blocked": lambda: state_rows.blocked(results, size, extent.many),
+            "sharded": lambda: state_rows.sharded(results, size, extent.many),
             "overhead": lambda: self._overhead(state_rows.OVERHEAD, extent.pairs, extent.tens),
             "one-core": lambda: self._overhead(state_rows.ONE_CORE, extent.few, 0, cores=1),
             "checkpoint": lambda: state_rows.checkpoints(results, size, few, arguments.storage),
@@ -70,29 +68,22 @@ class Run:
             summary = self.results.summary(row, who)
             self._progress.tell(row, who, summary.count - 1, summary.median)
 
-    def finish(self) -> None:
-        self._progress.finish(self.results)
-
     def _overhead(self, row: str, pairs: int, tens: int, cores: int = 0) -> None:
         state_rows.overhead(self.results, row, self._extent.size, pairs, tens, cores)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a look, at 84 MB; not saved")
-    parser.add_argument("--rows", type=runs.rows_among(ROWS), default=ROWS, help=",".join(ROWS))
+    parser = runs.parser(__doc__, ROWS, quick="a look, at 84 MB")
     parser.add_argument(
         "--storage", type=Path, metavar="DIR", help="where checkpoints go (default: $TMPDIR)"
     )
-    runs.add_saving(parser, HERE / "results")
     return parser.parse_args(arguments)
 
 
 def main() -> int:
     arguments = parse(None)
     save = partial(runs.save, directory=arguments.results, name="state")
-    everything = not arguments.quick and arguments.rows == ROWS
-    return runs.carry_out(arguments, Run, render, save, everything=everything)
+    return runs.carry_out(arguments, Run, render, save, everything=runs.is_whole(arguments, ROWS))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A script that keeps its state, and writes down how long its training waits for that.
 
     --measure blocked   snapshots with nothing to hide behind, beside a copy of the same tensors
+    --measure sharded   the same on each of four ranks: FSDP2 over tensor parallelism, 2 x 2
     --measure overhead  steps with a snapshot beside steps without, in turn
     --measure restore   from the memory of its own node, in a worker that was killed and restarted,
                         beside a copy of the same bytes in another such worker
@@ -26,8 +27,10 @@ import workload
 from workload import StepLog
 
 import torchelastic
-from torchelastic.snapshot.agent_client import Agent
+from torchelastic.snapshot.agent_client import AgentClient
 from torchelastic.snapshot.layout import SHARED, Memory
+from torchelastic.snapshot.writer import ShardStatus
+from torchelastic.tensors.dtensors import is_sharded, local_of
 from torchelastic.tensors.tensor_bytes import address_of
 
 #: How many copies of the state a step is to take: beyond the twenty of the promise, for a copy
@@ -40,10 +43,16 @@ SETTLING = 10
 class Kept:
     """A state that is kept, and how long its training waits for it."""
 
-    def __init__(self, arguments: argparse.Namespace, *, copies_to: StepLog | None = None) -> None:
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        *,
+        copies_to: StepLog | None = None,
+        build: Callable[[Any], tuple[Any, Any]] = workload.build,
+    ) -> None:
         """With a log to write that to, a plain copy is made before the state is restored."""
         self.arguments = arguments
-        self.model, self.optimizer = workload.build(arguments.size)
+        self.model, self.optimizer = build(arguments.size)
         # Hooks run in the order of their registration: ours lie around that of the state.
         self.optimizer.register_step_pre_hook(self._waits)
         self.state = torchelastic.TorchState(model=self.model, optimizer=self.optimizer)
@@ -77,7 +86,8 @@ class Kept:
     @property
     def memory(self) -> Memory | None:
         """What snapshots are written to; None until the agent has given it."""
-        return self.state._keeper._writer._shared._memory
+        writer = self.state._keeper._writer
+        return (writer._shards if self.state._keeper._shards.any else writer._shared)._memory
 
     def commit(self) -> Memory:
         """A snapshot, sealed when this returns; returns the memory it is in."""
@@ -98,7 +108,8 @@ class Kept:
         """Parameters and optimizer state, which are what is copied of it."""
         states = self.optimizer.state.values()
         momenta = [value for each in states for value in each.values() if value is not None]
-        return [*(each.detach() for each in self.model.parameters()), *momenta]
+        found = [*(each.detach() for each in self.model.parameters()), *momenta]
+        return [local_of(one) if is_sharded(one) else one for one in found]
 
     def copy_out(self) -> float:
         """Seconds of a copy by one thread, to where the next snapshot will be written."""
@@ -145,6 +156,61 @@ def measure_blocked(arguments: argparse.Namespace, log: StepLog) -> None:
         blocked = kept.commit_before(kept.optimizer.step)
         if number:  # the first one follows a pause
             log.write("back to back", **blocked)
+
+
+def measure_sharded(arguments: argparse.Namespace, log: StepLog) -> None:
+    """In turn, on all ranks at a time: a copy of a rank's shards; the same behind a bare vote; a
+    snapshot before a write."""
+    dist.init_process_group("gloo")
+    kept = Kept(arguments, build=build_sharded)
+    for number in range(-3, arguments.repetitions):  # the first ones to warm up
+        kept.step()
+        settle_shards(kept)
+        if kept.memory is not None:
+            seconds = kept.copy_out()
+            if number >= 0:
+                log.write("copy", seconds=seconds)
+                dist.barrier()
+                log.write("vote and copy", seconds=timed(lambda: vote_and_copy(kept)))
+        dist.barrier()
+        blocked = kept.commit_before(kept.optimizer.step)
+        settle_shards(kept)
+        if number >= 0:
+            log.write("snapshot", **blocked, kept=int(kept.is_sealed()))
+    dist.destroy_process_group()
+
+
+def vote_and_copy(kept: Kept) -> None:
+    """The least that a snapshot of shards can do: ranks agree to begin, then each copies."""
+    dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MIN)
+    kept.copy_out()
+
+
+def settle_shards(kept: Kept) -> None:
+    """Wait until every rank may begin another snapshot."""
+    writer = kept.state._keeper._writer
+    while writer.shard_status() == ShardStatus.PENDING:
+        time.sleep(0.005)
+    dist.barrier()
+
+
+def build_sharded(size: Any) -> tuple[Any, Any]:
+    """The same model: pairs of layers split by column and by row, under FSDP2."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    model, _ = workload.build(size)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    kinds = (ColwiseParallel, RowwiseParallel)
+    plan = {str(2 * layer): kinds[layer % 2]() for layer in range(size.depth // 2 * 2)}
+    parallelize_module(model, mesh["tensor"], plan)
+    fully_shard(model, mesh=mesh["shard"])
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
 # --- overhead -------------------------------------------------------------------------------------
@@ -269,9 +335,9 @@ def measure_restore(arguments: argparse.Namespace, log: StepLog) -> None:
 def copy_before_restoring(model: torch.nn.Module, log: StepLog) -> None:
     """Copy the state out of the agent's memory as soon as that is there, in a worker that has
     touched what one that restores has: its parameters, but neither that memory nor its momentum."""
-    plain = Agent.open
+    plain = AgentClient.open
 
-    def open_and_copy(agent: Agent, piece: str, *rest: Any) -> Memory:
+    def open_and_copy(agent: AgentClient, piece: str, *rest: Any) -> Memory:
         memory = plain(agent, piece, *rest)
         if piece == SHARED and (held := memory.freshest()) is not None:
             parameters = [each.detach() for each in model.parameters()]
@@ -280,7 +346,7 @@ def copy_before_restoring(model: torch.nn.Module, log: StepLog) -> None:
             log.write("memcpy by a new worker", seconds=time.perf_counter() - began)
         return memory
 
-    Agent.open = open_and_copy
+    AgentClient.open = open_and_copy
 
 
 def measure_peer(arguments: argparse.Namespace, log: StepLog) -> None:
@@ -302,7 +368,7 @@ def measure_peer(arguments: argparse.Namespace, log: StepLog) -> None:
 
 def time_what_agents_do() -> list[float]:
     """The seconds until an agent had a piece for us, each time it is asked for one."""
-    plain, seconds = Agent.open, []
+    plain, seconds = AgentClient.open, []
 
     def open_and_tell(*arguments: Any) -> Memory:
         began = time.perf_counter()
@@ -310,12 +376,13 @@ def time_what_agents_do() -> list[float]:
         seconds.append(time.perf_counter() - began)
         return memory
 
-    Agent.open = open_and_tell
+    AgentClient.open = open_and_tell
     return seconds
 
 
 MEASURES = {
     "blocked": measure_blocked,
+    "sharded": measure_sharded,
     "overhead": measure_overhead,
     "restore": measure_restore,
     "peer": measure_peer,

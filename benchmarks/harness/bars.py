@@ -78,6 +78,20 @@ def beyond_join(repetitions: Sequence[Repetition], copy: float) -> Summary:
     )
 
 
+def notice(repetitions: Sequence[Repetition]) -> Bar:
+    """Every notice costs a few steps of standstill at most, and no step is redone."""
+    wanted = f"each within {JOIN_STEPS} steps, none redone"
+    if not repetitions:
+        return Bar(wanted, None)
+    fine = [
+        each.seconds is not None
+        and each.details["redone"] == 0
+        and each.seconds <= JOIN_STEPS * each.details["step"]
+        for each in repetitions
+    ]
+    return Bar(f"{wanted}: {sum(fine)} of {len(fine)}", all(fine))
+
+
 def join(repetitions: Sequence[Repetition], copy: float) -> Bar:
     wanted = f"median within {JOIN_STEPS} steps + {JOIN_COPIES:g} x {copy * 1000:.0f} ms of copying"
     beyond = beyond_join(repetitions, copy)

@@ -26,11 +26,14 @@ PACKAGES = {
         ("defusedxml", "nvidia-ml-py", "packaging", "psutil", "pynvml", "pyyaml"),
     ),
 }
+#: Limits of torchft's lighthouse: five times shorter than those it ships with, and more.
+TORCHFT_LIMITS = ("--heartbeat_timeout_ms=1000", "--join_timeout_ms=1000", "--quorum_tick_ms=10")
+TORCHFT_NOTE = "heartbeat time-out 1 s, join time-out 1 s, tick 10 ms"
 #: A step of the large model takes half a second on two cores: below this, none would be committed.
 LONG_COLLECTIVE = 5.0
 #: Processes nobody's launcher starts get what launchers set; torch's warnings of every store wait
 #: that ended are hushed.
-_BY_HAND = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+BY_HAND = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 @dataclass(frozen=True)
@@ -97,18 +100,23 @@ def _start_torchft(*flags: str) -> Callable[[Job], None]:
     """One lighthouse and a process per replica group, of one worker each."""
 
     def start(job: Job) -> None:
-        home = Path(job.launcher.environment["PYTHONPATH"])
-        lighthouse = [sys.executable, str(home / "bin" / "torchft_lighthouse")]
-        job.start([*lighthouse, "--bind", job.endpoint, "--min_replicas", "1", *flags], {})
+        start_lighthouse(job, *flags)
         for replica in range(WORKERS):
             _start_replica(job, replica)
 
     return start
 
 
+def start_lighthouse(job: Job, *flags: str) -> None:
+    """Start what keeps the quorum of a job of torchft's."""
+    home = Path(job.launcher.environment["PYTHONPATH"])
+    lighthouse = [sys.executable, str(home / "bin" / "torchft_lighthouse")]
+    job.start([*lighthouse, "--bind", job.endpoint, "--min_replicas", "1", *flags], {})
+
+
 def _start_replica(job: Job, replica: int) -> None:
     where = {"REPLICA_GROUP_ID": str(replica), "TORCHFT_LIGHTHOUSE": f"http://{job.endpoint}"}
-    job.start([sys.executable, *job.script], {**_BY_HAND, **where})
+    job.start([sys.executable, *job.script], {**BY_HAND, **where})
 
 
 def _replace_replica(job: Job, pid: int) -> None:
@@ -123,7 +131,7 @@ def _start_nvrx(job: Job) -> None:
     size = {"WORLD_SIZE": str(WORKERS + 1)}
     for rank in map(str, range(WORKERS + 1)):
         who = {"RANK": rank, "LOCAL_RANK": rank}
-        job.start([sys.executable, *job.script], {**_BY_HAND, **meeting, **size, **who})
+        job.start([sys.executable, *job.script], {**BY_HAND, **meeting, **size, **who})
 
 
 def _torchft(
@@ -133,7 +141,7 @@ def _torchft(
         Launcher(
             f"torchft {version}, {title}",
             (),
-            environment=_home(f"torchft-{version}"),
+            environment=peer_home(f"torchft-{version}"),
             patience=15.0,  # where it recovered it took up to 5.2 s; else its survivors were gone
         ),
         f"lighthouse: {lighthouse}; gloo time-out {gloo:g} s; a killed replica is started anew "
@@ -145,20 +153,14 @@ def _torchft(
     )
 
 
-def _home(peer: str) -> dict[str, str]:
+def peer_home(peer: str) -> dict[str, str]:
+    """The environment in which a peer is found."""
     return {"PYTHONPATH": str(PEERS / peer)}
 
 
 def _torchft_variants(version: str) -> tuple[Contestant, Contestant]:
-    limits = ("--heartbeat_timeout_ms", "1000", "--join_timeout_ms", "1000")
     return (
-        _torchft(
-            version,
-            "heartbeat 1 s",
-            "heartbeat time-out 1 s, join time-out 1 s, tick 10 ms",
-            *(*limits, "--quorum_tick_ms", "10"),
-            gloo=1.0,
-        ),
+        _torchft(version, "heartbeat 1 s", TORCHFT_NOTE, *TORCHFT_LIMITS, gloo=1.0),
         _torchft(version, "as shipped", "as shipped (heartbeat time-out 5 s, join time-out 60 s)"),
     )
 
@@ -183,7 +185,7 @@ TORCHFT_SHORT = _torchft(
     gloo=0.3,
 )
 NVRX = Contestant(
-    Launcher("NVRx 0.4.1 in-process", (), environment=_home("nvrx")),
+    Launcher("NVRx 0.4.1 in-process", (), environment=peer_home("nvrx")),
     "one spare, everything imported; all intervals 50 ms, `last_call_wait` 0, gloo time-out 0.5 s, "
     "checkpoint to memory every 5 steps; rank 0, which hosts its store, is spared",
     "peers/nvrx_train.py",

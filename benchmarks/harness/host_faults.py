@@ -1,6 +1,6 @@
 """What becomes of a training whose rendezvous host is killed, frozen or cut off.
 
-Three nodes of one resident worker each; the node that hosts the embedded store is the one that is
+Three nodes of one in-process worker each; the node that hosts the embedded store is the one that is
 lost, with its worker. The other two are a majority and go on.
 """
 
@@ -22,7 +22,7 @@ NODES = 3
 NOBODY_LEFT = "the job ended with its host"
 #: Seconds the survivors train on while it is looked for another world beside theirs.
 BESIDE = 1.0
-#: The size of the model, as in the other faults of resident workers.
+#: The size of the model, as in the other faults of in-process workers.
 SIZE = "1m"
 KILL_LIMIT = 1.0
 SILENCE_LIMIT = LEASE + 1.0

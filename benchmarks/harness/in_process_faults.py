@@ -16,12 +16,14 @@ from typing import Any
 
 from benchmarks.harness import processes
 from benchmarks.harness.contestants import OURS_IN_PROCESS, WORKERS, Contestant
-from benchmarks.harness.job import Job, Node
+from benchmarks.harness.job import HEAD_START_SECONDS, Job, Node, Place
 from benchmarks.harness.network import ADDRESSES, Network
 from benchmarks.harness.scenarios import Attempt, Repetition, failed, quiet_seconds
 from benchmarks.harness.worker_log import Finish, History, Span
 
 QUIET_SECONDS = 1.0
+#: The name of the file that is a preemption notice.
+NOTICE = "notice"
 PROGRESS_LIMIT = 1.0
 LEASE = 3.0  # the default of --lease
 #: What an agent's event log says of a worker that it killed because nothing else freed it.
@@ -184,11 +186,47 @@ def standstill(history: History, world: Span, first: Finish, asked: float) -> Re
     return Repetition(gap - step, longer if gap > change else "", details=details)
 
 
+def _take_machine(contestant: Contestant, fault: Fault) -> Attempt:
+    """One node of two gets a preemption notice: how long the other stood still, and how many
+    steps began twice."""
+
+    def start(job: Job) -> None:
+        job.start_node()
+        time.sleep(HEAD_START_SECONDS)
+        job.start_node(place=Place(flags=("--preemption", f"file={job.directory / NOTICE}")))
+        job.wait_training(WORKERS, quiet=0.5)
+
+    def notice(job: Job, index: int) -> Repetition:
+        world = train_first(job, index)
+        at = time.monotonic()
+        (job.directory / NOTICE).write_text("30 the machine is taken away")
+        patience = job.launcher.patience
+        first = job.wait_for(
+            lambda: job.history.first_finish(after=at, size=WORKERS // 2), patience
+        )
+        if first is None:
+            return failed(job, set(), f"did not go on within {patience:g} s")
+        step, gap = job.history.step_seconds(world.world), job.history.largest_gap(at, first.time)
+        numbers = [each.number for each in job.history.finishes]
+        begun = [each.number for each in job.history.steps if each.world == world.world]
+        redone = len(numbers) - len(set(numbers)) + (max(begun) >= first.number)
+        details = {
+            "step": round(step, 5),
+            "steps": round((gap - step) / step, 1),
+            "redone": redone,
+            "noticed": round(first.time - at, 4),
+        }
+        return Repetition(gap - step, f"{redone} steps redone" if redone else "", details=details)
+
+    return Attempt(lambda: contestant.job(fault.size, "1:2", WORKERS // 2), start, notice)
+
+
 KILL = Fault("kill", "worker SIGKILL", "1m", _signal_worker(signal.SIGKILL))
 KILL_LARGE = replace(KILL, name="kill-25m", size="25m")
 STOP = Fault("stop", "worker SIGSTOP", "1m", _signal_worker(signal.SIGSTOP))
 FREEZE = Fault("freeze", "node SIGSTOP", "1m", _lose_node(_freeze))
 JOIN = Fault("join", "a worker joins", "1m", _join_worker)
+NOTICED = Fault("notice", "a preemption notice", "1m", _take_machine)
 JOIN_LARGE = replace(JOIN, name="join-25m", size="25m")
 
 WATCHED = replace(

@@ -16,17 +16,18 @@ from benchmarks.harness.contestants import (
 from benchmarks.harness.in_process_results import InProcessResults
 from benchmarks.harness.report import (
     NOT_MEASURED,
-    SPREAD_HEAD,
     Row,
     about,
     failures,
+    how_they_ran,
+    interval,
+    judged,
     seconds,
     spread,
     table,
-    verdict,
 )
 from benchmarks.harness.steady import BARE, RESIDENT, STEADY_WORKERS, Calls, Comparison, Cost
-from benchmarks.harness.summary import Summary, ratio_interval
+from benchmarks.harness.summary import Summary
 from benchmarks.sizes import SIZES
 
 HEAD = ("measure", "torchelastic", "the other", "ratio", "wanted")
@@ -35,6 +36,10 @@ FOOTNOTE = (
     "Recovery is the time from the fault to the first step committed in a new world by all its "
     "ranks, minus one median step; a join costs the longest time without a committed step, minus "
     "one. Seconds are medians (min to max)."
+)
+SETTINGS = (
+    f"no failures: {STEADY_WORKERS} workers, pairs of jobs under `torchelastic run`, one "
+    "with a bare DDP loop, every other pair in reverse order; 95 % intervals of paired ratios."
 )
 SMALL = Comparison("10 k parameters", RESIDENT, BARE, "10k", steps=1500)
 LARGE = Comparison("25 M parameters", RESIDENT, BARE, "25m", steps=15)
@@ -51,14 +56,13 @@ def render(results: InProcessResults) -> str:
         *_large_kills(results),
         *_silence(results),
         *_joins(results),
+        *_notices(results),
         *_steady(results),
         *_calls(results),
     ]
-    parts = [_head(results), table(HEAD, rows), FOOTNOTE, _settings(results)]
-    if results.faults:
-        parts.append(table(SPREAD_HEAD, spread(results)))
-    if lines := failures(results):
-        parts.append("What went wrong:\n\n" + "\n".join(f"- {line}" for line in lines))
+    ran = how_they_ran(results, (OURS_IN_PROCESS, *PEER_CONTESTANTS), SETTINGS)
+    parts = [_head(results), table(HEAD, rows), FOOTNOTE, ran]
+    parts += [*spread(results), *failures(results)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -92,7 +96,7 @@ def _line(title: str, ours: Summary, theirs: str, times: float | None, bar: Bar 
         seconds(ours, 3),
         theirs,
         f"{times:.1f} times faster" if times is not None else "",
-        verdict(bar.wanted, bar.met) if bar else "reported",
+        judged(bar),
     )
 
 
@@ -168,6 +172,15 @@ def _joins(results: InProcessResults) -> list[Row]:
     return rows
 
 
+def _notices(results: InProcessResults) -> list[Row]:
+    fault = in_process_faults.NOTICED
+    if fault.name not in results.faults:
+        return []
+    repetitions = results.repetitions(fault.name, OURS_IN_PROCESS.name)
+    title = f"{fault.title}: the other node stands still"
+    return [_line(title, _ours(results, fault.name), "", None, bars.notice(repetitions))]
+
+
 def _steady(results: InProcessResults) -> list[Row]:
     rows: list[Row] = []
     for comparison, cpu in ((SMALL, bars.cpu_time), (LARGE, bars.cpu_share)):
@@ -192,7 +205,7 @@ def _cpu(comparison: Comparison, pairs: Sequence[tuple[Cost, Cost]], bar: Bar) -
         f"bare DDP: {_microseconds(bare)}",
         f"{extra.median * 1e6:+.0f} us ({min(extra.times) * 1e6:+.0f} to "
         f"{max(extra.times) * 1e6:+.0f})",
-        verdict(bar.wanted, bar.met),
+        judged(bar),
     )
 
 
@@ -204,17 +217,16 @@ def _collectives(comparison: Comparison, pairs: Sequence[tuple[Cost, Cost]]) -> 
     ours, bare = (max(each.collectives for each in side) for side in zip(*pairs, strict=True))
     bar = bars.collectives(pairs)
     title = f"no failures, {comparison.name}: collectives per step"
-    return (title, f"{ours:g}", f"bare DDP: {bare:g}", "", verdict(bar.wanted, bar.met))
+    return (title, f"{ours:g}", f"bare DDP: {bare:g}", "", judged(bar))
 
 
 def _wall(name: str, pairs: Sequence[tuple[Cost, Cost]]) -> Row:
-    interval = ratio_interval([(first.wall, second.wall) for first, second in pairs])
     ours, bare = (Summary(tuple(each.wall for each in side)) for side in zip(*pairs, strict=True))
     return (
         f"no failures, {name}: wall clock per step",
         f"{ours.median * 1000:.2f} ms",
         f"bare DDP: {bare.median * 1000:.2f} ms",
-        f"{interval.ratio:.3f} ({interval.low:.3f} to {interval.high:.3f})",
+        interval([(first.wall, second.wall) for first, second in pairs]),
         "reported",
     )
 
@@ -227,7 +239,7 @@ def _calls(results: InProcessResults) -> list[Row]:
     shown = ("", "") if not (ours and bare) else (_kinds(ours), _kinds(bare))
     more = f"{_total(ours) - _total(bare):+.1f}" if ours and bare else NOT_MEASURED
     title = "no failures, 10 k parameters: system calls of the training thread per step"
-    return [(title, shown[0], f"bare DDP: {shown[1]}", more, verdict(bar.wanted, bar.met))]
+    return [(title, shown[0], f"bare DDP: {shown[1]}", more, judged(bar))]
 
 
 def _total(calls: Calls) -> float:
@@ -238,17 +250,3 @@ def _kinds(calls: Calls) -> str:
     often = {name: count for name, count in calls.kinds.items() if count >= 0.05}
     named = ", ".join(f"{name} {count:.1f}" for name, count in often.items())
     return f"{_total(calls):.1f} ({named})"
-
-
-def _settings(results: InProcessResults) -> str:
-    """How each contestant ran."""
-    lines = [
-        f"- {each.name}: {each.note}."
-        for each in (OURS_IN_PROCESS, *PEER_CONTESTANTS)
-        if any(each.name in by for by in results.faults.values())
-    ]
-    lines.append(
-        f"- no failures: {STEADY_WORKERS} workers, pairs of jobs under `torchelastic run`, one "
-        "with a bare DDP loop, every other pair in reverse order; 95 % intervals of paired ratios."
-    )
-    return "How each of them ran:\n\n" + "\n".join(lines)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from benchmarks.harness import processes
 from benchmarks.harness.launchers import Launcher
-from benchmarks.harness.worker_log import History
+from benchmarks.harness.step_logs import StepLogs
 
 T = TypeVar("T")
 
@@ -84,7 +84,6 @@ class Job:
         self.launcher = launcher
         self.workers = workers
         self.nodes: list[Node] = []
-        self.history = History()
         # Short: Unix sockets below it may have paths of 107 bytes at most.
         self.directory = Path(tempfile.mkdtemp(prefix="bench-", dir=parent))
         self.script = [
@@ -96,7 +95,8 @@ class Job:
         self._nodes = nodes
         #: Where the processes of the job meet.
         self.endpoint = f"{address}:{free_port(address)}" if elastic else ""
-        self._logs: dict[str, _Tail] = {}
+        self._logs = StepLogs(self.directory / "logs")
+        self.history = self._logs.history
 
     def __enter__(self) -> Job:
         return self
@@ -173,13 +173,7 @@ class Job:
 
     def read_logs(self) -> None:
         """Take in what the workers have written since the last time."""
-        directory = self.directory / "logs"
-        for name in os.listdir(directory) if directory.exists() else ():
-            if name not in self._logs:
-                self._logs[name] = _Tail(directory / name)
-        for tail in self._logs.values():
-            for line in tail.new_lines():
-                self.history.add_line(line)
+        self._logs.read()
 
     def worlds(self, known: Container[int] = ()) -> list[dict[str, Any]]:
         """Every world that trained and is not `known`, in seconds since the first node's start."""
@@ -217,8 +211,7 @@ class Job:
             pass  # what does not end is ended below
         finally:
             processes.end_descendants()
-            for tail in self._logs.values():
-                tail.close()
+            self._logs.close()
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def _environment(self) -> dict[str, str]:
@@ -239,21 +232,6 @@ def _last_line(path: Path) -> str:
     lines = path.read_text(errors="replace").split("\n")
     told = [line.strip() for line in lines if line.strip()]
     return f"last line: {told[-1][:300]}" if told else "nothing printed"
-
-
-class _Tail:
-    """The whole lines of a growing file, each once."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("rb")
-        self._rest = b""
-
-    def new_lines(self) -> list[str]:
-        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
-        return [line.decode() for line in lines]
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def free_port(address: str = "127.0.0.1") -> int:

@@ -152,7 +152,7 @@ def broken(history: History, known: set[int]) -> str:
     """Which law about who makes steps was broken, in words; empty: none."""
     split = history.overlapping(known) or history.doubled()
     events = [
-        laws.Stepped(step.finished, f"process {step.pid}", step.generation, step.number)
+        laws.StepFinished(step.finished, f"process {step.pid}", step.generation, step.number)
         for step in sorted(history.steps, key=lambda step: step.finished)
     ]
     return "; ".join([SPLIT] * bool(split) + [str(one) for one in laws.check(events)[:1]])

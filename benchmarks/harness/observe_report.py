@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from benchmarks.harness import observe_rows as rows
 from benchmarks.harness.observe_rows import ObserveResults
-from benchmarks.harness.report import Row, about, table, verdict
+from benchmarks.harness.report import Row, about, load, table, verdict
 from benchmarks.harness.summary import ratio_interval, student_t
 from benchmarks.observe_parts import AGAIN, NOTHING, PLAIN, SCRIPT, TRAIN
 
@@ -28,10 +28,7 @@ FOOTNOTE = (
 def render(results: ObserveResults) -> str:
     """The whole report."""
     lines = [*_parts(results), *_whole(results), *_agent(results), *_disturbed(results)]
-    facts = results.about
-    before, after = facts.get("load_before", 0.0), facts.get("load_after", 0.0)
-    load = f"Load before: {before:.1f}, after: {after:.1f}."
-    parts = [about(results), load, table(HEAD, lines), FOOTNOTE]
+    parts = [about(results), load(results), table(HEAD, lines), FOOTNOTE]
     if results.failed_rows:
         parts.append(f"What went wrong: no job of {', '.join(results.failed_rows)} ended well.")
     return "\n\n".join(parts) + "\n"

@@ -9,14 +9,15 @@ from benchmarks.harness.bars import Bar
 from benchmarks.harness.crowd import EMBEDDED, ETCD, SYSTEMS, TORCHRUN, System
 from benchmarks.harness.host_faults import KILL_LIMIT, NOBODY_LEFT, SILENCE_LIMIT
 from benchmarks.harness.report import (
-    SPREAD_HEAD,
     Row,
     about,
     failures,
+    how_they_ran,
+    judged,
+    load,
     seconds,
     spread,
     table,
-    verdict,
 )
 from benchmarks.harness.results import Results
 from benchmarks.harness.summary import Summary, growth_exponent, summarize
@@ -40,6 +41,7 @@ FOOTNOTE = (
     "SIGKILL until the last survivor has the next world; a lost host until the first step that "
     "the survivors have committed in a new world, minus one median step."
 )
+SETTINGS = "lost hosts: three nodes of one worker under `torchelastic.train`, no flags."
 
 
 def key(row: str, agents: int) -> str:
@@ -66,11 +68,8 @@ def render(results: Results) -> str:
     rows = [*_joins(results), *_failures(results), *_bytes(results), *_hosts(results)]
     parts = [_head(results), table(HEAD, rows), FOOTNOTE]
     parts += [part for part in (_join_table(results), _bytes_table(results)) if part]
-    parts.append(_settings(results))
-    if results.faults:
-        parts.append(table(SPREAD_HEAD, spread(results)))
-    if lines := failures(results):
-        parts.append("What went wrong:\n\n" + "\n".join(f"- {line}" for line in lines))
+    parts.append(how_they_ran(results, SYSTEMS, SETTINGS))
+    parts += [*spread(results), *failures(results)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -80,8 +79,7 @@ def _head(results: Results) -> str:
     return (
         f"{about(results)}\n\nAgents share {facts.get('processes')} processes; one more has the "
         f"host of the store, or is etcd. Everything ran on {network}; a process may have "
-        f"{facts.get('descriptors')} open files. Load before: {facts.get('load_before', 0.0):.1f}, "
-        f"after: {facts.get('load_after', 0.0):.1f}."
+        f"{facts.get('descriptors')} open files. {load(results)}"
     )
 
 
@@ -91,7 +89,7 @@ def _line(title: str, ours: str, theirs: str, ratio: float | None, bar: Bar | No
         ours,
         theirs,
         f"{ratio:.1f} times faster" if ratio is not None else "",
-        verdict(bar.wanted, bar.met) if bar else "reported",
+        judged(bar),
     )
 
 
@@ -249,13 +247,3 @@ def _host(results: Results, name: str, title: str, limit: float) -> Row:
     split = any(each.overlaps for each in repetitions)
     bar = Bar(f"worst of {ours.count} under {limit:g} s", met and not split if ours.count else None)
     return _line(title, shown, "", None, bar)
-
-
-def _settings(results: Results) -> str:
-    lines = [
-        f"- {system.name}: {system.note}."
-        for system in SYSTEMS
-        if any(system.name in by for by in results.faults.values())
-    ]
-    lines.append("- lost hosts: three nodes of one worker under `torchelastic.train`, no flags.")
-    return "How each of them ran:\n\n" + "\n".join(lines)

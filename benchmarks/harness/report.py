@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from benchmarks.harness import scenarios
+from benchmarks.harness.bars import Bar
 from benchmarks.harness.footprint import Footprint
 from benchmarks.harness.launchers import FAST, OURS, OURS_NO_ZYGOTE, OURS_PRELOAD, SAFE, TORCHRUN
 from benchmarks.harness.results import Results
@@ -33,6 +36,16 @@ SPREAD_HEAD = (
 Row = Sequence[str]
 
 
+class Contestant(Protocol):
+    """Who is measured, and how it is set."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def note(self) -> str: ...
+
+
 def render(results: Results) -> str:
     """The whole report."""
     rows = [
@@ -43,11 +56,7 @@ def render(results: Results) -> str:
         *_cold(results),
         *_idle(results),
     ]
-    parts = [about(results), table(HEAD, rows), FOOTNOTE]
-    if results.faults:
-        parts.append(table(SPREAD_HEAD, spread(results)))
-    if lines := failures(results):
-        parts.append("What went wrong:\n\n" + "\n".join(f"- {line}" for line in lines))
+    parts = [about(results), table(HEAD, rows), FOOTNOTE, *spread(results), *failures(results)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -84,6 +93,11 @@ def about(results: Results) -> str:
     )
 
 
+def load(results: Results) -> str:
+    before, after = (results.about.get(f"load_{when}", 0.0) for when in ("before", "after"))
+    return f"Load before: {before:.1f}, after: {after:.1f}."
+
+
 def seconds(summary: Summary, digits: int = 2) -> str:
     """`0.31 s (0.28 to 0.40)`, or how many failed."""
     if not summary.count:
@@ -91,15 +105,38 @@ def seconds(summary: Summary, digits: int = 2) -> str:
     failed = f"{summary.failed} of {summary.count} failed"
     if not summary.times:
         return failed
-    median, low, high = (
-        f"{each:.{digits}f}" for each in (summary.median, min(summary.times), max(summary.times))
-    )
-    text = f"{median} s ({low} to {high})"
+    text = median_range(summary.times, digits, " s")
     return f"{text}, {failed}" if summary.failed else text
+
+
+def median_range(values: Sequence[float], digits: int, unit: str = "") -> str:
+    """`0.31 s (0.28 to 0.40)`: the median and the range."""
+    median, low, high = (
+        f"{each:.{digits}f}" for each in (statistics.median(values), min(values), max(values))
+    )
+    return f"{median}{unit} ({low} to {high})"
 
 
 def verdict(wanted: str, met: bool | None) -> str:
     return f"{wanted}: {'met' if met else '**missed**'}" if met is not None else wanted
+
+
+def judged(bar: Bar | None) -> str:
+    return verdict(bar.wanted, bar.met) if bar else "reported"
+
+
+def interval(pairs: Sequence[tuple[float, float]], digits: int = 3) -> str:
+    """`1.02 (0.98 to 1.07)`: the mean ratio of pairs and its 95 % interval."""
+    found = ratio_interval(pairs)
+    mean, low, high = (f"{each:.{digits}f}" for each in (found.ratio, found.low, found.high))
+    return f"{mean} ({low} to {high})"
+
+
+def how_they_ran(results: Results, contestants: Iterable[Contestant], *more: str) -> str:
+    """How each contestant ran that was measured, and `more` about all."""
+    measured = {name for by in results.faults.values() for name in by}
+    lines = [f"{each.name}: {each.note}." for each in contestants if each.name in measured]
+    return "How each of them ran:\n\n" + "\n".join(f"- {line}" for line in (*lines, *more))
 
 
 def _versus(results: Results, row: str, ours: str, title: str, factor: int | None) -> Row:
@@ -188,17 +225,16 @@ def _cold(results: Results) -> list[Row]:
         if not whole:
             rows.append((f"cold start, {name}", "failed", "failed", "", ""))
             continue
-        interval = ratio_interval(whole)
         control = "A/A" in name
         failed = f", {len(pairs) - len(whole)} of {len(pairs)} pairs failed"
-        met = interval.high <= WANTED_RATIO and len(whole) == len(pairs)
+        met = ratio_interval(whole).high <= WANTED_RATIO and len(whole) == len(pairs)
         ours, theirs = (Summary(tuple(times)) for times in zip(*whole, strict=True))
         rows.append(
             (
                 f"cold start, {name}: first step",
                 "(torchrun) " * control + seconds(ours),
                 seconds(theirs) + failed * (len(whole) < len(pairs)),
-                f"{interval.ratio:.2f} ({interval.low:.2f} to {interval.high:.2f})",
+                interval(whole, digits=2),
                 "reported" if control else verdict(f"95 % interval up to {WANTED_RATIO}", met),
             )
         )
@@ -250,12 +286,14 @@ def _megabytes(found: Footprint | None, name: str) -> str:
     return f"{getattr(found, name):.0f} MB" if found else NOT_MEASURED
 
 
-def spread(results: Results) -> list[Row]:
-    return [
+def spread(results: Results) -> list[str]:
+    """The table of all repetitions, if there are any."""
+    rows = [
         _spread_row(row, name, results)
         for row, launchers in results.faults.items()
         for name in launchers
     ]
+    return [table(SPREAD_HEAD, rows)] if rows else []
 
 
 def _spread_row(row: str, name: str, results: Results) -> Row:
@@ -280,10 +318,12 @@ def _spread_row(row: str, name: str, results: Results) -> Row:
 
 
 def failures(results: Results) -> list[str]:
-    return [
-        f"{row}, {name}, {number}: {each.note}"
+    """The paragraph about what went wrong, if anything did."""
+    lines = [
+        f"- {row}, {name}, {number}: {each.note}"
         for row, launchers in results.faults.items()
         for name, repetitions in launchers.items()
         for number, each in enumerate(repetitions, 1)
         if each.note
     ]
+    return ["What went wrong:\n\n" + "\n".join(lines)] if lines else []

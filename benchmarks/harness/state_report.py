@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from benchmarks.harness import state_bars as bars
 from benchmarks.harness import state_rows as rows
 from benchmarks.harness.bars import Bar
-from benchmarks.harness.report import NOT_MEASURED, Row, about, table, verdict
+from benchmarks.harness.report import NOT_MEASURED, Row, about, judged, load, table
 from benchmarks.harness.state_results import StateResults
 from benchmarks.harness.summary import RatioInterval, Summary, ratio_interval
 
@@ -27,6 +27,7 @@ def render(results: StateResults) -> str:
     """The whole report."""
     lines = [
         *_blocked(results),
+        *_sharded(results),
         *_overheads(results),
         *_checkpoints(results),
         *_restores(results),
@@ -41,11 +42,9 @@ def render(results: StateResults) -> str:
 
 
 def _head(results: StateResults) -> str:
-    facts = results.about
     return (
         f"{about(results)}\n\nState of {results.bytes / 1e6:,.0f} MB: parameters and momentum in "
-        f"single precision. Load before: {facts.get('load_before', 0.0):.1f}, after: "
-        f"{facts.get('load_after', 0.0):.1f}.{_free(results)}"
+        f"single precision. {load(results)}{_free(results)}"
     )
 
 
@@ -76,7 +75,7 @@ def _line(title: str, ours: Summary, basis: Summary, name: str, bar: Bar | None)
         milliseconds(ours),
         f"{name}: {milliseconds(basis)}" if name else "",
         f"{found:.2f}" if found is not None and name else "",
-        verdict(bar.wanted, bar.met) if bar else "reported",
+        judged(bar),
     )
 
 
@@ -97,6 +96,21 @@ def _blocked(results: StateResults) -> list[Row]:
         _line("blocked per snapshot, nothing to hide behind", alone, copy, name, bar),
         _line("blocked per snapshot, behind forward and backward", hidden, copy, name, None),
         _line("blocked per snapshot, one right after the other", repeated, copy, name, None),
+    ]
+
+
+def _sharded(results: StateResults) -> list[Row]:
+    if rows.SHARDED not in results.faults:
+        return []
+    ours, least, copy = (
+        results.summary(rows.SHARDED, each)
+        for each in (rows.SNAPSHOT, rows.VOTE_AND_COPY, rows.COPY)
+    )
+    bar = bars.in_copies(ours, copy, bars.BLOCKED_COPIES, "a copy")
+    title = "blocked per snapshot, FSDP2 over tensor parallelism (2 x 2)"
+    return [
+        _line(title, ours, copy, "one-thread copy of a rank's shards", bar),
+        _line(f"{title}, beside its least", ours, least, "bare all-reduce, then that copy", None),
     ]
 
 
@@ -139,7 +153,7 @@ def _overhead(results: StateResults, row: str, name: str, every: int = 1) -> Row
         milliseconds(with_it),
         f"{'the same' if 'A/A' in name else 'without'}: {milliseconds(without)}",
         _percent(interval),
-        verdict(bar.wanted, bar.met) if bar else "reported",
+        judged(bar),
     )
 
 

@@ -14,12 +14,13 @@ from benchmarks.harness.launchers import OURS
 from benchmarks.harness.scenarios import Repetition
 from benchmarks.harness.state_results import StateResults
 
-BLOCKED, OVERHEAD, ONE_CORE = "blocked", "overhead", "one-core"
+BLOCKED, SHARDED, OVERHEAD, ONE_CORE = "blocked", "sharded", "overhead", "one-core"
 CHECKPOINT, FIRST_CHECKPOINT = "checkpoint", "first checkpoint"
 CHECKPOINT_ALONE = "checkpoint, nothing to hide behind"
 RESTORE, PEER = "restore", "peer"
 #: Names of what is timed.
 SNAPSHOT, HIDDEN, BACK_TO_BACK, COPY = "snapshot", "hidden", "back to back", "copy"
+VOTE_AND_COPY = "vote and copy"
 IN_A_STEP = "in a step"
 OWN_MEMORY, MEMCPY = "own memory", "memcpy"
 MEMCPY_FRESH = "memcpy by a new worker"
@@ -53,6 +54,18 @@ def blocked(results: StateResults, size: str, repetitions: int) -> None:
             results.take(BLOCKED, COPY, line)
         else:
             results.take(BLOCKED, line["event"], line, "commit", "wait")
+
+
+def sharded(results: StateResults, size: str, repetitions: int) -> None:
+    """FSDP2 over tensor parallelism, 2 x 2: on each rank, its share of the bytes."""
+    counts = ("--measure=sharded", f"--repetitions={repetitions}")
+    for line in _measured(_TRAIN, size, *counts, workers=4):
+        if line["event"] in (COPY, VOTE_AND_COPY):
+            results.take(SHARDED, line["event"], line)
+        elif not line["kept"]:
+            raise JobFailed("a snapshot of shards was not kept")
+        else:
+            results.take(SHARDED, SNAPSHOT, line, "commit", "wait")
 
 
 def overhead(
@@ -120,11 +133,13 @@ def _wait_for(job: Job, event: str, count: int, *, guest: int) -> None:
         raise JobFailed(f"not {count} times '{event}' within {JOIN_PATIENCE:g} s\n{job.output()}")
 
 
-def _measured(script: str, size: str, *arguments: str, where: Path | None = None) -> list[Line]:
-    """All that the worker of a job of one node has written down, at the end of the job."""
+def _measured(
+    script: str, size: str, *arguments: str, where: Path | None = None, workers: int = 1
+) -> list[Line]:
+    """All that the workers of a job of one node have written down, at the end of the job."""
     given: Sequence[str] = (f"--size={size}", *arguments)
     launcher = OURS if _RESTARTS in arguments else _OURS_ONCE
-    with Job(launcher, script, given, workers=1, elastic=False, parent=where) as job:
+    with Job(launcher, script, given, workers=workers, elastic=False, parent=where) as job:
         node = job.start_node()
         job.wait_for(lambda: node.process.poll() is not None, PATIENCE)
         if node.process.poll() != 0:

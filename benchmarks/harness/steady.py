@@ -60,6 +60,8 @@ class Comparison:
     second: str
     size: str
     steps: int
+    workers: int = STEADY_WORKERS
+    arguments: tuple[str, ...] = ()
 
 
 def compare(comparison: Comparison, pairs: int) -> Iterable[tuple[Cost, Cost]]:
@@ -67,24 +69,30 @@ def compare(comparison: Comparison, pairs: int) -> Iterable[tuple[Cost, Cost]]:
     sides = (comparison.first, comparison.second)
     for number in range(pairs):
         order = sides if number % 2 == 0 else sides[::-1]
-        costs = [run(script, comparison.size, comparison.steps) for script in order]
+        costs = [run(script, comparison) for script in order]
         first, second = costs if number % 2 == 0 else costs[::-1]
         yield first, second
 
 
-def run(script: str, size: str, steps: int) -> Cost:
+def run(script: str, comparison: Comparison) -> Cost:
     """One job to its end."""
-    with _job(script, size, f"--steps={steps}") as job:
-        node = job.start_node()
-        job.wait_for(lambda: node.process.poll() is not None, PATIENCE)
-        if node.process.poll() != 0:
-            raise JobFailed(f"{script} did not end well\n{job.output()}")
+    given = (f"--steps={comparison.steps}", *comparison.arguments)
+    with make_job(script, comparison.size, *given, workers=comparison.workers) as job:
+        wait_end(job, script)
         return cost([_step_lines(path) for path in _logs(job)])
 
 
-def _job(script: str, size: str, *arguments: str) -> Job:
+def wait_end(job: Job, script: str) -> None:
+    """Start a job of one node and wait until it has ended well."""
+    node = job.start_node()
+    job.wait_for(lambda: node.process.poll() is not None, PATIENCE)
+    if node.process.poll() != 0:
+        raise JobFailed(f"{script} did not end well\n{job.output()}")
+
+
+def make_job(script: str, size: str, *arguments: str, workers: int = STEADY_WORKERS) -> Job:
     plain = (f"--size={size}", "--accelerator=0", "--checkpoint-every=0", *arguments)
-    return Job(OURS, script, plain, workers=STEADY_WORKERS, elastic=False, parent=MEMORY)
+    return Job(OURS, script, plain, workers=workers, elastic=False, parent=MEMORY)
 
 
 def _logs(job: Job) -> list[Path]:
@@ -126,7 +134,7 @@ def trace(script: str, size: str) -> Calls | None:
     A worker's script runs in its main thread, and so does the training: strace without `-f` sees
     that thread and no other.
     """
-    with _job(script, size) as job:
+    with make_job(script, size) as job:
         job.start_node()
         job.wait_training(STEADY_WORKERS, quiet=1.0)
         worker = job.history.latest().pids[STEADY_WORKERS - 1]

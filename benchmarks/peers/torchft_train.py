@@ -21,8 +21,9 @@ def make_manager(
     optimizer: torch.optim.Optimizer,
     store: dist.TCPStore,
     collective_timeout: timedelta,
+    **options: Any,
 ) -> Manager:
-    """Keeps the quorum, and heals this replica with a peer's state."""
+    """Keeps the quorum, and heals this replica, or its part of one, with a peer's state."""
 
     def state_dict() -> dict[str, Any]:
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -37,12 +38,11 @@ def make_manager(
         state_dict=state_dict,
         min_replica_size=1,
         replica_id=f"replica_{os.environ['REPLICA_GROUP_ID']}_",
-        rank=0,
-        world_size=1,
         store_addr="127.0.0.1",
         store_port=store.port,
         hostname="127.0.0.1",
         heartbeat_interval=HEARTBEAT_INTERVAL,
+        **options,
     )
 
 
@@ -68,7 +68,7 @@ def main() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     model, optimizer = workload.build(arguments.size)
     timeout = timedelta(seconds=arguments.collective_timeout)
-    manager = make_manager(model, optimizer, store, timeout)
+    manager = make_manager(model, optimizer, store, timeout, rank=0, world_size=1)
     train(arguments, log, manager, model=model, optimizer=optimizer)
     manager.shutdown()
 
