@@ -105,7 +105,7 @@ class Demo:
         return max(self.steps()[-8:], key=lambda step: step["rank"])
 
     def longest_pause(self, since: float, until: float) -> float:
-        """The longest time in which nobody finished a step."""
+        """The longest time in which no worker finished a step."""
         times = [step["t"] for step in self.steps() if since - 1 <= step["t"] <= until]
         return max(b - a for a, b in pairwise(times))
 
@@ -146,7 +146,7 @@ def run(demo: Demo) -> None:
     demo.tell("+", "another node is started; it warms up while the others train")
     step = demo.wait(lambda: demo.trains(4, fault), "four workers with the newcomer")
     pause = demo.longest_pause(fault, step["t"])
-    demo.tell("✔", f"4 workers train: nobody trained for {pause:.2f} s")
+    demo.tell("✔", f"4 workers train: no step for {pause:.2f} s")
     demo.train_on()
     demo.tell("·", f"{demo.steps()[-1]['step']:.0f} steps done; stopping")
 
