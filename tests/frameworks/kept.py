@@ -7,8 +7,11 @@ import argparse
 import hashlib
 import os
 import signal
+import time
 
 import torch
+
+from torchelastic.snapshot.writer import ShardStatus
 
 RANK = int(os.environ["RANK"])
 LIFE = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -55,7 +58,11 @@ def validates(args, step):
     print(f"[rank {RANK}] validates after step {step}")
 
 
-def trains(args, step):
+def trains(args, step, keep):
+    """Wait until the shards of the last step are kept: until then, commits keep none."""
+    writer = keep._state._keeper._writer
+    while writer.shard_status() is ShardStatus.PENDING:
+        time.sleep(0.005)
     _die(args, f"{RANK}:{step}")
 
 

@@ -52,7 +52,7 @@ def train(args, keeps):
         epochs = epoch + 1
         for x, y in keep.batches(loader):
             if keeps:
-                kept.trains(args, keep.step)
+                kept.trains(args, keep.step, keep)
             time.sleep(args.pace)
             with accelerator.accumulate(model):
                 accelerator.backward(nn.functional.mse_loss(model(x), y))

@@ -43,9 +43,9 @@ class Stream(IterableDataset):
 
 
 class Regression(L.LightningModule):
-    def __init__(self, args, keeps):
+    def __init__(self, args, keep):
         super().__init__()
-        self.args, self.keeps = args, keeps
+        self.args, self.keep = args, keep
         middle = nn.Identity() if args.fsdp else nn.BatchNorm1d(256)
         self.model = nn.Sequential(nn.Linear(8, 256), middle, nn.Dropout(0.1), nn.Linear(256, 1))
 
@@ -58,18 +58,18 @@ class Regression(L.LightningModule):
         torch.manual_seed(self.global_rank)
 
     def on_train_start(self):
-        if self.keeps:
+        if self.keep:
             kept.goes_on(self.global_step)
 
     def training_step(self, batch, batch_idx):
-        if self.keeps:
-            kept.trains(self.args, self.global_step)
+        if self.keep:
+            kept.trains(self.args, self.global_step, self.keep)
         time.sleep(self.args.pace)
         x, y = batch
         return nn.functional.mse_loss(self.model(x), y)
 
     def on_validation_epoch_start(self):
-        if self.keeps:
+        if self.keep:
             kept.validates(self.args, self.global_step)
 
     def validation_step(self, batch, batch_idx):
@@ -87,7 +87,8 @@ class Regression(L.LightningModule):
 
 def train(args, keeps):
     L.seed_everything(0)
-    callbacks = [Keep()] if keeps else []
+    keep = Keep() if keeps else None
+    callbacks = [keep] if keep else []
     if args.checkpoints:
         out = os.path.join(args.out, f"keeps-{keeps}")
         callbacks.append(ModelCheckpoint(dirpath=out, monitor="val", save_last=True))
@@ -106,7 +107,7 @@ def train(args, keeps):
         enable_checkpointing=args.checkpoints,
         enable_progress_bar=False,
     )
-    model = Regression(args, keeps)
+    model = Regression(args, keep)
     data = Data(args.samples, noise=0.0 if args.stream or args.loader_workers else 0.01)
     training = DataLoader(
         Stream(data) if args.stream else data,

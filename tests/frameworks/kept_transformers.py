@@ -35,11 +35,11 @@ class Report(TrainerCallback):
 
 
 class Mortal(Trainer):
-    orders = None
+    orders = keep = None
 
     def training_step(self, *args, **kwargs):
         if self.orders is not None:
-            kept.trains(self.orders, self.state.global_step)
+            kept.trains(self.orders, self.state.global_step, self.keep)
         return super().training_step(*args, **kwargs)
 
 
@@ -70,7 +70,7 @@ def train(args, keeps):
     if keeps:
         trainer.orders = args
         trainer.add_callback(Report())
-        Keep(trainer)
+        trainer.keep = Keep(trainer)
     torch.manual_seed(kept.RANK)
     trainer.train()
     return trainer.state.global_step, trainer.state.epoch, trainer.model, trainer.optimizer

@@ -7,7 +7,8 @@ Keys: steps; hold, steps before which it waits for the order `go-STEP`, once all
 copies of it are in memory; mesh=2d, hybrid sharding where the number of ranks is even: two groups
 of ranks that are replicas of each other; mesh=tp, two ranks share every linear layer, column-wise
 and row-wise, under FSDP2, but not once the order `no-tp` is given; checkpoints, a directory for one
-of every second step, or every=N, waited for each time.
+of every second step, or every=N, waited for each time; kept, how many of the first steps are surely
+kept: none is committed before the one before it is in memory.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ LINES, ORDERS = Path(sys.argv[1]), Path(sys.argv[2])
 KEYS = dict(text.split("=", 1) for text in sys.argv[3:])
 STEPS = int(KEYS["steps"])
 HOLD = KEYS.get("hold", "").split(",")
+KEPT = int(KEYS.get("kept", "0"))
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 GENERATION = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
@@ -120,7 +122,7 @@ for step in range(start, STEPS):
     write("step", step=step + 1, fingerprint=fingerprint())
     with torch.no_grad():
         model(torch.randn(4, 7))  # leaves the last layer whole
-    if str(step + 1) in HOLD:
+    if str(step + 1) in HOLD or step < KEPT:
         wait_until(is_safe)  # so that this step is kept, too
     kept.commit()
     checkpoint.wait()

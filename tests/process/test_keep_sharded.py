@@ -148,7 +148,7 @@ def test_workers_are_killed_then_all_then_all_leave(tmp_path, monkeypatch):
     stop = f"stop@place=checkpoint.write,rank=1,step={end},generation=3"
     monkeypatch.setenv("TORCHELASTIC_FAULTS", f"{kill};{stop}")
     with job(tmp_path / "first", "--nnodes=1 --nproc-per-node=2 --max-restarts=3") as one:
-        node = one.start(script=script(one, steps=end + 2, checkpoints=path))
+        node = one.start(script=script(one, steps=end + 2, checkpoints=path, kept=4))
         for generation in range(1, 4):
             step, bits = together(one, "start", 2, generation=generation)
             before = one.lines(event="step", step=step)
