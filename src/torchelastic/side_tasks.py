@@ -63,6 +63,10 @@ POLICY: dict[str, float] = {
 #: Seconds before the first restart, and at most. They double until a task runs `STEADY` seconds.
 FIRST_PAUSE, LONGEST_PAUSE, STEADY = 1.0, 60.0, 120.0
 
+#: Seconds after which a task that is still running is cancelled again, longer than any takes to
+#: end. Before Python 3.12, `asyncio.wait_for` ignores a cancellation at the moment of its result.
+CANCEL_AGAIN = 10.0
+
 #: Creates the coroutine for each start.
 Work = Callable[[], Coroutine[Any, Any, Any]]
 
@@ -142,8 +146,11 @@ class TaskSet:
 
     async def close(self) -> None:
         """Cancel all of them and wait for their end; ignore what they raise."""
-        self.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        tasks = list(self._tasks)
+        while running := [task for task in tasks if not task.done()]:
+            self.cancel()
+            await asyncio.wait(running, timeout=CANCEL_AGAIN)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class SideTasks:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torchelastic.errors import RendezvousError, WireError
+from torchelastic.side_tasks import TaskSet
 from torchelastic.transport import frames
 from torchelastic.transport.connect import Endpoint, NoAnswer, connect_once
 from torchelastic.transport.frames import Message, by_kind
@@ -91,8 +92,9 @@ class Ring:
         #: The node before us while it has not connected, and when it is suspected for that.
         self._expected: tuple[str, str] | None = None
         self._overdue: asyncio.TimerHandle | None = None
-        #: Connections that others have made to us.
-        self._visitors: dict[Link, asyncio.Task[None]] = {}
+        #: Connections that others have made to us, and the tasks of all.
+        self._visitors: set[Link] = set()
+        self._tasks = TaskSet()
         #: The last one of each.
         self._callers: dict[str, Link] = {}
 
@@ -110,7 +112,7 @@ class Ring:
             self._calling.cancel()
             self._calling = None
         if following is not None:
-            self._calling = asyncio.create_task(self._call(*following), name="ring")
+            self._calling = self._tasks.start(self._call(*following), "ring")
 
     def _expect(self, before: tuple[str, str] | None) -> None:
         """Suspect the predecessor unless it connects before silence counts."""
@@ -127,8 +129,9 @@ class Ring:
     def admit(self, link: Link, hello: frames.Hello) -> None:
         """Serve a connection of a neighbour, or of an agent that asks whether we are alive."""
         link.send(frames.Welcome(frames.PROTOCOL, frames.VERSION, "", False, 0))
-        self._visitors[link] = asyncio.create_task(self._receive(link), name="ring visitor")
-        link.ended.add_done_callback(lambda _: self._visitors.pop(link, None))
+        self._visitors.add(link)
+        self._tasks.start(self._receive(link), "ring visitor")
+        link.ended.add_done_callback(lambda _: self._visitors.discard(link))
 
     async def ask(self, address: str) -> bool | None:
         """Ask the agent there whether it is alive (`suspicion.Ask`)."""
@@ -136,12 +139,10 @@ class Ring:
 
     async def close(self) -> None:
         self._expect(None)
-        tasks = [*self._visitors.values(), *([self._calling] if self._calling is not None else [])]
-        for task in tasks:
-            task.cancel()
+        self._tasks.cancel()
         for link in list(self._visitors):
             link.abort()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
 
     # Both ends
 

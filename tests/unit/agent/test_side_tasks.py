@@ -176,3 +176,27 @@ def test_a_task_set_keeps_what_runs_and_reports_what_fails():
         await tasks.close()
 
     asyncio.run(run())
+
+
+def test_a_task_that_misses_a_cancellation_is_cancelled_again(monkeypatch):
+    """As `asyncio.wait_for` does before Python 3.12 when the result comes at the same moment."""
+    monkeypatch.setattr(side_tasks, "CANCEL_AGAIN", 0.01)
+
+    async def run():
+        missed = []
+
+        async def misses():
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                missed.append(1)
+            await asyncio.Event().wait()
+
+        tasks = TaskSet()
+        task = tasks.start(misses(), "misses")
+        await asyncio.sleep(0)
+        await tasks.close()
+        assert missed
+        assert task.cancelled()
+
+    asyncio.run(run())
