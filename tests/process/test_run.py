@@ -385,6 +385,9 @@ def test_twenty_generations_leak_nothing(tmp_path):
             workers = it.world(generation, 2)
             poll_for(lambda g=generation: len(node.events("workers-started")) == g + 1, what="up")
             if generation == 1:
+                # With the preforks, which are made once nobody asks the zygote for workers: zygote,
+                # store host, two workers and two preforks.
+                poll_for(lambda: held()[0] == 6, what="preforks")
                 before = held()
             os.kill(workers[generation % 2]["pid"], signal.SIGKILL)
         it.world(20, 2)
