@@ -56,7 +56,8 @@ class Node:
     def events(self, *types: str) -> list[dict[str, Any]]:
         found = []
         for path in (self.directory / "logs").rglob("events.jsonl"):
-            for line in path.read_text().splitlines():
+            # What comes after the last line's end is being written, or its writer was killed.
+            for line in path.read_text().split("\n")[:-1]:
                 record = json.loads(line)
                 if not types or record["type"] in types:
                     found.append(record)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
+from tests.light import PLACE
 from tests.process.jobs import job
 from tests.support import poll_for
 
@@ -34,16 +36,24 @@ def kill_next(node, what, killed):
     return killed | new
 
 
-def test_a_store_host_killed_again_while_it_starts_ends_no_node(tmp_path):
+def test_a_store_host_killed_again_while_it_starts_ends_no_node(tmp_path, monkeypatch):
     """The world that met at its store is replaced: its workers could not meet there any more.
 
     The next store host is waited for, with pauses of 1 and 2 seconds.
     """
+    held = tmp_path / "held"  # while it exists, the import of torch does not end
+    shutil.copytree(PLACE / "torch", tmp_path / "path" / "torch")
+    with (tmp_path / "path" / "torch" / "__init__.py").open("a") as file:
+        file.write(f"import os, time\nwhile os.path.exists({str(held)!r}): time.sleep(0.01)\n")
+    path = [str(tmp_path / "path"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     with job(tmp_path, "--standalone --nproc-per-node=2 --max-restarts=1 --no-zygote") as it:
-        node = it.start()
+        node = it.start(script=[str(it.script), str(it._lines), str(it._orders)])
         it.world(0, 2)
+        held.touch()
         killed = kill_next(node, STORE_HOST, set())
         kill_next(node, STORE_HOST, killed)
+        held.unlink()
         it.world(1, 2)
         it.order("finish")
         assert node.wait() == 0, node.stderr

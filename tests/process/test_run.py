@@ -133,7 +133,15 @@ def test_node_kill_then_scale_up_then_leave(tmp_path):
         for worker in workers:
             poll_for(lambda pid=worker["pid"]: not alive(pid), what=f"{worker} gone")
 
-        third, fourth = it.start(), it.start()
+        # Both come into one world: the leader waits for a node that it knows and that warms up.
+        go, warm_up = tmp_path / "go", tmp_path / "warm-up"
+        warm_up.write_text(f"#!/bin/sh\nuntil test -e {go}; do sleep 0.05; done")
+        warm_up.chmod(0o755)
+        third = it.start(f"--preflight={warm_up}")
+        poll_for(lambda: first.events("node-joined")[2:], what="the leader knows the third")
+        fourth = it.start()
+        poll_for(lambda: first.events("node-joined")[3:], what="the leader knows the fourth")
+        go.touch()
         it.world(3, 6)
         third.process.terminate()
         assert third.wait() == 143
@@ -377,6 +385,9 @@ def test_twenty_generations_leak_nothing(tmp_path):
             workers = it.world(generation, 2)
             poll_for(lambda g=generation: len(node.events("workers-started")) == g + 1, what="up")
             if generation == 1:
+                # With the preforks, which are made once nobody asks the zygote for workers: zygote,
+                # store host, two workers and two preforks.
+                poll_for(lambda: held()[0] == 6, what="preforks")
                 before = held()
             os.kill(workers[generation % 2]["pid"], signal.SIGKILL)
         it.world(20, 2)

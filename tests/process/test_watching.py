@@ -10,7 +10,6 @@ import sys
 
 import pytest
 
-from tests.light import with_light_torch
 from tests.process import blind
 from tests.process.jobs import alive, job
 from tests.support import poll_for
@@ -50,11 +49,15 @@ MOMENTS = {
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=lambda signum: signum.name)
 @pytest.mark.parametrize("moment", MOMENTS.values(), ids=list(MOMENTS))
 def test_a_signal_in_the_first_seconds_costs_one_line(tmp_path, signum, moment):
+    """The zygote's import does not end, so that no worker starts before the signal."""
     (tmp_path / "train.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "torch.py").write_text("import time; time.sleep(600)")
+    path = [str(tmp_path / "slow"), *filter(None, [os.environ.get("PYTHONPATH")])]
     with subprocess.Popen(
         [sys.executable, "-m", "torchelastic", "run", "--standalone", "train.py"],
         cwd=tmp_path,
-        env=with_light_torch(),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
         stderr=subprocess.PIPE,
         text=True,
     ) as process:

@@ -78,9 +78,9 @@ SCRIPTS = {
         del kept
         """,
     "exits while a thread works": """
-        import threading, time
+        import threading
         def work():
-            time.sleep(0.05)
+            threading.main_thread().join()
             print('thread is done')
         threading.Thread(target=work).start()
         print('main is done')

@@ -10,6 +10,7 @@ import pytest
 from tests.process.jobs import alive
 from tests.support import poll_for
 from torchelastic.agent import preflight
+from torchelastic.agent.spawn import run_program
 from torchelastic.events.failure import LOG_LINES_LIMIT
 
 
@@ -46,12 +47,22 @@ def test_what_it_started_is_killed_and_not_waited_for():
     poll_for(lambda: not alive(int(lines[0])), what="the end of what it started")
 
 
-def test_a_check_that_does_not_end_is_killed(monkeypatch):
-    monkeypatch.setattr(preflight, "CHECK_TIMEOUT", 0.2)
-    assert checked("echo waiting for the driver; sleep 600") == (
-        "took longer than 0.2 s",
+def test_a_check_that_does_not_end_is_killed(tmp_path, monkeypatch):
+    """Its time is up when it has said something, however long that took."""
+    waited, wait = [], asyncio.wait
+
+    async def no_time(futures, timeout):
+        while not (tmp_path / "said").exists():
+            await asyncio.sleep(0.002)
+        waited.append(timeout)
+        return await wait(futures, timeout=0 if len(waited) == 1 else timeout)
+
+    monkeypatch.setattr(run_program.asyncio, "wait", no_time)
+    assert checked(f"echo waiting for the driver; touch {tmp_path}/said; sleep 600") == (
+        "took longer than 300 s",
         ("waiting for the driver",),
     )
+    assert waited[0] == preflight.CHECK_TIMEOUT
 
 
 def test_of_long_output_the_end_is_kept():
