@@ -110,7 +110,7 @@ def _connects(network: Network) -> bool:
 def test_hosts_that_are_cut_off_do_not_reach_each_other(network, how, to_the_old, to_a_new):
     first, second, third = network.hosts
     for address in second.addresses:
-        with Asking(first, address) as before, Asking(third, address) as beside:
+        with Asking(first, address) as before, Asking(third, address, timeout=60) as beside:
             assert (before.hear(), beside.hear()) == ("connected", "connected")
             network.cut([first], [second, third], how=how)
             assert before.ask() == to_the_old
@@ -141,7 +141,7 @@ def test_connections_can_be_reset_once(network):
     first, second, _ = network.hosts
     with Asking(first, second.address) as before:
         assert before.hear() == "connected"
-        assert second.reset_connections(PORT) == 1
+        assert second.reset_connections(PORT) >= 1  # those before it may not be closed yet
         assert before.ask() == "ConnectionResetError"
     assert _connects(network)
 
@@ -153,9 +153,10 @@ def test_packets_are_delayed_and_lost(network):
         assert asking.hear() == "connected"
         assert float(asking.ask()) >= 0.1
     network.lose(10)
-    with Asking(first, second.address, timeout=10) as asking:
+    with Asking(first, second.address, timeout=60) as asking:
         assert asking.hear() == "connected"
-        assert sum(float(asking.ask()) for _ in range(20)) > 0.2  # TCP sends again after 200 ms
+        # TCP sends again after 200 ms.
+        assert any(float(asking.ask()) > 0.2 for _ in range(200))
 
 
 def test_a_host_has_its_own_name_and_names(network):
