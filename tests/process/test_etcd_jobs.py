@@ -73,7 +73,7 @@ def test_the_death_of_the_leader_is_noticed_long_before_its_lease_ends(some_etcd
         killed = time.monotonic()
         leader.kill()
         it.world(1, 1)
-        assert other.events("world-formed")[-1]["mono"] - killed < 5.0
+        assert other.events("world-formed")[-1]["mono"] - killed < 10.0  # at etcd it lasts 15 s
         it.order("finish")
         assert other.wait() == 0, it.said()
 
