@@ -38,7 +38,8 @@ def test_either_of_two_nodes_may_be_lost(tmp_path, lost):
         ((_, left),) = nodes.items()
         goes_on_alone(it, left)
         claimed = tmp_path / "witness" / f"job{it.port}" / "0" / "after-0"
-        assert json.loads(claimed.read_text())["term"] == (1 if lost == "other" else 3)
+        term = json.loads(claimed.read_text())["term"]
+        assert term == 1 if lost == "other" else term >= 3
         it.order("finish")
         assert left.wait() == 0, left.stderr
         assert not claimed.exists()
