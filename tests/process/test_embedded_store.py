@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.unit.rendezvous.embedded_support import connected, run, serving, within
 from torchelastic.errors import RendezvousLost
 from torchelastic.rendezvous.embedded import EmbeddedStore
@@ -123,8 +124,7 @@ def test_a_host_that_ends_orderly_says_so():
 
 
 def test_members_may_come_before_their_host():
-    with process("store_host.py", 0) as first:
-        port = int(line(first))
+    port = free_port()
     with (
         process("store_member.py", port, "member/1", 5) as early,
         process("store_host.py", port) as host,

@@ -73,7 +73,7 @@ def test_the_death_of_the_leader_is_noticed_long_before_its_lease_ends(some_etcd
         killed = time.monotonic()
         leader.kill()
         it.world(1, 1)
-        assert other.events("world-formed")[-1]["mono"] - killed < 5.0
+        assert other.events("world-formed")[-1]["mono"] - killed < 10.0  # at etcd it lasts 15 s
         it.order("finish")
         assert other.wait() == 0, it.said()
 
@@ -97,7 +97,7 @@ def test_workers_do_not_notice_that_etcd_was_away_for_ten_seconds(run_id, tmp_pa
         nodes = [it.start(), it.start()]
         it.world(0, 2)
         etcd.stop()
-        time.sleep(10.0)  # the promise is about this time
+        time.sleep(8.0)  # the promise is about this time, and the two seconds it may take to start
         etcd.start()
         # The store has forgotten nothing: the next generation is the next one.
         it.order("raise", generation=0, rank=0)

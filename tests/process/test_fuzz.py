@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -213,7 +213,8 @@ def test_a_job_trains_on_under_thousands_of_bad_messages(tmp_path, secret_file):
             memory.append(resident_memory(node.agent_pid))
         calm = [median(steps) for steps in quiet]
         noise = max(calm) / min(calm)
-        slower = median(chain(*attacked)) / median(chain(*quiet))
+        # An attack that slows training slows it in each turn; what else runs here does not.
+        slower = min(median(steps) / before for steps, before in zip(attacked, calm, strict=True))
         grown = memory[-1] - memory[0]
         print(f"a step takes {slower:.3f} of its time, noise {noise:.3f}, grown by {grown} kB")
         assert slower < max(noise, 1.1)

@@ -44,21 +44,17 @@ except OSError as error:
 """
 
 
-#: Says what it is sent within half a second.
+#: Says the first that it is sent.
 HEAR = f"""
 import socket
 listening = socket.socket(type=socket.SOCK_DGRAM)
 listening.bind(("", {PORT}))
-listening.settimeout(0.5)
 print("ready", flush=True)
-try:
-    print(listening.recv(100).decode())
-except TimeoutError:
-    print("nothing")
+print(listening.recv(100).decode())
 """
 SAY = f"""
 import socket, sys
-socket.socket(type=socket.SOCK_DGRAM).sendto(b"hello", (sys.argv[1], {PORT}))
+socket.socket(type=socket.SOCK_DGRAM).sendto(sys.argv[2].encode(), (sys.argv[1], {PORT}))
 """
 
 
@@ -114,7 +110,7 @@ def _connects(network: Network) -> bool:
 def test_hosts_that_are_cut_off_do_not_reach_each_other(network, how, to_the_old, to_a_new):
     first, second, third = network.hosts
     for address in second.addresses:
-        with Asking(first, address) as before, Asking(third, address) as beside:
+        with Asking(first, address) as before, Asking(third, address, timeout=60) as beside:
             assert (before.hear(), beside.hear()) == ("connected", "connected")
             network.cut([first], [second, third], how=how)
             assert before.ask() == to_the_old
@@ -126,16 +122,18 @@ def test_hosts_that_are_cut_off_do_not_reach_each_other(network, how, to_the_old
                 assert healed.hear() == "connected"
 
 
-@pytest.mark.parametrize(("sender", "heard"), [(0, "nothing"), (1, "hello")])
+@pytest.mark.parametrize(("sender", "heard"), [(0, "healed"), (1, "cut")])
 def test_a_cut_may_be_of_one_direction(network, sender, heard):
-    """By datagrams, which need no answer."""
+    """By datagrams, which need no answer: the first to arrive says when it was sent."""
     hosts = network.hosts[:2]
     network.cut(*([host] for host in hosts), one_way=True)
     receiver = hosts[1 - sender]
     hearing = receiver.popen([sys.executable, "-c", HEAR], stdout=subprocess.PIPE)
     with hearing:
         assert hearing.stdout.readline() == b"ready\n"
-        hosts[sender].run([sys.executable, "-c", SAY, receiver.ipv4])
+        hosts[sender].run([sys.executable, "-c", SAY, receiver.ipv4, "cut"])
+        network.heal()
+        hosts[sender].run([sys.executable, "-c", SAY, receiver.ipv4, "healed"])
         assert hearing.stdout.readline().decode().strip() == heard
 
 
@@ -143,7 +141,7 @@ def test_connections_can_be_reset_once(network):
     first, second, _ = network.hosts
     with Asking(first, second.address) as before:
         assert before.hear() == "connected"
-        assert second.reset_connections(PORT) == 1
+        assert second.reset_connections(PORT) >= 1  # those before it may not be closed yet
         assert before.ask() == "ConnectionResetError"
     assert _connects(network)
 
@@ -155,9 +153,10 @@ def test_packets_are_delayed_and_lost(network):
         assert asking.hear() == "connected"
         assert float(asking.ask()) >= 0.1
     network.lose(10)
-    with Asking(first, second.address, timeout=10) as asking:
+    with Asking(first, second.address, timeout=60) as asking:
         assert asking.hear() == "connected"
-        assert sum(float(asking.ask()) for _ in range(20)) > 0.2  # TCP sends again after 200 ms
+        # TCP sends again after 200 ms.
+        assert any(float(asking.ask()) > 0.2 for _ in range(200))
 
 
 def test_a_host_has_its_own_name_and_names(network):

@@ -16,6 +16,7 @@ from tests.process.network_jobs import (
     check_one_world_at_a_time,
     network_job,
 )
+from tests.support import poll_for
 
 LEASE = 2.0
 #: Of one node at least: it is the quorum that keeps a minority from going on, not the size.
@@ -144,7 +145,10 @@ def test_two_halves_of_four_both_wait(tmp_path):
 
 def worker_of(node: HostNode, generation: int) -> int:
     """The process of the only worker of a node."""
-    [started] = [e for e in node.events("workers-started") if e["generation"] == generation]
+    found = lambda: [  # noqa: E731
+        each for each in node.events("workers-started") if each["generation"] == generation
+    ]
+    [started] = poll_for(found, what=f"the worker of {node.host}")
     return started["pids"][0]
 
 

@@ -26,6 +26,9 @@ from torchelastic.cli.options.command_table import DISTRIBUTED_RUN
 from torchelastic.cli.options.launch_config import launch_config
 from torchelastic.cli.options.parser import parse
 
+#: Several nodes import torch at the same time, on however few cores.
+pytestmark = pytest.mark.timeout(300)
+
 # --- the documents' words ------------------------------------------------------------------------
 
 SEED_000_LINE_47 = """\

@@ -16,14 +16,14 @@ from tests.support import poll_for
 FLAGS = "--nnodes=1:2 --settle=60 --lease=2 --no-zygote"
 
 
-def goes_on_alone(it: Job, node: Node, before: int = 0) -> int:
+def goes_on_alone(it: Job, node: Node, before: int = 0, timeout: float = 60.0) -> int:
     """Wait for a world of one; its generation."""
     found = poll_for(
         lambda: [
             line for line in it.lines(event="start", world_size=1) if line["generation"] > before
         ],
         what=f"a world of one: {node.stderr}",
-        timeout=60.0,
+        timeout=timeout,
     )
     return int(found[0]["generation"])
 
@@ -38,7 +38,8 @@ def test_either_of_two_nodes_may_be_lost(tmp_path, lost):
         ((_, left),) = nodes.items()
         goes_on_alone(it, left)
         claimed = tmp_path / "witness" / f"job{it.port}" / "0" / "after-0"
-        assert json.loads(claimed.read_text())["term"] == (1 if lost == "other" else 3)
+        term = json.loads(claimed.read_text())["term"]
+        assert term == 1 if lost == "other" else term >= 3
         it.order("finish")
         assert left.wait() == 0, left.stderr
         assert not claimed.exists()
@@ -80,7 +81,7 @@ def test_the_witness_may_be_an_s3_bucket(tmp_path, monkeypatch):
         host, other = it.start(), it.start()
         it.world(0, 2, timeout=300.0)
         host.kill()
-        goes_on_alone(it, other)
+        goes_on_alone(it, other, timeout=300.0)
         assert "/0/after-0" in listing(endpoint)
         it.order("finish")
         assert other.wait() == 0, other.stderr

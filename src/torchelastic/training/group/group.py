@@ -45,8 +45,10 @@ if TYPE_CHECKING:
 
 __all__ = ["GenerationOver", "Group", "PeerLostError", "enter"]
 
-#: How long `leave` waits for gloo's threads to stop writing, in seconds.
-QUIET_WITHIN = 0.1
+#: How long `leave` waits for gloo's threads to stop writing, in seconds. It takes less than a
+#: millisecond; but on a busy machine they wait for a CPU first, and a worker that exits instead may
+#: have the only copy of the state.
+QUIET_WITHIN = 1.0
 #: Seconds until a broken connection that gloo has not noticed is silenced.
 _UNSEEN = 0.005
 #: How long a device may be busy after an abort before it counts as stuck, in seconds: aborts of

@@ -3,6 +3,7 @@
 import socket
 import threading
 from datetime import timedelta
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -318,6 +319,17 @@ def test_a_wait_for_a_rank_that_does_not_answer_ends(world, case, fails):
     if fails:
         with pytest.raises(PeerLostError, match="no answer from rank 1"):
             operation.wait()
+
+
+def test_a_gloo_thread_that_waits_for_a_cpu_is_waited_for(world, monkeypatch):
+    """For half a second; a worker that did not would exit."""
+    world._silent = []
+    world.waits.under_way[1] = AbortableOperation(world.waits, 1)
+    now, runs = count(0.0, 0.1), iter([True] * 5 + [False])
+    clock = SimpleNamespace(monotonic=lambda: next(now), sleep=lambda seconds: None)
+    monkeypatch.setattr(group_module, "time", clock)
+    monkeypatch.setattr(world, "_only_stuck", lambda: not next(runs))
+    assert world._wait_until_quiet()
 
 
 def test_a_store_that_does_not_answer_is_named(monkeypatch):
