@@ -45,8 +45,9 @@ if TYPE_CHECKING:
 
 __all__ = ["GenerationOver", "Group", "PeerLostError", "enter"]
 
-#: How long `leave` waits for gloo's threads to stop writing, in seconds.
-QUIET_WITHIN = 0.1
+#: How long `leave` waits for gloo's threads to stop writing, in seconds. Far longer than they need:
+#: a busy machine may keep them from running, and a worker that gives up exits with its state.
+QUIET_WITHIN = 1.0
 #: Seconds until a broken connection that gloo has not noticed is silenced.
 _UNSEEN = 0.005
 #: How long a device may be busy after an abort before it counts as stuck, in seconds: aborts of
