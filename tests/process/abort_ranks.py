@@ -23,6 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from tests import late_backend
+from tests.process import forked
 from tests.support import poll_for
 from torchelastic.training.group import group as groups
 from torchelastic.training.group import parked, threads
@@ -212,7 +213,12 @@ OPERATIONS: dict[str, Callable[[Group], Step]] = {
 
 def _freeze() -> None:
     """After the answer was given."""
-    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+
+    def freeze() -> None:
+        forked.answered.wait()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    threading.Thread(target=freeze, daemon=True).start()
 
 
 CAUSES: dict[str, Callable[[], None]] = {
