@@ -84,6 +84,8 @@ def test_a_killed_worker_costs_the_step_in_flight_and_nothing_else(tmp_path, giv
     assert killed == [int(kill.split(":")[0]) for kill in kills]
     for life, kill in enumerate(kills, start=1):
         step = int(kill.split(":")[1])
+        if given.case is LIGHTNING and kill.endswith("validation"):
+            step -= 1  # the last one of an epoch is committed after its validation
         begun = said(node, life, GOES_ON)
         assert [rank for rank, _ in begun] == [str(rank) for rank in range(given.workers)], kill
         # What the others were still writing when they were stopped may be lost with the step.

@@ -23,6 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from tests import late_backend
+from tests.process import forked
 from tests.support import poll_for
 from torchelastic.training.group import group as groups
 from torchelastic.training.group import parked, threads
@@ -212,7 +213,12 @@ OPERATIONS: dict[str, Callable[[Group], Step]] = {
 
 def _freeze() -> None:
     """After the answer was given."""
-    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+
+    def freeze() -> None:
+        forked.answered.wait()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    threading.Thread(target=freeze, daemon=True).start()
 
 
 CAUSES: dict[str, Callable[[], None]] = {
@@ -312,7 +318,7 @@ def abort_in_traffic(
         for generation in range(1, worlds):
             enter(generation)
     tally.strangers, tally.strangers_disturbed = strangers.done, strangers.errors
-    tally.after = _held_at_rest()
+    tally.after = _held_at_rest(tally.before)
     return tally
 
 
@@ -353,9 +359,15 @@ def _one_world(
     tally.stuck += bool(group.pending)
 
 
-def _held_at_rest() -> tuple[int, int]:
+def _held_at_rest(before: tuple[int, int] | None = None) -> tuple[int, int]:
     """Threads, those of C++ too, and descriptors, when what was parked has been reaped."""
     poll_for(lambda: not parked.parked(), what="all old groups reaped")
     poll_for(lambda: threading.active_count() == 1, what="no other thread of Python's")
     gc.collect()  # what only waits for the collector is no leak
+    with contextlib.suppress(AssertionError):  # the kernel may not have ended such a thread yet
+        poll_for(lambda: before is None or _held() <= before, what="no more", timeout=10)
+    return _held()
+
+
+def _held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))

@@ -89,13 +89,15 @@ def _run(work: Callable[..., Any], answer: Connection, *args: Any) -> None:
     torch.set_num_threads(1)
     _test = answer
     answer.send(work(*args))
+    answered.set()
     # Until the test has all answers, and kills us.
     threading.Event().wait(PATIENCE.total_seconds())
     os._exit(0)
 
 
-#: In a rank: its connection to the test.
+#: In a rank: its connection to the test, and whether the test has its answer.
 _test: Connection | None = None
+answered = threading.Event()
 
 
 def when_lost(tell: Callable[[int], None]) -> None:

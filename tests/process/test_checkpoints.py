@@ -21,6 +21,11 @@ def begins(node: Node) -> list[int]:
     return [int(step) for step in re.findall(r"begin at (\d+) ", node.stdout)]
 
 
+def done(node: Node) -> int:
+    """The steps that its workers are known to have done."""
+    return max((step for told in node.events("progress") for step in told["steps"]), default=0)
+
+
 @pytest.mark.timeout(600)
 def test_a_job_in_three_starts(tmp_path, monkeypatch):
     """One after the other, four nodes in all, which import torch.
@@ -32,7 +37,13 @@ def test_a_job_in_three_starts(tmp_path, monkeypatch):
        though nothing else has asked for it.
     3. The last one begins where they ended, and comes to the end with the right sum.
     """
-    stored = FileSystemCheckpointManager(tmp_path / "checkpoints")
+    names = ("checkpoints", "disk", "broken", "mended")
+    path, disk, broken, mended = (tmp_path / name for name in names)
+    disk.mkdir()
+    path.symlink_to(disk)  # what takes its place does so at once
+    broken.touch()
+    mended.symlink_to(disk)
+    stored = FileSystemCheckpointManager(path)
 
     def steps() -> list[int]:
         return [found.step for found in stored.list_checkpoints()]
@@ -49,12 +60,10 @@ def test_a_job_in_three_starts(tmp_path, monkeypatch):
         node = start(first, 100_000, 0.01, every=5)
         wait_for_newer(0)
         assert [ended["exitcode"] for ended in node.events("worker-exited")] == [-9]
-        away = stored.directory.rename(tmp_path / "away")
-        stored.directory.touch()
+        broken.replace(path)
         told = r"Could not write the checkpoint of step (\d+)"
         failed = poll_for(lambda: re.search(told, node.stderr), what=told, timeout=PATIENCE)
-        stored.directory.unlink()
-        away.rename(stored.directory)
+        mended.replace(path)
         wait_for_newer(int(failed[1]))
         kill_all([node])
     assert begins(node)[:2] == [0, 0]
@@ -67,7 +76,7 @@ def test_a_job_in_three_starts(tmp_path, monkeypatch):
     with job(tmp_path / "second", "--nnodes=2 --nproc-per-node=1") as second:
         nodes = [start(second, 100_000, 0.01) for _ in range(2)]
         for node in nodes:
-            poll_for(lambda node=node: begins(node), what="the training", timeout=PATIENCE)
+            poll_for(lambda node=node: done(node) > before[0], what="a step", timeout=PATIENCE)
         for node in nodes:
             node.process.terminate()
         assert [node.wait(PATIENCE) for node in nodes] == [143, 143], second.said()

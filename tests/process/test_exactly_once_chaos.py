@@ -66,7 +66,7 @@ def test_a_few_faults(tmp_path, mode):
 @pytest.mark.timeout(400)
 def test_a_worker_that_leaves_finishes_the_agreed_step_when_the_others_are_ahead(tmp_path):
     """Nobody waits for it after the last collective that they share. Two nodes import torch."""
-    with job(tmp_path / "job", "--settle=0.2 --nnodes=1:2") as made:
+    with job(tmp_path / "job", "--settle=60 --nnodes=1:2") as made:
         chaos = started(made, "train", nodes=2, workers=1, samples=SAMPLES)
         world = chaos.reach(4, least=2)  # both have entered step 4: it is the last one
         stays, leaves = sorted(chaos.members, key=lambda one: rank_of(one, world))

@@ -225,7 +225,7 @@ def test_a_script_with_a_checkpoint_of_its_own_keeps_its_count(tmp_path, monkeyp
             if line["event"] != "loaded" or line["step"]
         ]
 
-    monkeypatch.setenv("TORCHELASTIC_FAULTS", "kill@place=snapshot.begun,n=1,rank=1,step=8")
+    monkeypatch.setenv("TORCHELASTIC_FAULTS", "kill@place=snapshot.begun,n=2,rank=0,step=8")
     begun, again = (0, "start", 0), [(1, "loaded", 5), (1, "start", 7), (1, "end", 10)]
     assert run("first", 10) == [begun, begun, *again, *again]
     monkeypatch.delenv("TORCHELASTIC_FAULTS")

@@ -133,7 +133,8 @@ def test_a_step_is_completed_whatever_it_wrote(tmp_path, keys):
     assert lines(tmp_path / "late/lines", event="step", generation=1), "nothing was late"
     missed = {key: expected[key] for key in expected if key not in found}
     assert found | missed == expected
-    assert len(missed) <= 2
+    # The end of this world may have reached the others in the same all-reduce, too.
+    assert missed.keys() < {(4, rank) for rank in range(4)}
 
 
 def kept(directory: Path, size: int) -> int:

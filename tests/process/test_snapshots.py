@@ -16,7 +16,7 @@ from tests.support import poll_for
 SCRIPT = Path(__file__).with_name("holding.py")
 V1 = Path("/sys/fs/cgroup/memory")
 #: Both begin together, however long the second takes to come.
-FLAGS = "--nnodes=1:2 --settle=60 --lease=2"
+FLAGS = "--nnodes=1:2 --settle=60"
 
 
 @pytest.fixture(autouse=True)
