@@ -211,10 +211,15 @@ def test_a_job_trains_on_under_thousands_of_bad_messages(tmp_path, secret_file):
             quiet.append(stretch(made, QUIET))
             attacked.append(attack_job(made, secret_file, seed=turn))
             memory.append(resident_memory(node.agent_pid))
+        quiet.append(stretch(made, QUIET))
         calm = [median(steps) for steps in quiet]
         noise = max(calm) / min(calm)
-        # An attack that slows training slows it in each turn; what else runs here does not.
-        slower = min(median(steps) / before for steps, before in zip(attacked, calm, strict=True))
+        # An attack that slows training slows it in each turn, compared with the quiet before and
+        # after it; what else runs here does not.
+        slower = min(
+            median(steps) / max(around)
+            for steps, around in zip(attacked, pairwise(calm), strict=True)
+        )
         grown = memory[-1] - memory[0]
         print(f"a step takes {slower:.3f} of its time, noise {noise:.3f}, grown by {grown} kB")
         assert slower < max(noise, 1.1)

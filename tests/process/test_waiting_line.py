@@ -58,7 +58,7 @@ def test_on_a_terminal_one_line_is_drawn_over_and_removed_in_the_end(tmp_path):
     finally:
         os.close(ours)
     assert "waiting for nodes: 1 of at least 2 joined; " in shown
-    after = shown.rpartition("there; ")[2]
+    after = shown.rpartition("joined; ")[2]
     removed = after.partition("\n")[0].split("\r")
     assert removed[1].strip() == "", "it is gone before anything else is said"
     assert "giving up after 2 s (--wait-for-nodes)" in after
