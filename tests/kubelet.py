@@ -25,6 +25,7 @@ from urllib.parse import parse_qs, urlsplit
 from tests.kubernetes import GATEWAY, ControlPlane
 from tests.netns import Network
 from tests.pods import PERIOD, Json, Pod, overwrite, stamp
+from tests.support import poll_for
 from torchelastic.errors import KubernetesError
 
 _HEARTBEAT = 1.0
@@ -78,6 +79,7 @@ class Kubelet:
         for name in self.nodes:
             self._register(name)
         self._thread.start()
+        poll_for(self._takes_pods, what="nodes that take pods")
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -175,7 +177,7 @@ class Kubelet:
             pod.terminate(stored["metadata"].get("deletionGracePeriodSeconds"))
         ended = not pod.is_alive()  # before its status is taken, which must be the last then
         status = pod.status()
-        if status != pod.reported:
+        if status != pod.reported or not _has(stored, status["conditions"]):
             path = f"{_path(stored)}/status"
             self.plane.api.patch(path, {"status": status, "metadata": {"uid": uid}}, _STRATEGIC)
             pod.reported = status
@@ -212,6 +214,11 @@ class Kubelet:
         node = {"metadata": {"name": name, "labels": labels}}
         self.plane.api.create("/api/v1/nodes", node)
         self._report_node(name)
+
+    def _takes_pods(self) -> bool:
+        """Whether the taint is gone that a new node has: pods would gather on the first without."""
+        nodes = (self.plane.api.get(f"/api/v1/nodes/{name}") for name in self.nodes)
+        return not any(node["spec"].get("taints") for node in nodes)
 
     def _report_node(self, name: str) -> None:
         ready = {"type": "Ready", "status": "True", "reason": "KubeletReady"}
@@ -317,6 +324,12 @@ class _LogServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _has(stored: Json, conditions: Sequence[Json]) -> bool:
+    """Whether these conditions are stored: others change them while our heartbeats are late."""
+    found = {one["type"]: one["status"] for one in stored["status"].get("conditions") or ()}
+    return all(found.get(one["type"]) == one["status"] for one in conditions)
 
 
 def _path(stored: Json) -> str:

@@ -3,7 +3,8 @@
     sampled.py LINES ORDERS LEDGER [key=value ...]
 
 Keys: samples, batch, epochs, workers (loading processes), stream (1: an ElasticStream), full (a
-smaller world takes its time, so that it does not come to the end without the others).
+smaller world takes its time, so that it does not come to the end without the others), held (1:
+until the order `hurry` all worlds take their time).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torchelastic.data import BatchPolicy, DataLoader, ElasticSampler, ElasticSt
 from torchelastic.p2p import CoordinatorP2P
 from torchelastic.training import session
 
-LINES, LEDGER = Path(sys.argv[1]), Path(sys.argv[3])
-KEYS = {"samples": 100, "batch": 7, "epochs": 2, "workers": 1, "stream": 0, "full": 0}
+LINES, ORDERS, LEDGER = map(Path, sys.argv[1:4])
+KEYS = {"samples": 100, "batch": 7, "epochs": 2, "workers": 1, "stream": 0, "full": 0, "held": 0}
 KEYS |= {name: int(value) for name, value in (text.split("=") for text in sys.argv[4:])}
 #: Of a stream: shards of unequal lengths.
 SHARD = 13
@@ -69,13 +70,20 @@ def take(state) -> torch.Tensor:
         return next(batches)
 
 
+def pace(size: int) -> float:
+    """Seconds of a step."""
+    if KEYS["held"] and not (ORDERS / "hurry").exists():
+        return 0.5
+    return 0.01 if size >= KEYS["full"] else 0.3
+
+
 def train_step(state) -> None:
     here = session.current()
     batch = take(state)
     who = {"step": state.step, "rank": here.rank, "generation": here.generation}
     samples = batch.tolist() if loader.weight else []
     write("took", size=here.size, epoch=loader.handed.epoch, samples=samples, **who)
-    time.sleep(0.01 if here.size >= KEYS["full"] else 0.3)
+    time.sleep(pace(here.size))
     loss = state.model(batch.float()[:, None]).square().mean() * loader.weight
     state.optimizer.zero_grad()
     loss.backward()

@@ -123,9 +123,10 @@ def test_a_job_grows_shrinks_and_heals_with_its_list_of_hosts(tmp_path):
         node = made.launch(them, f"--hosts-from={listed}", f"--rdzv-secret-file={secret}")
         try:
             generation = made.size(2)
-            assert f"[{first.address}] [torchelastic {first.name}] hosting job" in node.stderr
+            hosts = f"[{first.address}] [torchelastic {first.name}] hosting job"
+            poll_for(lambda: hosts in node.stderr, what="what the first host says")
             for pid in [*first.pids(), *them.here.pids()]:
-                assert SECRET.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+                assert SECRET not in _command(pid)
 
             second.kill()
             generation = made.size(1, after=generation)
@@ -199,8 +200,8 @@ def test_one_host_that_cannot_be_reached_does_not_stop_the_others(tmp_path):
 def _command(pid: int) -> str:
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except FileNotFoundError:
-        return ""
+    except (FileNotFoundError, ProcessLookupError):
+        return ""  # it has ended, perhaps while this was read
     return shlex.join(word.decode() for word in words)
 
 

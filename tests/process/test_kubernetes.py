@@ -217,6 +217,7 @@ def test_a_job_from_submit_to_its_end(cluster, tmp_path):
     handle = f"kubernetes:{cluster.namespace}/train"
     assert said == f"Submitted {handle}. See it with: torchelastic status {handle}\n"
     cluster.await_ready(3)
+    await_workers(cluster, 3)
     shown = cluster.output("status", handle)
     assert f"{handle}  running\n  3 of 3 nodes are in the world (--nnodes 2:3)\n" in shown
     assert shown.count("in the world") == 4, shown
@@ -250,6 +251,12 @@ def test_a_job_from_submit_to_its_end(cluster, tmp_path):
     cluster.wait_for(
         lambda: cluster.kubectl("get", "pods,services,secrets", "-o", "name") == "", "nothing left"
     )
+
+
+def await_workers(cluster: Cluster, size: int) -> None:
+    """Wait until the workers of a world have begun: a node is ready when it has a place in it."""
+    lines = [f"rank {rank} of {size} user" for rank in range(size)]
+    cluster.wait_for(lambda: all(line in cluster.kubelet.said() for line in lines), "the workers")
 
 
 def read_secret(cluster: Cluster) -> bytes:
@@ -312,6 +319,7 @@ def test_two_pods_of_one_index(cluster, tmp_path):
     template = f"--pod-template={tmp_path / 'pod.yaml'}"
     handle = cluster.submit(template, "--nnodes=2:3", "--settle=2", "--", "train.py")
     cluster.await_ready(3)
+    await_workers(cluster, 3)
     old, worlds = cluster.pod(2), cluster.pod(0).log().count(" workers on ")
     cluster.kubelet.silence(old.node)
     path = f"/api/v1/namespaces/{cluster.namespace}/pods/{old.full_name}"
@@ -433,6 +441,9 @@ def test_an_agent_that_may_read_its_pod_sees_the_disruption_before_the_signal(
         asyncio.run(source.ask())
     for command in commands:
         cluster.kubectl(*command)
+    # A source that is refused its node does not ask for it again.
+    asked = ("auth", "can-i", "get", "nodes", f"--as=system:serviceaccount:{namespace}:trainer")
+    poll_for(lambda: control_plane.kubectl(*asked).stdout == "yes\n", what="the second permission")
     poll_for(lambda: not refused(source), what="the permission")
     assert asyncio.run(source.ask()) is None
     node = f"/api/v1/nodes/{stored['spec']['nodeName']}"
