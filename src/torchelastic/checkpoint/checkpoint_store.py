@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -114,6 +115,8 @@ class CheckpointStore(CheckpointManager):
         # For the next checkpoint.
         self._pace: CheckpointSchedule | None = None
         self._next_step = 0
+        #: This rank's part of the last checkpoint that ranks wrote together.
+        self._part: Job | None = None
         #: Of the last one; set by the writer thread, read by the training thread.
         self._measured: Measured | None = None
         self._blocked = 0.0
@@ -153,6 +156,33 @@ class CheckpointStore(CheckpointManager):
         self._claim, self._sequence = FenceClaim(self.catalog, _new_fence(generation), base), None
         self._claim.begin()
 
+    def lost(self, ranks: Collection[int]) -> None:
+        """Note that these ranks, which saved together with this one, are gone: rank 0 does not wait
+        for parts that they have not written."""
+        if self._part is not None and self._part.rank == 0 and self._runner.is_busy:
+            threading.Thread(  # storage may be hung
+                target=self._give_up_parts,
+                args=(self._part, ranks),
+                name="torchelastic-storage",
+                daemon=True,
+            ).start()
+
+    def _give_up_parts(self, job: Job, ranks: Collection[int]) -> None:
+        from torchelastic.checkpoint.background.save_job import give_up_parts
+
+        try:
+            give_up_parts(job, self.catalog, ranks, "its worker was lost")
+        except Exception as error:  # of any storage
+            log.warning(
+                "The checkpoint of step %d waits up to %.0f s for ranks %s, which were lost: could "
+                "not write to %s (%r).",
+                job.step,
+                job.patience,
+                ", ".join(map(str, ranks)),
+                self.url,
+                error,
+            )
+
     # --- saving ----------------------------------------------------------------------------------
 
     def save(
@@ -188,6 +218,7 @@ class CheckpointStore(CheckpointManager):
             return False
         plan, slots, number = content.plan, content.slots, self._next_number()
         job = Job(step, rank, size, plan, slots, claim.fence, number, self._patience)
+        self._part = job if together else None
         # A large one never waits for another: its copy begins at once.
         behind = content.bytes >= LARGE and bool(lasting) and not self._at_once
         staged = self._copy(content, step, by_address(lasting) if behind else None)

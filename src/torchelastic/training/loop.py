@@ -242,6 +242,7 @@ class Loop:
         )
         here = session.current()
         compatibility.check(here, form)
+        stored_state.note_lost(here)
         self._synchronise(here)
         built, fetched = stood - began, time.monotonic() - stood
         step = self._version[1]

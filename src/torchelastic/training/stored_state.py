@@ -33,6 +33,18 @@ def save(here: Session, state: State, step: int) -> None:
         checkpoint.save_together(state, step, here.generation, own=b"")
 
 
+def note_lost(here: Session) -> None:
+    """Note which workers of this one's replica are new: the checkpoint that is being written does
+    not wait for their predecessors."""
+    manager = checkpoint.get_checkpoint_manager()
+    if here.replica is None or not isinstance(manager, checkpoint.CheckpointStore):
+        return
+    first = here.rank - here.replica.coordinate
+    versions = here.versions[first : first + here.replica.size]
+    if new := [coordinate for coordinate, (generation, _) in enumerate(versions) if generation < 0]:
+        manager.lost(new)
+
+
 def load(here: Session, state: State, beyond: int) -> int | None:
     """Load the latest checkpoint, on all writers; return its step, or None if there is none beyond
     this one."""

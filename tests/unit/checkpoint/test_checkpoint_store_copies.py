@@ -11,6 +11,7 @@ from tests.unit.checkpoint.conftest import after, saved, state, steps
 from torchelastic import TorchState, checkpoint, faults
 from torchelastic.checkpoint import checkpoint_store as store_module
 from torchelastic.checkpoint import rank_agreement
+from torchelastic.checkpoint.background import save_job
 from torchelastic.errors import CheckpointError
 from torchelastic.system import memory_limit
 
@@ -186,3 +187,25 @@ def test_a_rank_whose_copy_was_disturbed_leaves_word(open_store, tmp_path, one_o
         store.finish()
     (word,) = tmp_path.glob(".new-*/failed-1")
     assert "changed before optimizer.step" in word.read_text()
+
+
+def test_rank_0_does_not_wait_for_the_part_of_a_lost_worker(
+    open_store, tmp_path, one_of_two, monkeypatch
+):
+    monkeypatch.setattr(rank_agreement, "world", lambda: (0, 2))
+    store = open_store(tmp_path)
+    assert store.save(state(1), 1, together=True)
+    store.lost([1])
+    with pytest.raises(CheckpointError, match="rank 1 could not write its part: its worker was lo"):
+        store.finish()
+    store.lost([1])  # nothing is being written
+    assert list(tmp_path.glob(".new-*")) == []
+
+
+def test_a_part_that_is_there_counts_although_its_worker_is_lost(open_store, tmp_path, one_of_two):
+    store = open_store(tmp_path)
+    assert store.save(state(1), 1, together=True)
+    store.finish()
+    save_job.give_up_parts(store._part, store.catalog, [1, 2], "lost")
+    found = {path.name for path in tmp_path.glob(".new-*/*-?")}
+    assert found == {"part-1", "failed-2"}

@@ -1,6 +1,7 @@
 """Snapshots, checkpoints, and what a step may be: a function, a generator, another state."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.unit.training.loop_support import (
 )
 from torchelastic import SimpleWorkerStats, State, checkpoint
 from torchelastic.errors import NonRetryableException
-from torchelastic.training import session
+from torchelastic.training import session, stored_state
 from torchelastic.training.state.state import Torn
 from torchelastic.worker.orders import Erred, Finished, Over, Stopped
 
@@ -127,6 +128,22 @@ def test_a_checkpoint_in_flight_is_not_lost_to_an_error(run, manager, monkeypatc
         assert len(manager.list_checkpoints()) == 1
     finally:
         finish()
+
+
+@pytest.mark.parametrize(
+    ("versions", "new"),
+    [
+        ([(0, 3), (0, 3), (-1, 0), (0, 2)], [[0]]),
+        ([(-1, 0), (-1, 0), (0, 3), (0, 3)], []),
+    ],
+)
+def test_new_workers_of_the_own_replica_write_no_part(manager, monkeypatch, versions, new):
+    lost = []
+    monkeypatch.setattr(manager, "lost", lost.append)
+    replica = SimpleNamespace(size=2, coordinate=1)
+    stored_state.note_lost(SimpleNamespace(rank=3, replica=replica, versions=versions))
+    stored_state.note_lost(SimpleNamespace(rank=3, replica=None, versions=versions))
+    assert lost == new
 
 
 def test_a_state_says_when_a_checkpoint_is_due(run, manager):

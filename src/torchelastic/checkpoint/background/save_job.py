@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -100,7 +100,7 @@ def _assist(job: Job, draft: Draft, tensors: Mapping[str, torch.Tensor]) -> int:
         faults.at("checkpoint.write")
         storage.put(draft.path(f"{_PART}{job.rank}"), safe_pickle.dumps(part))
     except Exception as error:
-        _leave_word(job, draft, repr(error))
+        _leave_word(job.rank, draft, repr(error))
         raise
     finally:
         draft.release()
@@ -111,12 +111,23 @@ def give_up(job: Job, catalog: Catalog, why: str) -> None:
     """Tell rank 0, which would wait, that this rank writes nothing."""
     if job.rank != 0 and job.sequence is not None:
         draft = catalog.begin(name_of(job.sequence, job.step, job.fence.token))
-        _leave_word(job, draft, why)
+        _leave_word(job.rank, draft, why)
         draft.release()
 
 
-def _leave_word(job: Job, draft: Draft, why: str) -> None:
-    draft.storage.put(draft.path(f"{_FAILED}{job.rank}"), why.encode())
+def give_up_parts(job: Job, catalog: Catalog, ranks: Collection[int], why: str) -> None:
+    """Tell rank 0 that these ranks write nothing more; parts that are there still count."""
+    assert job.sequence is not None, "agreed on by the ranks"
+    draft = catalog.begin(name_of(job.sequence, job.step, job.fence.token))
+    there = draft.storage.sizes(draft.directory)
+    for rank in ranks:
+        if f"{_PART}{rank}" not in there:
+            _leave_word(rank, draft, why)
+    draft.release()
+
+
+def _leave_word(rank: int, draft: Draft, why: str) -> None:
+    draft.storage.put(draft.path(f"{_FAILED}{rank}"), why.encode())
 
 
 def _parts_of_others(job: Job, draft: Draft) -> Iterator[dcp_files.Part]:
