@@ -3,9 +3,10 @@
     sharded.py LINES ORDERS LEDGER [key=value ...]
 
 Keys: those of `sharded_model.py`; slow (seconds in each step), first (those of generation 0), full
-(worlds smaller than this are slow), every (write a checkpoint every so many steps, and wait for it
-in the next), beside (a group is made in the first step of each process), late (STEP:RANK,RANK: the
-last all-reduce of the step fails on these ranks although it has succeeded on the others).
+(worlds smaller than this are slow), every (write a checkpoint every so many steps), stored (wait
+for it in the next), beside (a group is made in the first step of each process), late
+(STEP:RANK,RANK: the last all-reduce of the step fails on these ranks although it has succeeded on
+the others).
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def train_step(state) -> None:
     slow = KEYS.get("slow" if here.generation else "first", KEYS.get("slow", "0"))
     time.sleep(0.2 if is_slow else float(slow))
     write_what_is_kept(state, who)
-    torchelastic.checkpoint.wait()
+    if "stored" in KEYS:
+        torchelastic.checkpoint.wait()
     if "beside" in KEYS:
         if not beside:
             beside.append(dist.new_group())

@@ -186,6 +186,7 @@ def test_a_part_that_no_worker_has_comes_from_the_checkpoint(tmp_path):
         *places(tmp_path),
         "steps=12",
         "every=4",
+        "stored",
         flags="--max-restarts 3",
         faults=f"kill@rank=1,step=6,place=collective.before,n=3;{FORGETFUL}",
     )
@@ -196,9 +197,17 @@ def test_a_part_that_no_worker_has_comes_from_the_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
-def test_without_a_checkpoint_a_lost_part_means_to_begin_again(tmp_path):
-    faults = f"kill@rank=1,step=6,place=collective.before,n=3;{FORGETFUL}"
-    words = [*places(tmp_path), "steps=12"]
+@pytest.mark.parametrize(
+    ("keys", "where"),
+    [
+        ([], "step=6,place=collective.before,n=3"),
+        (["every=4"], "place=checkpoint.write"),  # rank 0 waits for its part
+    ],
+    ids=["none", "incomplete"],
+)
+def test_without_a_checkpoint_a_lost_part_means_to_begin_again(tmp_path, keys, where):
+    faults = f"kill@rank=1,{where};{FORGETFUL}"
+    words = [*places(tmp_path), "steps=12", *keys]
     said = run("sharded.py", tmp_path, 2, *words, flags="--max-restarts 3", faults=faults)
     assert "this worker is replaced, and training begins at step 0" in said
     found = lines(tmp_path / "lines", event="step")
