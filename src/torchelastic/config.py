@@ -263,7 +263,7 @@ class LaunchConfig:
         self._take_torchs_forms()
         self._check_numbers()
         parse_preemption(self.preemption)
-        _ = self.is_host  # reject a bad value here, not later in the agent
+        _ = self.is_host, self.own_endpoint  # reject a bad value here, not later in the agent
         if 0 < max(self.world_sizes.allowed, default=0) < self.min_nodes:
             raise ConfigError(
                 f"--world-sizes {self.world_sizes} allows fewer workers than the job's minimum "
@@ -411,6 +411,20 @@ class LaunchConfig:
             return parse_truth(str(text))
         except ConfigError as error:
             raise ConfigError(f"--rdzv-conf is_host {error}") from None
+
+    @property
+    def own_endpoint(self) -> tuple[str, int] | None:
+        """`--rdzv-conf own_endpoint`: the endpoint that is this node's; None: detect it."""
+        text = self.rdzv_configs.get("own_endpoint")
+        if text is None:
+            return None
+        own = parse_endpoint(str(text))
+        if not self.rdzv_endpoint or own not in parse_endpoints(self.rdzv_endpoint):
+            raise ConfigError(
+                f"--rdzv-conf own_endpoint={text} is not one of the endpoints "
+                f"({self.rdzv_endpoint or 'there are none'}): name one of them."
+            )
+        return own
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data from which `from_json` builds an equal config."""

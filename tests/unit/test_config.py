@@ -238,6 +238,11 @@ def test_truth():
         ({"max_nodes": 2, "rdzv_endpoint": "localhost:0"}, "needs --rdzv-endpoint"),
         ({"rdzv_endpoint": "a:b"}, "not a valid endpoint"),
         ({"rdzv_configs": {"is_host": "maybe"}}, "is_host 'maybe' is neither"),
+        ({"rdzv_configs": {"own_endpoint": "a"}}, "own_endpoint=a is not one of the endpoints"),
+        (
+            {"rdzv_endpoint": "a:1,b:2", "rdzv_configs": {"own_endpoint": "a:2"}},
+            "own_endpoint=a:2 is not one of the endpoints .a:1,b:2.",
+        ),
         (
             {"min_nodes": 2, "max_nodes": 3, "rdzv_endpoint": "a", "world_sizes": WorldSizes((1,))},
             "allows fewer workers than the job's minimum",
@@ -317,6 +322,12 @@ def test_is_host():
     assert LaunchConfig().is_host is None
     assert LaunchConfig(rdzv_configs={"is_host": "true"}).is_host is True
     assert LaunchConfig(rdzv_configs={"is_host": "0"}).is_host is False
+
+
+def test_own_endpoint():
+    assert LaunchConfig().own_endpoint is None
+    config = LaunchConfig(rdzv_endpoint="a:1,b:2", rdzv_configs={"own_endpoint": "b:2"})
+    assert config.own_endpoint == ("b", 2)
 
 
 def test_a_single_node_gets_a_unique_id_and_several_nodes_the_same():

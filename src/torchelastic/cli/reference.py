@@ -164,6 +164,7 @@ etcd, jobs of several nodes must set one.
 | `keep_alive_interval` times `keep_alive_max_attempt` | `--lease`; they default to 5 and 3 |
 | `join_timeout`, else `timeout` | `--wait-for-nodes` |
 | `is_host` | if this node hosts the rendezvous, instead of detecting it |
+| `own_endpoint` | which endpoint is this node's, where several nodes share an address |
 | `etcd_…`, `protocol`, `cacert`, `cert`, `key` | see [etcd](../concepts/rendezvous.md#at-etcd) |
 
 Other keys are logged once and ignored; so are Bagua's flags.

@@ -164,6 +164,8 @@ class NodeActor:
             {
                 **config,
                 "rdzv_endpoint": ",".join(self._state.endpoints),
+                # Several Ray nodes may share an address: without it, each would take any port.
+                "rdzv_configs": {**config["rdzv_configs"], "own_endpoint": self._state.endpoint},
                 "local_addr": address.strip("[]"),
                 "incarnation": self._state.node,
                 "preemption": _with_file(config["preemption"], self._notice),

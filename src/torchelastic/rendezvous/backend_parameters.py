@@ -23,7 +23,7 @@ _WAIT_KEYS = ("join_timeout", "timeout")
 #: not a key, because keys are logged.
 FILE_KEYS = ("secret_file", "tls_cert", "tls_key", "tls_ca")
 _KEYS_WITH_MEANING = {
-    *("last_call_timeout", "is_host", "rank"),
+    *("last_call_timeout", "is_host", "own_endpoint", "rank"),
     *(*FILE_KEYS, *_WAIT_KEYS, *_KEEP_ALIVE),
 }
 

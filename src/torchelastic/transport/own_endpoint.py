@@ -25,13 +25,15 @@ class OwnEndpoint:
         *,
         clock: Clock,
         is_host: bool | None,
+        own: tuple[str, int] | None = None,
     ) -> None:
+        """`own`: ours, where several agents of a job share an address."""
         self.places = list(places)
         #: The one that this agent listens at.
         self.ours: Endpoint | None = None
         self._listener = listener
         self._clock = clock
-        self._is_host = is_host
+        self._is_host, self._own = is_host, own
         self._next_look = 0.0
 
     async def listen(self, known: int = 0) -> None:
@@ -63,6 +65,8 @@ class OwnEndpoint:
             return
 
     async def _is_own(self, place: Endpoint) -> bool:
+        if self._own is not None:
+            return self._own == (place.host, place.port)
         if self._is_host is not None:
             return self._is_host
         # In a thread: the name service may take its time.

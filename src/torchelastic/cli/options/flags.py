@@ -125,6 +125,7 @@ _RENDEZVOUS_FLAGS = (
         help="torchrun's settings: last_call_timeout sets --settle, keep_alive_interval times "
         "keep_alive_max_attempt sets --lease, join_timeout (or timeout) sets --wait-for-nodes; "
         "the flag wins. is_host (1 or 0) sets whether this node hosts the rendezvous. "
+        "own_endpoint names the endpoint of this node, where several nodes share an address. "
         "secret_file, tls_cert, tls_key and tls_ca set the --rdzv flags of the same name. With "
         "etcd: protocol, cacert, cert, key and the etcd_ keys. Other keys are logged and ignored.",
     ),

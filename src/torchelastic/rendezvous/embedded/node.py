@@ -85,14 +85,16 @@ class EmbeddedNode:
         lease: float,
         local_addr: str | None = None,
         is_host: bool | None = None,
+        own: tuple[str, int] | None = None,
         two_node_takeover: bool = False,
         may_be_remembered: bool = True,
         passes_workers_on: bool = False,
         witness: Witness | None = None,
         file: VoterFile | None = None,
     ) -> None:
-        """`passes_workers_on`: workers reach their store through this node's port, as with
-        torchrun's static rendezvous. `file`: where this node keeps its vote."""
+        """`own`: the endpoint that is this node's. `passes_workers_on`: workers reach their store
+        through this node's port, as with torchrun's static rendezvous. `file`: where this node
+        keeps its vote."""
         self._node = node
         self._clock = clock
         self._lease = lease
@@ -104,7 +106,7 @@ class EmbeddedNode:
         self._listener = Listener(places[0].job, secret=shown.secret, tls=shown.server_tls)
         if passes_workers_on:
             self._listener.pass_workers_on(self._store_of_workers)
-        self._endpoints = OwnEndpoint(places, self._listener, clock=clock, is_host=is_host)
+        self._endpoints = OwnEndpoint(places, self._listener, clock=clock, is_host=is_host, own=own)
         self._file = file
         last = (file.resumed if file is not None else None) or Voter()
         self.witness = witness

@@ -285,6 +285,7 @@ def _embedded_node(
         lease=config.lease,
         local_addr=config.local_addr,
         is_host=config.is_host,
+        own=config.own_endpoint,
         two_node_takeover=config.two_node_takeover,
         may_be_remembered=config.max_nodes > 1,
         passes_workers_on=config.rdzv_backend == "static",
