@@ -55,6 +55,7 @@ def etcd_on(host, directory):
         process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.needs("etcd")
 @pytest.mark.parametrize("cut_off", [0, 2], ids=["the first", "the last"])
 def test_a_node_that_reaches_etcd_but_no_peer_does_not_stop_the_others(tmp_path, cut_off):

@@ -70,7 +70,9 @@ def bits(directory: Path, **wanted: Any) -> dict[tuple[int, int], str]:
     ("workers", "keys"),
     [
         pytest.param(4, "micro=2 clip= plain= recompute=", id="accumulated"),
-        pytest.param(8, "layout=both size=4 clip= reshard=0", id="fsdp-tensor"),
+        pytest.param(
+            8, "layout=both size=4 clip= reshard=0", id="fsdp-tensor", marks=pytest.mark.slow
+        ),
         pytest.param(4, "mixed=bf16 frozen=", id="bf16", marks=pytest.mark.slow),
         pytest.param(4, "mixed=fp16 scaled=", id="fp16", marks=pytest.mark.slow),
         pytest.param(4, "layout=tensor", id="tensor", marks=pytest.mark.slow),
