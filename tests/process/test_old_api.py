@@ -1,7 +1,10 @@
-"""The 0.2 API with real processes: `start_processes` and `LocalElasticAgent`."""
+"""The APIs of 0.2 and torch with real processes: `start_processes`, `LocalElasticAgent`, and the
+functions of `distributed.run` and `distributed.launch`."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import tempfile
@@ -16,6 +19,7 @@ from tests.process import entrypoints
 from tests.process.jobs import alive
 from tests.support import poll_for
 from torchelastic.agent.server import LocalElasticAgent, WorkerSpec, WorkerState
+from torchelastic.distributed import launch, run
 from torchelastic.errors import ConfigError
 from torchelastic.multiprocessing import (
     MultiprocessContext,
@@ -23,6 +27,7 @@ from torchelastic.multiprocessing import (
     SubprocessContext,
     start_processes,
 )
+from torchelastic.multiprocessing.errors import ChildFailedError
 from torchelastic.rendezvous import RendezvousParameters
 from torchelastic.rendezvous.registry import get_rendezvous_handler
 
@@ -230,3 +235,37 @@ def test_an_agent_returns_failures(log_dir):
     assert failed.message["message"] == "RuntimeError: boom"
     assert Path(failed.error_file).is_relative_to(log_dir)
     assert Path(failed.error_file).exists()
+
+
+#: A worker that touches a file named by its rank.
+TOUCH = ["--no-python", "--nproc-per-node=2", "sh", "-c", 'touch "$0/$RANK"']
+
+
+@pytest.mark.usefixtures("light_torch")
+@pytest.mark.parametrize("main", [run.main, launch.main])
+def test_main_returns_after_success_and_raises_after_failure(main, log_dir):
+    assert main([*TOUCH, log_dir]) is None
+    assert sorted(os.listdir(log_dir)) == ["0", "1"]
+    with pytest.raises(ChildFailedError, match=r"(?s)sh FAILED: .*exit code 3") as caught:
+        main(["--no-python", "--nproc-per-node=1", "--max-restarts=0", "sh", "-c", "exit 3"])
+    assert caught.value.failures[0].exitcode == 3
+    with pytest.raises(ValueError, match="--module and --no-python exclude each other"):
+        main(["--module", *TOUCH])
+
+
+@pytest.mark.usefixtures("light_torch")
+def test_a_namespace_is_run_and_its_output_goes_to_replaced_streams():
+    args = run.parse_args(["--no-python", "--nproc-per-node=1", "sh", "-c", "echo $0; ls 0x >&2"])
+    args.training_script_args += ["hello"]
+    args.tee, args.max_restarts = "3", 0
+    out, err = io.StringIO(), io.StringIO()
+
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(ChildFailedError),
+    ):
+        run.run(args)
+
+    assert out.getvalue() == "[default0]:hello\n"
+    assert "[default0]:ls: " in err.getvalue()

@@ -125,16 +125,26 @@ def run_agent(
 ) -> Ended:
     """Run this node's part of a job and return how it ended, without raising for failures."""
     config = completed(config)
+    with private_directory() as directory:
+        return run_entry(config, make_entry(entrypoint, args, directory), directory)
+
+
+@contextlib.contextmanager
+def private_directory() -> Iterator[Path]:
+    """Yield a directory for the files of one agent process."""
     with tempfile.TemporaryDirectory(prefix="torchelastic_launch_") as name:
-        directory = Path(name)
-        entry = make_entry(entrypoint, args, directory)
-        with _shown_in_cell() as streams:
-            agent = AgentProcess(config, entry, directory, streams=streams)
-            with _handed_on(agent, config.signals_to_handle) as received:
-                ended = agent.wait()
-        if signal.SIGINT in received:
-            raise KeyboardInterrupt
-        return ended
+        yield Path(name)
+
+
+def run_entry(config: LaunchConfig, entry: Entry, directory: Path) -> Ended:
+    """Run an entry in an agent process, with its files in `directory`."""
+    with _shown_by_python() as streams:
+        agent = AgentProcess(config, entry, directory, streams=streams)
+        with _handed_on(agent, config.signals_to_handle) as received:
+            ended = agent.wait()
+    if signal.SIGINT in received:
+        raise KeyboardInterrupt
+    return ended
 
 
 class AgentProcess:
@@ -235,15 +245,25 @@ def entrypoint_name(entrypoint: Callable[..., Any] | str, args: Sequence[Any]) -
 
 
 @contextlib.contextmanager
-def _shown_in_cell() -> Iterator[tuple[int | None, int | None]]:
-    """Yield stdout and stderr for the agent. In a notebook they are pipes whose text is shown under
-    the cell: a kernel's own descriptors lead to the terminal of its server."""
-    if type(sys.stdout).__module__ != "ipykernel.iostream":
-        yield None, None
-        return
+def _shown_by_python() -> Iterator[tuple[int | None, int | None]]:
+    """Yield stdout and stderr for the agent: pipes where Python shows the text, else None."""
     with contextlib.ExitStack() as threads:
-        writable = [threads.enter_context(_pumped_to(out)) for out in (sys.stdout, sys.stderr)]
-        yield writable[0], writable[1]
+        yield (
+            threads.enter_context(_pumped_to(sys.stdout)) if _is_replaced(sys.stdout) else None,
+            threads.enter_context(_pumped_to(sys.stderr)) if _is_replaced(sys.stderr) else None,
+        )
+
+
+def _is_replaced(out: TextIO) -> bool:
+    """Return True in a notebook, whose descriptors lead to the terminal of its server, and for a
+    stream without a descriptor, as within `contextlib.redirect_stdout(io.StringIO())`."""
+    if type(out).__module__ == "ipykernel.iostream":
+        return True
+    try:
+        out.fileno()
+    except (OSError, AttributeError):  # io.UnsupportedOperation is an OSError
+        return out is not None
+    return False
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import types
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ from torchelastic import __version__, cli
 from torchelastic.cli import commands
 from torchelastic.cli.options.command_table import BY_NAME
 from torchelastic.config import Entry
-from torchelastic.distributed import launch
-from torchelastic.distributed import run as distributed_run
 from torchelastic.events import job_registry
+
+distributed_run = partial(cli.run_program, "DISTRIBUTED_RUN")
+distributed_launch = partial(cli.run_program, "DISTRIBUTED_LAUNCH")
 
 
 @pytest.fixture
@@ -37,8 +39,8 @@ def started(monkeypatch, tmp_path):
     ("main", "argv", "restarts"),
     [
         (cli.main, ["run", "-j", "1x2", "train.py", "--lr", "1"], 100),
-        (distributed_run.main, ["--nproc_per_node=2", "train.py", "--lr", "1"], 3),
-        (launch.main, ["--use_env", "--nproc_per_node=2", "train.py", "--lr", "1"], 3),
+        (distributed_run, ["--nproc_per_node=2", "train.py", "--lr", "1"], 3),
+        (distributed_launch, ["--use_env", "--nproc_per_node=2", "train.py", "--lr", "1"], 3),
     ],
     ids=["torchelastic run", "distributed.run", "distributed.launch"],
 )
@@ -72,7 +74,7 @@ def test_a_node_that_comes_too_late_starts_nothing(started, capsys):
         assert cli.main(other) == 7, other
 
 
-@pytest.mark.parametrize("main", [cli.main, distributed_run.main, launch.main])
+@pytest.mark.parametrize("main", [cli.main, distributed_run, distributed_launch])
 def test_ctrl_c_while_a_job_is_starting_prints_no_traceback(started, monkeypatch, capsys, main):
     handlers = []
     monkeypatch.setattr(sys.modules["torchelastic.agent.guard"], "run_job", interrupt)
@@ -107,8 +109,8 @@ def test_bad_input_is_refused_in_one_sentence_before_anything_starts(started, ca
 
 
 def test_the_other_commands_name_themselves(started, capsys):
-    assert distributed_run.main(["gone.py"]) == 64
-    assert launch.main(["gone.py"]) == 64
+    assert distributed_run(["gone.py"]) == 64
+    assert distributed_launch(["gone.py"]) == 64
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(": error: ")[0] for line in lines] == [
         "python -m torchelastic.distributed.run",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +22,8 @@ from torchelastic.errors import EXIT_OK, ConfigError
 from torchelastic.events import job_registry
 
 
-def main(parsed: Parsed) -> int:
-    """Run a job; return the exit code."""
+def main(parsed: Parsed, perform: Callable[[LaunchConfig, Entry], int] | None = None) -> int:
+    """Run a job, by `perform` if given; return the exit code."""
     if parsed["print_completion"]:
         print(completion.script(parsed["print_completion"]), end="")
         return EXIT_OK
@@ -41,6 +41,8 @@ def main(parsed: Parsed) -> int:
         return EXIT_OK
     if config.job_dir:
         JobDirectory(Path(config.job_dir)).prepare()
+    if perform is not None:
+        return perform(config, entry)
     # Imported here: errors in the arguments are reported without waiting for the agent's modules.
     from torchelastic.agent.guard import run_job
 

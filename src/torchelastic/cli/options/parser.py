@@ -50,14 +50,14 @@ def parse(argv: Sequence[str], command: Command, environ: Mapping[str, str]) -> 
     values = {flag.dest: flag.convert(command.default(flag)) for flag in known}
     strength = dict.fromkeys(values, DEFAULT)
     for flag, variable in set_variables(known, environ):
-        values[flag.dest] = _convert(flag, variable, environ[variable])
+        values[flag.dest] = convert(flag, variable, environ[variable])
         strength[flag.dest] = VARIABLE
     words: deque[str] = deque(argv)
     others: list[str] = []
     passed: list[str] = []
     while True:
         for flag, spelling, text in _read_flags(words, known):
-            value = _convert(flag, spelling, text)
+            value = convert(flag, spelling, text)
             if flag.repeated and strength[flag.dest] == ARGUMENT:
                 value = values[flag.dest] + value
             values[flag.dest] = value
@@ -80,7 +80,8 @@ def set_variables(flags: Sequence[Flag], environ: Mapping[str, str]) -> Iterator
             yield flag, variable
 
 
-def _convert(flag: Flag, source: str, text: str) -> Any:
+def convert(flag: Flag, source: str, text: str) -> Any:
+    """Return the value of a flag; an error names its source."""
     try:
         return flag.convert(text)
     except ConfigError as error:
