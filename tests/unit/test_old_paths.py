@@ -2,16 +2,10 @@
 
 import importlib
 import logging
-import os
-import signal
 import socket
-import subprocess
-import sys
-import time
 
 import pytest
 
-from tests.support import poll_for
 from torchelastic import events
 from torchelastic.compat.release02.utilities import (
     create_c10d_store,
@@ -29,7 +23,6 @@ from torchelastic.rendezvous.etcd_rendezvous import (
     EtcdStore,
     create_rdzv_handler,
 )
-from torchelastic.timer import FileTimerClient, FileTimerServer, expires
 
 PATHS = {
     "agent.server": "ElasticAgent LocalElasticAgent SimpleElasticAgent Worker WorkerGroup "
@@ -191,39 +184,3 @@ def test_a_config_is_the_same_wherever_it_comes_from():
     from torchelastic import LaunchConfig as public
 
     assert public is LaunchConfig
-
-
-@pytest.fixture
-def sleeper():
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    yield process
-    process.kill()
-    process.wait()
-
-
-def test_timers_by_a_named_pipe(tmp_path, monkeypatch, sleeper):
-    path, heard = str(tmp_path / "timers"), []
-    client = FileTimerClient(path, signal.SIGTERM)
-    with pytest.raises(BrokenPipeError, match="start a FileTimerServer there first"):
-        client.acquire("load", time.time() + 60)
-    server = FileTimerServer(path, "job", log_event=lambda name, request: heard.append(name))
-    server.start()
-    try:
-        with expires(after=60, scope="load", client=client):
-            poll_for(lambda: server.next_deadline() is not None, what="the timer is known")
-        poll_for(lambda: server.next_deadline() is None, what="the timer is released")
-        with pytest.raises(RuntimeError, match="make it shorter"):
-            client.acquire("x" * 9999, time.time())
-        monkeypatch.setattr(os, "getpid", lambda: sleeper.pid)
-        client.acquire("load", time.time() + 0.05)
-        assert sleeper.wait(30) == -signal.SIGTERM
-    finally:
-        monkeypatch.undo()
-        server.stop()
-    assert heard == [
-        "watchdog started",
-        "timer expired",
-        "kill worker process",
-        "watchdog stopped",
-    ]
-    assert list(tmp_path.iterdir()) == []

@@ -35,6 +35,7 @@ PATHS = (
     "rendezvous.parameters",
     "rendezvous.registry",
     "timer.api",
+    "timer.file_based_local_timer",
     "timer.local_timer",
     "utils.distributed",
     "utils.logging",

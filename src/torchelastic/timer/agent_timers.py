@@ -15,7 +15,6 @@ from collections.abc import Callable
 from functools import partial
 
 from torchelastic import env
-from torchelastic.timer.timer_requests import TimerClient, check_monotonic
 from torchelastic.timer.timer_table import MESSAGE, STACKS_AT, TimerTable
 from torchelastic.worker import channel
 
@@ -24,37 +23,23 @@ from torchelastic.worker import channel
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 
 
-class AgentTimerClient(TimerClient):
-    """Writes into a table that the agent reads."""
+class AgentTimers:
+    """The timers of this worker, in a table that the agent reads."""
 
     def __init__(self, table: TimerTable) -> None:
         self._table = table
-        #: The timers acquired by name, and not by `start`.
-        self._rows: dict[str, list[int]] = {}
         #: False in a forked child, which shares the memory and must not clear its parent's timers.
         self._ours = True
 
-    def start(self, scope_id: str, after: float) -> Callable[[], None]:
-        return partial(self._clear, self._set(scope_id, after, time.monotonic() + after))
-
-    def acquire(self, scope_id: str, expiration_time: float) -> None:
-        check_monotonic(expiration_time)
-        row = self._set(scope_id, expiration_time - time.monotonic(), expiration_time)
-        self._rows.setdefault(scope_id, []).append(row)
-
-    def release(self, scope_id: str) -> None:
-        rows = self._rows.get(scope_id)
-        if rows:
-            self._clear(rows.pop())
+    def start(self, scope: str, after: float) -> Callable[[], None]:
+        """Set a timer that expires after `after` seconds; return the function to clear it."""
+        if not self._ours:
+            raise RuntimeError(_CHILD)
+        return partial(self._clear, self._table.set(scope, after, time.monotonic() + after))
 
     def disown(self) -> None:
         """Stop using the table in a forked child: the timers belong to the parent."""
         self._ours = False
-
-    def _set(self, scope: str, after: float, expires_at: float) -> int:
-        if not self._ours:
-            raise RuntimeError(_CHILD)
-        return self._table.set(scope, after, expires_at)
 
     def _clear(self, row: int) -> None:
         if self._ours:
@@ -71,11 +56,11 @@ _CHILD = (
     "process), or configure a LocalTimerClient here and a LocalTimerServer in the worker."
 )
 
-_client: AgentTimerClient | None = None
+_client: AgentTimers | None = None
 _connecting = threading.Lock()
 
 
-def connect() -> AgentTimerClient | None:
+def connect() -> AgentTimers | None:
     """Return the client of this worker; None in a process that is not a worker."""
     global _client
     if _client is None:
@@ -89,7 +74,7 @@ def why_not() -> str:
     return _CHILD if env.get(channel.VARIABLE) else _UNCONFIGURED
 
 
-def _create_client() -> AgentTimerClient | None:
+def _create_client() -> AgentTimers | None:
     link = channel.link()
     if link is None:
         return None
@@ -103,7 +88,7 @@ def _create_client() -> AgentTimerClient | None:
         raise
     finally:
         link.close()
-    return AgentTimerClient(table)
+    return AgentTimers(table)
 
 
 def _write_stacks_at(signum: int, descriptor: int) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ContextDecorator
+from functools import partial
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from torchelastic.timer import agent_timers
-from torchelastic.timer.timer_requests import TimerClient
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.timer.api import TimerClient
 
 _configured: TimerClient | None = None
 
@@ -25,7 +30,7 @@ class expires(ContextDecorator):
 
     If the block takes longer than `after` seconds, the worker is killed, and `scope` (by default
     the file and line) is reported as the cause. Timers may be nested, overlap, and run in any
-    thread.
+    thread. With a client of torch's, a scope has one timer: a nested one replaces it.
     """
 
     def __init__(
@@ -39,10 +44,15 @@ class expires(ContextDecorator):
         self._release: Callable[[], None] | None = None
 
     def __enter__(self) -> None:
-        client = self._client or _configured or agent_timers.connect()
-        if client is None:
+        client = self._client or _configured
+        if client is not None:
+            client.acquire(self._scope, time.time() + self._after)
+            self._release = partial(client.release, self._scope)
+            return
+        own = agent_timers.connect()
+        if own is None:
             raise RuntimeError(agent_timers.why_not())
-        self._release = client.start(self._scope, self._after)
+        self._release = own.start(self._scope, self._after)
 
     def __exit__(
         self,

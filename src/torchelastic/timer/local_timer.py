@@ -1,6 +1,6 @@
 """A module name of 0.2's."""
 
-from torchelastic.timer.queue_timers import (
+from torch.distributed.elastic.timer.local_timer import (
     LocalTimerClient,
     LocalTimerServer,
     MultiprocessingRequestQueue,

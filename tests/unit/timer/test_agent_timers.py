@@ -81,24 +81,6 @@ def test_overlapping_timers_of_one_scope_are_not_mixed_up(agent):
     os.close(descriptor)
 
 
-def test_timers_acquired_by_name_are_released_by_name(agent):
-    client = agent_timers.connect()
-    assert isinstance(client, timer.TimerClient)
-    assert client is agent_timers.connect()
-    now = time.monotonic()
-    client.acquire("a", now + 500)
-    client.acquire("a", now + 900)
-    client.acquire("b", now + 700)
-    client.release("a")
-    client.release("never acquired")
-    _, descriptor = handed(agent)
-    left = {found.scope: found.expires_at for found in read(descriptor)}
-    assert left == {"a": now + 500, "b": now + 700}
-    with pytest.raises(ValueError, match=r"is a wall clock time"):
-        client.acquire("c", time.time() + 5)
-    os.close(descriptor)
-
-
 def test_a_forked_child_leaves_its_parents_timers_alone(agent):
     holding = timer.expires(60, "parent")
     holding.__enter__()

@@ -8,10 +8,9 @@ import pytest
 
 from torchelastic import timer
 from torchelastic.timer import countdown, expires
-from torchelastic.timer.timer_requests import TimerClient
 
 
-class Kept(TimerClient):
+class Kept(timer.TimerClient):
     def __init__(self):
         self.said = []
 
@@ -29,11 +28,11 @@ def client(monkeypatch):
 
 
 def test_a_block_has_a_timer_as_long_as_it_runs(client):
-    before = time.monotonic()
+    before = time.time()
     with expires(after=10, scope="load", client=client):
         ((what, scope, at),) = client.said
     assert (what, scope) == ("acquire", "load")
-    assert before + 10 <= at <= time.monotonic() + 10
+    assert before + 10 <= at <= time.time() + 10
     assert client.said[1:] == [("release", "load")]
     with pytest.raises(KeyError), expires(10, "load", client):
         raise KeyError

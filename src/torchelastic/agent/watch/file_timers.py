@@ -8,23 +8,48 @@ ours are and ends only the worker; torchrun ends the agent as well.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
+import select
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from torchelastic.errors import ConfigError
 from torchelastic.system.shared_memory import printable
-from torchelastic.timer.file_based_local_timer import LINE, FileTimerRequest, open_pipe, parse
 from torchelastic.timer.timer_table import Timer
 
 logger = logging.getLogger(__name__)
 
 #: Bytes read at a time.
 _READ_BYTES = 1 << 16
+#: The longest line: a pipe takes that many bytes atomically.
+LINE = select.PIPE_BUF
 #: Timers of all workers at once; more are ignored.
 MOST_TIMERS = 10_000
+
+
+class PipeRequest(NamedTuple):
+    """What torch's `FileTimerClient` asks for: a timer, or its release."""
+
+    pid: int
+    scope: str
+    #: `time.time()`; negative to release the timer.
+    expiration_time: float
+    #: 0: do not end the process.
+    signal: int
+
+
+def parse(line: bytes) -> PipeRequest | None:
+    """Parse the request in a line; None for anything else."""
+    try:
+        data = json.loads(line)
+        pid, scope = int(data["pid"]), str(data["scope_id"])
+        return PipeRequest(pid, scope, float(data["expiration_time"]), int(data["signal"]))
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
 
 
 class FileTimers:
@@ -37,7 +62,7 @@ class FileTimers:
         self._timers: dict[tuple[int, str], Timer] = {}
         self._rest = b""
         try:
-            self._pipe = open_pipe(path)
+            self._pipe = _open_pipe(path)
         except OSError as error:
             raise ConfigError(
                 f"{self.VARIABLE}={path} cannot be used as a named pipe ({error.strerror}): "
@@ -89,11 +114,19 @@ class FileTimers:
             else:
                 self._note(asked, wall, now)
 
-    def _note(self, asked: FileTimerRequest, wall: float, now: float) -> None:
+    def _note(self, asked: PipeRequest, wall: float, now: float) -> None:
         """Set or cancel a timer; torch's wall-clock time becomes monotonic time here."""
-        key = (asked.worker_pid, asked.scope_id)
+        key = (asked.pid, asked.scope)
         after = max(0.0, asked.expiration_time - wall)
         if asked.expiration_time < 0 or asked.signal <= 0:
             self._timers.pop(key, None)
         elif len(self._timers) < MOST_TIMERS or key in self._timers:
-            self._timers[key] = Timer(-1, now + after, round(after, 3), printable(asked.scope_id))
+            self._timers[key] = Timer(-1, now + after, round(after, 3), printable(asked.scope))
+
+
+def _open_pipe(path: Path) -> int:
+    """Create the pipe and open it for reading; replaces the leftover of a killed process."""
+    path.unlink(missing_ok=True)
+    os.mkfifo(path, 0o600)
+    # Also for writing: a pipe without a writer is always at its end.
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
