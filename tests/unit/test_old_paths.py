@@ -1,18 +1,16 @@
-"""Every module path and name that the documentation of 0.1, 0.2 and torch's launcher shows."""
+"""Every module path and name of 0.1, 0.2 and torch's launcher."""
 
 import importlib
 import logging
-import socket
+import re
 
 import pytest
+import torch.distributed as dist
 
 from torchelastic import events
-from torchelastic.compat.release02.utilities import (
-    create_c10d_store,
-    get_free_port,
-    get_logger,
-    get_socket_with_port,
-)
+from torchelastic.compat.old_names import DIFFERENT, OLD_NAMES, REFUSED, REFUSED_CLASSES
+from torchelastic.compat.paths import PATHS
+from torchelastic.compat.release02.rendezvous_api import AgentRendezvousHandler
 from torchelastic.errors import ConfigError
 from torchelastic.events.record import Record
 from torchelastic.launcher import LaunchConfig
@@ -23,77 +21,54 @@ from torchelastic.rendezvous.etcd_rendezvous import (
     EtcdStore,
     create_rdzv_handler,
 )
+from torchelastic.rendezvous.parameters import RendezvousParameters as RendezvousParameters01
+from torchelastic.rendezvous.parameters import get_rendezvous
+from torchelastic.utils.store import barrier, get_all, synchronize
 
-PATHS = {
-    "agent.server": "ElasticAgent LocalElasticAgent SimpleElasticAgent Worker WorkerGroup "
-    "WorkerSpec WorkerState RunResult",
-    "agent.server.api": "ElasticAgent RunResult SimpleElasticAgent Worker WorkerGroup WorkerSpec "
-    "WorkerState DEFAULT_ROLE",
-    "agent.server.local_elastic_agent": "LocalElasticAgent",
-    "checkpoint": "CheckpointManager FileSystemCheckpointManager CheckpointUtil "
-    "set_checkpoint_manager get_checkpoint_manager",
-    "coordinator": "Coordinator NonRetryableException StopException",
-    "distributed": "all_gather_return_max_long broadcast_binary broadcast_bool "
-    "broadcast_float_list broadcast_long broadcast_model get_rank",
-    "distributed.launch": "main",
-    "distributed.run": "main",
-    "distributed.utils": "get_rank",
-    "event_logger": "EventLogHandler configure get_event_logger",
-    "events": "ConsoleEventHandler Event EventHandler NullEventHandler configure record "
-    "record_event EventSource EventMetadataValue",
-    "events.api": "ConsoleEventHandler Event EventHandler NullEventHandler configure record "
-    "record_event EventSource EventMetadataValue",
-    "fault_injection": "start_fault_injection_thread",
+#: Names of torch's launcher, besides those of 0.1 and 0.2.
+OF_TORCH = {
+    "distributed.run": "config_from_args determine_local_world_size get_args_parser main "
+    "parse_args parse_min_max_nnodes run",
+    "distributed.launch": "launch main parse_args",
     "launcher": "LaunchConfig elastic_launch launch_agent",
     "launcher.api": "LaunchConfig elastic_launch launch_agent",
-    "metrics": "MetricHandler ConsoleMetricHandler NullMetricHandler MetricData configure prof "
-    "put_metric getStream MetricsConfig initialize_metrics",
-    "metrics.api": "MetricHandler ConsoleMetricHandler NullMetricHandler MetricData MetricStream "
-    "MetricsConfig configure prof profile put_metric publish_metric getStream get_elapsed_time_ms",
-    "multiprocessing": "start_processes PContext MultiprocessContext SubprocessContext "
-    "RunProcsResult Std to_map",
-    "multiprocessing.api": "PContext MultiprocessContext SubprocessContext RunProcsResult Std "
-    "to_map",
-    "multiprocessing.errors": "record ChildFailedError ErrorHandler ProcessFailure "
-    "get_error_handler",
-    "multiprocessing.errors.error_handler": "ErrorHandler",
-    "multiprocessing.errors.handlers": "get_error_handler",
-    "p2p": "CoordinatorP2P",
-    "p2p.coordinator_p2p": "CoordinatorP2P",
-    "rendezvous": "RendezvousHandler RendezvousParameters RendezvousHandlerFactory "
-    "RendezvousException RendezvousClosedException RendezvousTimeoutException "
-    "RendezvousNonRetryableError",
-    "rendezvous.api": "RendezvousHandler RendezvousParameters RendezvousHandlerFactory "
-    "RendezvousHandlerCreator RendezvousException RendezvousClosedException "
-    "RendezvousTimeoutException RendezvousNonRetryableError RendezvousError "
-    "RendezvousClosedError RendezvousTimeoutError RendezvousConnectionError",
-    "rendezvous.etcd_rendezvous": "EtcdRendezvousHandler EtcdRendezvous EtcdStore "
-    "create_rdzv_handler",
-    "rendezvous.etcd_server": "EtcdServer",
-    "rendezvous.parameters": "RendezvousParameters",
-    "rendezvous.registry": "get_rendezvous_handler",
-    "state": "State",
-    "timer": "configure expires LocalTimerClient LocalTimerServer TimerClient TimerServer "
-    "TimerRequest RequestQueue FileTimerClient FileTimerServer FileTimerRequest",
-    "timer.api": "configure expires TimerClient TimerServer TimerRequest RequestQueue",
+    "rendezvous.api": "RendezvousError RendezvousClosedError RendezvousTimeoutError "
+    "RendezvousConnectionError",
+    "rendezvous.utils": "parse_rendezvous_endpoint",
+    "timer": "FileTimerClient FileTimerServer FileTimerRequest",
     "timer.file_based_local_timer": "FileTimerClient FileTimerServer FileTimerRequest",
-    "timer.local_timer": "LocalTimerClient LocalTimerServer MultiprocessingRequestQueue",
-    "train_loop": "train run_train to_generator MAX_FAILURES",
-    "utils.data": "CyclingIterator ElasticDistributedSampler",
-    "utils.distributed": "create_c10d_store get_free_port get_socket_with_port",
-    "utils.logging": "get_logger",
-    "worker_stats": "WorkerStats SimpleWorkerStats",
 }
+NAMES = [
+    (path, name)
+    for path, names in [*((path, it[1]) for path, it in OLD_NAMES.items()), *OF_TORCH.items()]
+    for name in names.split()
+]
 
 
-def test_every_documented_path_and_name_is_there():
-    missing = [
-        f"torchelastic.{path}.{name}"
-        for path, names in PATHS.items()
-        for name in names.split()
-        if not hasattr(importlib.import_module(f"torchelastic.{path}"), name)
-    ]
-    assert missing == []
+def get(path, name):
+    module = importlib.import_module(f"torchelastic.{path}" if path else "torchelastic")
+    return getattr(module, name)
+
+
+def test_every_name_of_earlier_releases_is_there_or_refused_with_its_sentence():
+    gone = set(REFUSED) - set(REFUSED_CLASSES)
+    for path, name in NAMES:
+        if name in gone:
+            with pytest.raises(ImportError, match=f"^{re.escape(REFUSED[name])}$"):
+                get(path, name)
+        else:
+            assert get(path, name) is not None, (path, name)
+    with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
+        from torchelastic.agent.server.api import Nothing  # noqa: F401
+
+
+def test_the_tables_of_old_names_have_no_entry_too_many():
+    plain = {name for _, name in NAMES}
+    qualified = {f"{path}.{name}" for path, name in NAMES}
+    assert {*REFUSED, *DIFFERENT} <= plain | qualified
+    assert set(DIFFERENT) & set(REFUSED) == set()
+    listed = set(OLD_NAMES) | set(OF_TORCH)
+    assert {path for path in PATHS if not path.startswith("events.")} <= listed
 
 
 def test_a_train_step_becomes_a_generator():
@@ -116,7 +91,7 @@ def test_the_agent_of_ones_own_is_refused_with_a_reason():
 
         def get_worker_group(self, role="default"): ...
 
-    with pytest.raises(ConfigError, match=r"^Mine cannot start workers: .* Use Local"):
+    with pytest.raises(ConfigError, match=r"^A subclass of SimpleElasticAgent cannot start"):
         Mine(None)
     assert issubclass(LocalElasticAgent, SimpleElasticAgent)
 
@@ -167,17 +142,31 @@ def test_an_event_of_either_release_can_be_written_and_read():
     assert (new.timestamp, new.metadata) == (old.timestamp, old.metadata) == (7, {"x": 1})
 
 
-def test_ports_stores_and_loggers():
-    with get_socket_with_port() as held, pytest.raises(OSError, match="in use"):
-        socket.create_server(("localhost", held.getsockname()[1]))
-    assert 0 < get_free_port() < 65536
-    store = create_c10d_store(True, "127.0.0.1", wait_for_workers=False)
-    store.set("a", "b")
-    assert create_c10d_store(False, "127.0.0.1", store.port, 1).get("a") == b"b"
-    with pytest.raises(ValueError, match="server_port is required"):
-        create_c10d_store(True, "127.0.0.1", world_size=2)
-    assert get_logger().name == __name__
-    assert get_logger("x").level == logging.WARNING
+def test_ranks_exchange_data_through_a_store():
+    store = dist.HashStore()
+    store.set("x/1", "b")
+    assert synchronize(store, b"a", 0, 2, "x/", barrier_timeout=5) == [b"a", b"b"]
+    assert get_all(store, "x/", 2) == [b"a", b"b"]
+    store.set("y/1", "1")
+    barrier(store, 0, 2, "y/", barrier_timeout=5)
+    with pytest.raises(dist.DistStoreError):
+        barrier(store, 0, 2, "z/", barrier_timeout=0.01)
+
+
+def test_a_rendezvous_of_release_01_has_its_keys_in_one_text():
+    params = RendezvousParameters01("etcd", "n1:2379", "job", 1, 2, "timeout=60,protocol=https")
+    handler = get_rendezvous(params)
+    assert isinstance(handler, AgentRendezvousHandler)
+    assert (params.min_nodes, params.timeout, params.get("protocol")) == (1, 60, "https")
+
+    urls = []
+    dist.register_rendezvous_handler("mine", lambda url, **_: urls.append(url) or "made")
+    assert get_rendezvous(RendezvousParameters01("mine", "n1:1", "job", 1, 2, "a=/b")) == "made"
+    assert urls == ["mine://n1:1/job?min_workers=1&max_workers=2&a=/b"]
+
+
+def test_torchs_handler_of_events_is_found():
+    assert isinstance(events.get_logging_handler("null"), logging.NullHandler)
 
 
 def test_a_config_is_the_same_wherever_it_comes_from():

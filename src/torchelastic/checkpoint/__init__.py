@@ -35,13 +35,13 @@ from torchelastic.checkpoint.background.saving import (
     warn_if_never_due,
 )
 from torchelastic.checkpoint.checkpoint_store import CheckpointStore, FileSystemCheckpointManager
-from torchelastic.checkpoint.file_system_checkpoint import FileSystemCheckpoint
 from torchelastic.checkpoint.manager import (
     Checkpoint,
     CheckpointManager,
     get_checkpoint_manager,
     set_checkpoint_manager,
 )
+from torchelastic.checkpoint.stored_checkpoint import FileSystemCheckpoint
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.checkpoint_util import CheckpointUtil

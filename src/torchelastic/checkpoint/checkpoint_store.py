@@ -30,10 +30,10 @@ from torchelastic.checkpoint.background.runner import Runner, Task
 from torchelastic.checkpoint.background.take_fence import FenceClaim
 from torchelastic.checkpoint.catalog import Catalog
 from torchelastic.checkpoint.fence import Fence
-from torchelastic.checkpoint.file_system_checkpoint import FileSystemCheckpoint
 from torchelastic.checkpoint.interval import CheckpointSchedule, Measured
 from torchelastic.checkpoint.manager import CheckpointManager
 from torchelastic.checkpoint.storage.storage import open_storage
+from torchelastic.checkpoint.stored_checkpoint import FileSystemCheckpoint
 from torchelastic.errors import CheckpointError, ConfigError
 from torchelastic.system.memory_limit import NoRoom
 from torchelastic.worker_counters import milestones, stalls

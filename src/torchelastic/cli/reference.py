@@ -17,6 +17,7 @@ from typing import Any
 from torchelastic import env
 from torchelastic.agent.lifecycle import in_process, script
 from torchelastic.cli import COMMANDS
+from torchelastic.cli.old_apis_page import old_apis_page
 from torchelastic.cli.options.command import Command
 from torchelastic.cli.options.command_table import (
     BY_NAME,
@@ -340,6 +341,7 @@ PAGES = {
     "reference/cli.md": cli_page,
     "reference/configuration.md": configuration_page,
     "reference/environment.md": environment_page,
+    "reference/old-apis.md": lambda: f"{_GENERATED}\n{old_apis_page(_table)}",
     "concepts/states.md": states_page,
 }
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from torchelastic import env
 from torchelastic.cli import python_launch, run_program
 from torchelastic.cli.options.command_table import DISTRIBUTED_LAUNCH
+from torchelastic.compat.old_names import __getattr__  # noqa: F401
 from torchelastic.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
 TYPE_CHECKING = False

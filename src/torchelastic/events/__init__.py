@@ -16,6 +16,7 @@ from torchelastic.events.api import (
     EventSource,
     NullEventHandler,
     configure,
+    get_logging_handler,
     record,
     record_event,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "EventSource",
     "NullEventHandler",
     "configure",
+    "get_logging_handler",
     "record",
     "record_event",
 ]

@@ -7,7 +7,9 @@ its event log.
 
 from __future__ import annotations
 
+import importlib
 import json
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -22,6 +24,7 @@ __all__ = [
     "EventSource",
     "NullEventHandler",
     "configure",
+    "get_logging_handler",
     "record",
     "record_event",
 ]
@@ -124,6 +127,13 @@ def record(event: Event | str, destination: str = "", metadata: Metadata | None 
         _handlers.get(destination, _default).record(event)
     else:
         record_event(Event(event, destination or "default", metadata or {}))
+
+
+def get_logging_handler(destination: str = "console") -> logging.Handler:
+    """Return torch's handler of this name, to which 0.2.2 sent events: `console` or `null`."""
+    of_torch = importlib.import_module("torch.distributed.elastic.events.handlers")
+    handler: logging.Handler = of_torch.get_logging_handler(destination)
+    return handler
 
 
 def record_event(event: Event) -> None:

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from torchelastic.errors import ConfigError
+from torchelastic.events.api import get_logging_handler  # noqa: F401  (0.2.2's path)
 
 log = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
-"""A module name of 0.2's."""
+"""A module name of 0.1's."""
 
-from torchelastic.rendezvous.backend_parameters import RendezvousParameters
+from torchelastic.compat.release01.rendezvous_parameters import RendezvousParameters, get_rendezvous
 
-__all__ = ["RendezvousParameters"]
+__all__ = ["RendezvousParameters", "get_rendezvous"]

@@ -35,6 +35,10 @@ COORDINATOR_TIMEOUT = 600_000
 STRAGGLER_THRESHOLD = 0.8
 
 
+#: Methods of 0.1's loop that have nothing to do here.
+_NEVER_CALLED = ("rendezvous_barrier", "init_process_group", "barrier")
+
+
 class Coordinator(ABC):
     """The coordinator interface of release 0.1.
 
@@ -120,6 +124,13 @@ class CoordinatorP2P(Coordinator):
         self.is_worker_straggler = False
         self._link = _agents_link() if init_method is None else None
         self._steps_seen = 0
+        if overridden := [name for name in _NEVER_CALLED if _is_overridden(type(self), name)]:
+            log.warning(
+                "%s overrides %s, which train never calls: the agent forms the worlds. "
+                "Move that code to State.sync.",
+                type(self).__name__,
+                " and ".join(overridden),
+            )
 
     def open(self) -> channel.WorkerLink:
         """Return the channel that orders come on. Called by `torchelastic.train`."""
@@ -226,6 +237,10 @@ class CoordinatorP2P(Coordinator):
             return self.rank
         except RuntimeError:
             return -1
+
+
+def _is_overridden(kind: type[CoordinatorP2P], name: str) -> bool:
+    return getattr(kind, name) is not getattr(CoordinatorP2P, name)
 
 
 def _check_times(process_group: int, coordinator: int | None) -> None:

@@ -1,6 +1,6 @@
 """A module name of 0.2's."""
 
-from torchelastic.compat.release02.utilities import (
+from torch.distributed.elastic.utils.distributed import (
     create_c10d_store,
     get_free_port,
     get_socket_with_port,

@@ -1,5 +1,5 @@
 """A module name of 0.2's."""
 
-from torchelastic.compat.release02.utilities import get_logger
+from torch.distributed.elastic.utils.logging import get_logger
 
 __all__ = ["get_logger"]

@@ -17,6 +17,7 @@ from tests.unit.training.loop_support import (
     wait_until_aborted,
 )
 from torchelastic import SimpleWorkerStats
+from torchelastic.p2p import CoordinatorP2P
 from torchelastic.worker.orders import Ask, Entered, Erred, Ping, Pong, Stopped
 
 
@@ -157,3 +158,21 @@ def test_slow_workers_are_noticed(run, made, monkeypatch):
     run(one_world(3), step)
     assert seen == [False, False, True, True]
     assert made[0].last_relative_prog_rate == 0.5
+
+
+def test_an_overridden_method_that_is_never_called_is_named_at_once(caplog):
+    class Own(CoordinatorP2P):
+        def rendezvous_barrier(self):
+            return super().rendezvous_barrier()
+
+        def on_error(self, e):
+            """A hook, which is called."""
+
+    Own(init_method="tcp://nowhere/test?min_workers=1")
+    (said,) = caplog.messages
+    assert said == (
+        "Own overrides rendezvous_barrier, which train never calls: the agent forms the worlds. "
+        "Move that code to State.sync."
+    )
+    CoordinatorP2P(init_method="tcp://nowhere/test?min_workers=1")
+    assert len(caplog.messages) == 1

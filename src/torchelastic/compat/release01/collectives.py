@@ -18,6 +18,19 @@ if TYPE_CHECKING:
 
     Bytes = numpy.ndarray[tuple[int], numpy.dtype[numpy.uint8]]
 
+__all__ = [
+    "all_gather_return_max_long",
+    "broadcast_binary",
+    "broadcast_bool",
+    "broadcast_float_list",
+    "broadcast_long",
+    "broadcast_model",
+    "convert_to_distributed_tensor",
+    "convert_to_normal_tensor",
+    "get_rank",
+    "is_distributed_training_run",
+]
+
 #: From this size on, a binary is sent in this number of concurrent pieces.
 _LARGE = 8 << 20
 _PIECES = 8

@@ -4,5 +4,5 @@ agent_api             an agent: a job from a `WorkerSpec`, thin over the launche
 rendezvous_api        the rendezvous handler of a node, and the registry of backends
 etcd_rendezvous       the rendezvous at an etcd server
 multiprocessing_api   the names of 0.2's `multiprocessing`
-utilities             ports, stores and loggers
+store_exchange        data that the ranks exchange through a store
 """

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchelastic.compat.old_names import REFUSED
 from torchelastic.compat.release02.rendezvous_api import AgentRendezvousHandler
 from torchelastic.config import LaunchConfig, Std
 from torchelastic.errors import EXIT_OK, ConfigError
@@ -84,6 +85,8 @@ class Worker:
     role_rank: int = -1
     world_size: int = -1
     role_world_size: int = -1
+    #: None: the workers are processes of the agent, not of this program.
+    id: Any = field(default=None, init=False)
 
 
 class WorkerState(str, enum.Enum):
@@ -109,6 +112,7 @@ class WorkerGroup:
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         self.workers = [Worker(local_rank) for local_rank in range(spec.local_world_size)]
+        self.store = None
         self.group_rank: int | None = None
         self.group_world_size: int | None = None
         self.state = WorkerState.INIT
@@ -151,10 +155,7 @@ class SimpleElasticAgent(ElasticAgent):
     """0.2's base class for custom agents, which are not supported here."""
 
     def __init__(self, spec: WorkerSpec, exit_barrier_timeout: float = 300) -> None:
-        raise ConfigError(
-            f"{type(self).__name__} cannot start workers: only the agent process of torchelastic "
-            "does. Use LocalElasticAgent, or elastic_launch."
-        )
+        raise ConfigError(REFUSED["SimpleElasticAgent"])
 
 
 class LocalElasticAgent(SimpleElasticAgent):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchelastic.compat.old_names import REFUSED
 from torchelastic.compat.release02.rendezvous_api import AgentRendezvousHandler
 from torchelastic.config import ETCD_BACKENDS
 from torchelastic.errors import ConfigError
@@ -36,17 +37,11 @@ class EtcdRendezvous:
     """0.2's implementation over python-etcd: not available."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError(
-            "EtcdRendezvous needs etcd's v2 API, which etcd 3.6 no longer has: "
-            'use create_rdzv_handler(RendezvousParameters("etcd", endpoint, run_id, ...)).'
-        )
+        raise ConfigError(REFUSED["EtcdRendezvous"])
 
 
 class EtcdStore:
     """0.2's store over python-etcd: not available."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError(
-            "EtcdStore needs etcd's v2 API, which etcd 3.6 no longer has: use the store that "
-            "next_rendezvous() returns, or torch.distributed.TCPStore."
-        )
+        raise ConfigError(REFUSED["EtcdStore"])

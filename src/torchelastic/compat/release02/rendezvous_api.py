@@ -76,9 +76,9 @@ class RendezvousHandler(abc.ABC):
     def get_run_id(self) -> str:
         """The job's id."""
 
-    @abc.abstractmethod
     def shutdown(self) -> bool:
-        """Leave the job; return False if there was an error."""
+        """Leave the job; return False if there was an error. By default there is nothing to do."""
+        return True
 
 
 RendezvousHandlerCreator = Callable[[RendezvousParameters], RendezvousHandler]

@@ -1,6 +1,9 @@
 """Any process: the errors of failed processes, with the names of 0.2 and torch."""
 
-from torchelastic.launcher.error_handler import ErrorHandler, get_error_handler, record
-from torchelastic.launcher.process_failure import ChildFailedError, ProcessFailure
+from torchelastic.launcher.error_handler import ErrorHandler as ErrorHandler
+from torchelastic.launcher.error_handler import get_error_handler as get_error_handler
+from torchelastic.launcher.error_handler import record as record
+from torchelastic.launcher.process_failure import ChildFailedError as ChildFailedError
+from torchelastic.launcher.process_failure import ProcessFailure as ProcessFailure
 
-__all__ = ["ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_handler", "record"]
+GlobalRank, JSON = int, dict

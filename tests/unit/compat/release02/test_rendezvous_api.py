@@ -64,3 +64,10 @@ def test_what_nobody_has_registered_is_refused():
         get_rendezvous_handler(parameters("zeus"))
     with pytest.raises(ConfigError, match="'c10d' is not registered"):
         RendezvousHandlerFactory().create_handler(parameters())
+
+
+def test_a_handler_need_not_define_shutdown():
+    needed = RendezvousHandler.__abstractmethods__
+    made = type("Mine", (RendezvousHandler,), dict.fromkeys(needed, lambda self: None))
+
+    assert made().shutdown() is True

@@ -1,0 +1,80 @@
+"""The reference page of the names of 0.1 and 0.2, from `compat.old_names`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torchelastic.compat.old_names import DIFFERENT, OLD_NAMES, REFUSED, difference
+
+_HEAD = """\
+# The names of 0.1 and 0.2
+
+Every public module of torchelastic 0.1 and 0.2 can be imported, and most names work as they did.
+Some differ, and some are refused with an error that says what to use instead. See also
+[From Python](../guides/python.md), [Coming from torchrun](../guides/from-torchrun.md), and for a
+training written for 0.1 [Coming from release 0.1](../guides/train.md#coming-from-release-01).
+
+Not here: `torchelastic.tsm` with `events.TsmEvent` and `events.record_tsm` (it has become TorchX),
+`multiprocessing.error_reporter` and `multiprocessing.popen` (0.2.2 had removed them), and the
+constants `CONST_…` of `rendezvous.etcd_rendezvous`.
+"""
+_MODULES = """
+## Every module
+
+*Italic* names differ, ~~struck~~ names are refused; all others are the same.
+"""
+_TESTS = """
+## Upstream's own tests
+
+The test suites of 0.1.0rc1, 0.1 (1ba0b5a) and 0.2.2, and torch's `test_run.py`, were run against
+this package. Apart from tests that import or replace private names, or subclass
+`SimpleElasticAgent`, these do not pass:
+
+"""
+#: By suite: a test, and the difference it meets.
+_FAILING = (
+    (
+        "0.2.2 `launch_test`",
+        "`test_nproc_gpu_launch_configurations`",
+        "replaces `torch.cuda`: devices are counted without torch",
+    ),
+    (
+        "0.2.2 `launch_test`",
+        "`test_launch_elastic_worker_raise_exception`",
+        "raises as it expects, but expects the launcher to call `events.record`",
+    ),
+    (
+        "0.2.2 `launch_test`",
+        "`test_launch_elastic_agent_raise_exception`, `test_launch_shutdown`",
+        "replace `LocalElasticAgent`: the agent is another process",
+    ),
+)
+
+
+def old_apis_page(table: Callable[[tuple[str, ...], Iterable[tuple[str, ...]]], str]) -> str:
+    """Return the page; `table` makes a Markdown table."""
+    differs = table(
+        ("name", "how it differs"), ((f"`{name}`", how) for name, how in DIFFERENT.items())
+    )
+    refused = table(("name", "the error"), ((f"`{name}`", said) for name, said in REFUSED.items()))
+    modules = table(
+        ("`torchelastic.`…", "release", "names"),
+        (
+            (
+                f"`{path}`" if path else "",
+                release,
+                ", ".join(_shown(path, name) for name in names.split()),
+            )
+            for path, (release, names) in OLD_NAMES.items()
+        ),
+    )
+    return (
+        f"{_HEAD}\n## Different\n\n{differs}\n## Refused\n\n{refused}{_MODULES}\n{modules}"
+        f"{_TESTS}{table(('suite', 'test', 'why'), _FAILING)}"
+    )
+
+
+def _shown(path: str, name: str) -> str:
+    if name in REFUSED:
+        return f"~~`{name}`~~"
+    return f"*`{name}`*" if difference(path, name) else f"`{name}`"
