@@ -188,6 +188,7 @@ DIFFERENT = {
     "WorkerGroup": "`store` is always None; the ranks are set when the job has ended.",
     "WorkerSpec": "`max_restarts` is the budget of the whole job; `monitor_interval` and "
     "`master_port` have no effect.",
+    "create_c10d_store": "torch's own: a time-out raises `DistStoreError`, not `TimeoutError`.",
     "determine_local_world_size": "Devices are counted without torch.",
     "events.record": "By default events are discarded: call `configure`, or pass "
     '`destination="console"`. The launcher does not call it: its own events are in the event log.',
