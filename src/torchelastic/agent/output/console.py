@@ -2,7 +2,8 @@
 
 A line is written at once. If that would block, because a terminal was stopped by Ctrl-S or a pipe
 is not read, a thread writes it and all lines after it. Control sequences in users' texts, such as
-an exception's message, are escaped.
+an exception's message, are escaped. The second line of a message, and those after it, are indented:
+no text from the network can pass for a message of the agent.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Console(logging.Handler):
             self._output = None  # started without stderr
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.say(self.format(record))
+        self.say(self.format(record).replace("\n", "\n  "))
 
     def say(self, text: str) -> None:
         """Write some lines."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from torchelastic.errors import ConfigError
-from torchelastic.system.shared_memory import printable
+from torchelastic.system.text import printable
 from torchelastic.timer.file_based_local_timer import LINE, FileTimerRequest, open_pipe, parse
 from torchelastic.timer.timer_table import Timer
 
