@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 from torchelastic.events import types as events
@@ -11,7 +12,7 @@ from torchelastic.events.analysis import hangs
 from torchelastic.events.analysis.goodput import PARTS, Goodput
 from torchelastic.events.analysis.last_failure import FailureView
 from torchelastic.events.analysis.ranks import RankView
-from torchelastic.events.analysis.recoveries import Recovery
+from torchelastic.events.analysis.recoveries import Recovery, RecoveryTotals
 from torchelastic.events.analysis.view import HistoryEntry, JobView, NodeView, StoredView, WorldView
 from torchelastic.events.failure import Failure
 
@@ -199,7 +200,9 @@ def training(**changes: Any) -> JobView:
             )
         },
     }
-    return JobView(**(given | changes))
+    given |= changes
+    totals = reduce(RecoveryTotals.plus, given["recoveries"], RecoveryTotals())
+    return JobView(**given, recovery_totals=totals)
 
 
 def failed() -> JobView:

@@ -303,6 +303,7 @@ def test_two_hundred_worlds_stay_readable(show, tab):
     assert box["height"] < 900
     assert tab.page.locator("#drawing .hair").count() <= 16
     assert tab.page.locator("table.recoveries tbody tr").count() == 10
+    assert "50 failures cost" in tab.text("#recoveries")
 
 
 def test_a_finished_job_is_shown_as_such(show, tab):

@@ -45,7 +45,7 @@ def test_numbers_and_texts_are_for_people(modules):
 
 PHASES = {
     "Training": {},
-    "Not progressing": {"stepped": NOW - 100},
+    "Not progressing": {"stepped": NOW - 100, "rate": 0.0},
     "Starting": {"phase": "starting"},
     "Waiting for nodes": {"phase": "waiting"},
     "Recovering": {"phase": "restarting"},

@@ -144,7 +144,9 @@ class KubernetesTraining(GatedTraining):
         self.last_epoch()
         ended = self.wait_for(
             lambda: (
-                state if (state := self.cluster.state(self.handle)["state"]) != "running" else ""
+                state
+                if (state := self.cluster.state(self.handle)["state"]) not in ("pending", "running")
+                else ""
             ),
             "the end of the job",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -19,8 +20,8 @@ pytestmark = [pytest.mark.needs("slurm"), pytest.mark.timeout(600)]
 
 
 @pytest.fixture
-def cluster() -> Iterator[SlurmCluster]:
-    with SlurmCluster(3) as made:
+def cluster(request: pytest.FixtureRequest) -> Iterator[SlurmCluster]:
+    with SlurmCluster(3, getattr(request, "param", "cons_tres")) as made:
         yield made
 
 
@@ -126,9 +127,13 @@ def test_a_job_that_is_preempted_or_comes_to_its_limit_is_queued_again(cluster, 
     assert cluster.job(training.number)["Restarts"] == "2"
 
 
-def test_a_node_that_is_killed_is_done_without(cluster, tmp_path):
+@pytest.mark.parametrize(
+    "cluster", ["cons_tres", pytest.param("linear", marks=pytest.mark.slow)], indirect=True
+)
+def test_a_job_gets_all_idle_nodes_and_does_without_one_that_is_killed(cluster, tmp_path):
     number, job_dir = submit(cluster, tmp_path, "--nnodes=1:3")
     poll_for(lambda: output_of(job_dir).count("of 3 has no secret") == 3, what="three workers")
+    assert cluster.job(number)["NumCPUs"] == str(3 * (os.cpu_count() or 1))
     kill_agents(cluster.nodes[2])
     poll_for(lambda: output_of(job_dir).count("of 2 has no secret") == 2, what="two workers")
     (tmp_path / "end").touch()
@@ -159,6 +164,8 @@ def test_a_job_array_grows_and_shrinks_by_its_tasks(cluster, tmp_path):
     number, job_dir = submit(cluster, tmp_path, "--array", "--nnodes=1:4")
     # Three nodes for four tasks: the last one waits in the queue.
     poll_for(lambda: output_of(job_dir).count("of 3 has no secret") == 3, what="three tasks")
+    running = cluster.output("squeue", "--noheader", "--states=RUNNING", "--format=%N").split()
+    assert sorted(running) == [node.name for node in cluster.nodes]
     cluster.output("scancel", f"{number}_2")
     poll_for(lambda: "of 3 has no secret" in said_by(job_dir, 3), what="the fourth task")
     (tmp_path / "end").touch()

@@ -18,6 +18,14 @@ INCURABLE = frozenset(
     {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"}
     | {"ConfigError", "ProcessesError", "ProgramMissing"}
 )
+#: Exceptions that may be over after some time: those of the operating system, such as a file
+#: system or a network that is not there yet, and timeouts. Also as the cause of another exception.
+_PASSING = re.compile(
+    r"^(?:[\w.]+\.)?(?:\w*(?:OSError|IOError|Connection|Network|HTTP|Unavailable|Time(?:d)?_?[oO]ut)\w*"
+    r"|(?:File|URL|SSL|BrokenPipe|Permission|Interrupted|ChildProcess|ProcessLookup|NotADirectory"
+    r"|IsADirectory)\w*Error|gaierror|herror|timeout)(?::|$)",
+    re.MULTILINE,
+)
 #: Terminal escape sequences.
 _ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\))")
 _EXCEPTION = re.compile(r"([\w.]+)(?::|$)")
@@ -115,6 +123,11 @@ class Failure:
     def incurable(self) -> bool:
         """True if a restart of the same program would fail in the same way."""
         return self.told and self.kind in INCURABLE
+
+    @property
+    def passing(self) -> bool:
+        """True if time may cure the error that the worker reported."""
+        return self.told and bool(_PASSING.search(f"{self.message}\n{self.traceback}"))
 
     def signature(self) -> tuple[int, str, str]:
         """Return a key that is equal for failures of the same kind in the same line of code."""

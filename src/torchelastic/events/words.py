@@ -9,6 +9,7 @@ from typing import Any
 from torchelastic.events import types as events
 from torchelastic.events.analysis.goodput import PARTS, Goodput
 from torchelastic.events.analysis.recoveries import Recovery
+from torchelastic.events.analysis.step_time import OVERDUE_AFTER
 from torchelastic.events.analysis.view import JobView
 from torchelastic.events.failure import Failure, signal_name
 from torchelastic.events.record import Record
@@ -17,8 +18,6 @@ from torchelastic.events.record import Record
 _NAMES_LIMIT = 8
 #: Texts that must fit in a line are cut to this many characters.
 _LINE_LENGTH = 200
-#: A step takes too long after this many seconds, and this many times the usual step time.
-_STUCK_AFTER, _STUCK_FACTOR = 10.0, 5.0
 
 
 def sentence(record: Record) -> str:
@@ -101,7 +100,7 @@ def pace(seen: JobView, now: float | None) -> str:
         return ""
     step = f"step {seen.step}"
     lasts = now - seen.stepped if now is not None and seen.stepped is not None else 0.0
-    if lasts > max(_STUCK_AFTER, _STUCK_FACTOR / seen.rate if seen.rate else 0.0):
+    if not seen.rate and lasts > OVERDUE_AFTER:
         return f"{step}, no new step for {span(lasts)}"
     return f"{step}, {rate(seen.rate)}" if seen.rate is not None else step
 

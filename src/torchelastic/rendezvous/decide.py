@@ -362,6 +362,7 @@ def _continue_or_close(rules: RoundRules, state: RoundState, now: float) -> Roun
                 step=state.step,
                 trained=world.proven or has_trained(state),
                 everywhere=failure is not None and failed >= world.members,
+                all_ranks=failure is not None and _raised_on_all_ranks(state, failure),
                 without=bool(failed) and failed <= found.out,
             ),
             world.ledger,
@@ -389,6 +390,13 @@ def _continue_or_close(rules: RoundRules, state: RoundState, now: float) -> Roun
     if now < state.since + pause(restart.history):
         return _wait_before_restart(state, world, restart)
     return replace(form(rules, state, now, at_once=True), kind=kind)
+
+
+def _raised_on_all_ranks(state: RoundState, failure: Failure) -> bool:
+    """Return whether every rank of the last world raised the exception at the same place."""
+    alike = [one for one in state.failures if one.told]
+    same = {one.rank for one in alike if (one.kind, one.place) == (failure.kind, failure.place)}
+    return failure.told and len(same) >= the_world(state).size
 
 
 def _wait_before_restart(

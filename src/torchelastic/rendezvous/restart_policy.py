@@ -5,6 +5,7 @@ generation has made progress when it got beyond the best step of those before it
 
     ended by                                 same again, no progress   10 minutes, steps unknown
     an exception                             5 times: the job ends     refill nothing
+      on all ranks, before the job trained   2 times: the job ends     -
     an exit code or a crash without error    5 times: the job ends     refill the budget
     a kill from outside, a lost connection   repeats are not counted   refill the budget
     an error that no restart can fix
@@ -12,7 +13,8 @@ generation has made progress when it got beyond the best step of those before it
       if the failed nodes are left out       uses no restart           -
 
 Two failures are the same if the type of the exception, the innermost frame of user code and the
-step are equal.
+step are equal. An exception that time may cure, of the operating system or a timeout, is always
+retried 4 times.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ Kind = Literal["failure", "error", "node-failure", "leave", "resize", "finished"
 
 #: The number of equal failures in a row, without progress, that ends the job.
 SAME_FAILURE_LIMIT = 5
+#: The same for an exception on all ranks, before the job has trained.
+SAME_START_LIMIT = 2
 #: Seconds after which a generation may have made progress, if the job reports no steps.
 PROGRESS_AFTER = 600.0
 #: A generation that fails within this many seconds, without a step, failed right after start.
@@ -64,6 +68,8 @@ class Ending:
     #: Whether a world of the job has trained, and whether all nodes of this one failed equally.
     trained: bool = False
     everywhere: bool = True
+    #: Whether all ranks raised the same exception at the same place.
+    all_ranks: bool = False
     #: Whether the next world is without the nodes that failed.
     without: bool = False
 
@@ -102,7 +108,7 @@ def judge(
     if ending.kind != "failure" and not count_resizes:
         return RestartDecision(True, history, f"a {_words(ending.kind)} uses no restart")
     history = _note_failure(ending, history)
-    if failure is not None and history.repeats >= SAME_FAILURE_LIMIT:
+    if failure is not None and history.repeats >= _limit(ending, history, failure):
         same = _same(failure, history.repeats)
         return RestartDecision(False, history, same, incurable=failure.told)
     if history.used >= budget:
@@ -151,6 +157,13 @@ def _cannot_succeed(ending: Ending, history: RestartHistory, failure: Failure) -
     """Return whether the program has run on no node, and there is no other node to try."""
     again = history.signature == _signature(failure)
     return ending.everywhere or (not ending.trained and (again or not ending.without))
+
+
+def _limit(ending: Ending, history: RestartHistory, failure: Failure) -> int:
+    """The number of equal failures in a row that ends the job."""
+    trained = ending.trained or history.best_step >= 0 or failure.step is not None
+    at_start = ending.all_ranks and not trained and not failure.passing
+    return SAME_START_LIMIT if at_start else SAME_FAILURE_LIMIT
 
 
 def _same(failure: Failure, times: int) -> str:

@@ -102,8 +102,3 @@ class Text:
         (length,) = self._length.of(row)
         at = self._length.end
         return row[at : at + min(length, self.room)].decode(errors="ignore")
-
-
-def printable(text: str) -> str:
-    """Replace characters that a terminal should not show, such as escape sequences."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -15,7 +15,8 @@ import os
 import threading
 from typing import NamedTuple
 
-from torchelastic.system.shared_memory import Field, SharedMemory, Text, printable
+from torchelastic.system.shared_memory import Field, SharedMemory, Text
+from torchelastic.system.text import printable
 
 #: The type of the message that passes the table to the agent.
 MESSAGE = "timers"

@@ -338,7 +338,7 @@ async def _answer(link: Link, endpoint: Endpoint, timeout: float) -> frames.Mess
         # Not a refusal yet: proxies take connections for a host that is still to come.
         raise NoAnswer from error
     if isinstance(answer, frames.Refusal):
-        raise RendezvousRefused(answer.sentence)
+        raise RendezvousRefused(answer.line)
     return answer
 
 

@@ -31,6 +31,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torchelastic.errors import WireError
+from torchelastic.system.text import printable
 from torchelastic.transport import codec
 from torchelastic.transport.codec import Codec
 
@@ -252,6 +253,11 @@ class Refusal(Message):
 
     kind = "refusal"
     sentence: str
+
+    @property
+    def line(self) -> str:
+        """The sentence for a log: whoever answers at an endpoint may have written it."""
+        return printable(self.sentence)
 
 
 @dataclass(frozen=True, slots=True)

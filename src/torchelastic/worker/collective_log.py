@@ -14,7 +14,8 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from torchelastic.system.shared_memory import Field, map_memory, printable
+from torchelastic.system.shared_memory import Field, map_memory
+from torchelastic.system.text import printable
 
 AT, END = 512, 1024
 #: generation, 1 if it waits, then of the operation it waits for: the row of its group (-1: none),

@@ -69,7 +69,7 @@ def test_doctests_hold():
     ],
 )
 def test_the_state_of_a_job(conditions, state, reason, over):
-    found = summary(job(*conditions), [])
+    found = summary(job(*conditions), [pod(0)])
     assert found.state == state
     assert found.reason.startswith(reason)
     assert is_over(job(*conditions)) is over
@@ -86,7 +86,29 @@ def test_the_state_of_a_job(conditions, state, reason, over):
 )
 def test_the_state_of_a_job_of_volcano(phase, state, over):
     found = {**job(), "status": {"state": {"phase": phase}, "conditions": [{"status": "Running"}]}}
-    assert (summary(found, []).state, is_over(found)) == (state, over)
+    assert (summary(found, [pod(0)]).state, is_over(found)) == (state, over)
+
+
+UNSCHEDULED = ("Pending", {"type": "PodScheduled", "status": "False", "message": "no GPU"})
+
+
+@pytest.mark.parametrize(
+    ("pods", "state", "reason"),
+    [
+        ([], "pending", "0 of 3 pods are running"),
+        (
+            [pod(index, *UNSCHEDULED, node="") for index in range(3)],
+            "pending",
+            "0 of 3 pods are running, 3 not scheduled",
+        ),
+        ([pod(0, "Pending"), pod(1, "Failed")], "pending", "0 of 3 pods are running"),
+        ([pod(0, *UNSCHEDULED, node=""), pod(1)], "running", ""),
+        ([pod(0, "Succeeded")], "running", ""),
+    ],
+)
+def test_job_summary_without_a_running_pod_is_pending(pods, state, reason):
+    found = summary(job(), pods)
+    assert (found.state, found.reason) == (state, reason)
 
 
 @pytest.mark.parametrize(

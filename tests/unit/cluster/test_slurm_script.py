@@ -45,7 +45,7 @@ def test_a_lost_node_does_not_end_the_job_and_a_limit_is_announced():
     assert options(made) == [
         "--job-name=train.py",
         "--nodes=2-4",
-        "--ntasks-per-node=1",
+        "--exclusive",
         "--no-kill",
         "--requeue",
         "--open-mode=append",
@@ -55,7 +55,7 @@ def test_a_lost_node_does_not_end_the_job_and_a_limit_is_announced():
         "--partition=gpu",
         "--gpus-per-node=8",
     ]
-    assert "srun --no-kill --kill-on-bad-exit=0 --wait=0" in made
+    assert "srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0" in made
     assert "torchelastic run -- train.py 'a b'" in made
 
 
@@ -66,6 +66,12 @@ def test_a_job_array_has_a_task_for_each_node():
     assert "--output='/shared/job 1/slurm-%A_%a.out'" in options(made)
     assert "export PET_RDZV_ID=$SLURM_ARRAY_JOB_ID" in made
     assert 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"' in made
+
+
+@pytest.mark.parametrize("cpus", ["--cpus-per-task=8", "-c 8"])
+def test_slurm_script_takes_whole_nodes_unless_cpus_are_given(cpus):
+    assert "--exclusive" in options(script(job(array=True, options=["--comment=c"])))
+    assert "--exclusive" not in options(script(job(options=[cpus])))
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,70 @@ def test_the_last_sentence_names_the_place_and_the_step():
         assert fall(*[(failure, 60.0, -1)] * 5)[1] == said
 
 
+OSERROR = replace(BOOM, message="OSError: [Errno 5] Input/output error")
+CAUSED = replace(
+    BOOM,
+    message="RuntimeError: no data",
+    traceback="requests.exceptions.ConnectTimeout: 10 s\n\nTraceback …\nRuntimeError: no data",
+)
+
+
+@pytest.mark.parametrize(
+    ("failure", "ending", "known", "survived"),
+    [
+        (BOOM, {}, -1, 1),
+        (BOOM, {"all_ranks": False}, -1, 4),
+        (BOOM, {"trained": True}, -1, 4),
+        (BOOM, {}, 7, 4),
+        (replace(BOOM, step=3), {}, -1, 4),
+        (OSERROR, {}, -1, 4),
+        (CAUSED, {}, -1, 4),
+        (SERVER, {}, -1, MANY),
+    ],
+    ids=[
+        "before the first step",
+        "not on all ranks",
+        "after the job trained",
+        "after a known step",
+        "after a step that torch counted",
+        "an error that time may cure",
+        "an error that a timeout caused",
+        "a lost connection",
+    ],
+)
+def test_restart_same_exception_on_all_ranks_ends_the_job_the_second_time(
+    failure, ending, known, survived
+):
+    history, count = RestartHistory(best_step=known), 0
+    while count < MANY:
+        given = {"all_ranks": True, "failure": failure, "lifetime": 9.0} | ending
+        verdict = judged(history=history, budget=100, **given)
+        if not verdict.go_on:
+            break
+        history, count = verdict.history, count + 1
+    assert count == survived, verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("message", "passing"),
+    [
+        ("OSError: [Errno 28] No space left on device", True),
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/mnt/data'", True),
+        ("TimeoutError", True),
+        ("subprocess.TimeoutExpired: Command 'x' timed out", True),
+        ("botocore.exceptions.EndpointConnectionError: Could not connect", True),
+        ("urllib.error.HTTPError: HTTP Error 503: Service Unavailable", True),
+        ("socket.gaierror: [Errno -3] Temporary failure in name resolution", True),
+        ("ValueError: OSError: no", False),
+        ("KeyError: 'timeout'", False),
+        ("RuntimeError: mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_failure_of_the_system_or_a_timeout_may_pass(message, passing):
+    assert replace(BOOM, message=message, traceback=f"Traceback …\n{message}").passing is passing
+    assert not replace(BOOM, message=message, traceback="").passing
+
+
 INCURABLE = replace(BOOM, message="ModuleNotFoundError: No module named 'x'")
 
 

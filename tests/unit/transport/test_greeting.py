@@ -122,8 +122,9 @@ async def test_the_servers_own_proof_does_not_open_its_door():
         [frames.Welcome(frames.PROTOCOL, frames.VERSION, "trap", False)],
         [frames.Elsewhere(["127.0.0.1:1"], 9)],
         [frames.Challenge("\ud800", "\udfff")],
+        [frames.Refusal("no secret.\n[torchelastic] all is well")],
     ],
-    ids=["no proof", "no nonce", "a welcome", "elsewhere", "no text"],
+    ids=["no proof", "no nonce", "a welcome", "elsewhere", "no text", "a forged line of the log"],
 )
 @story
 async def test_a_node_does_not_follow_whoever_took_the_hosts_place(answers):
@@ -140,8 +141,9 @@ async def test_a_node_does_not_follow_whoever_took_the_hosts_place(answers):
     listener = await asyncio.start_server(trap, "127.0.0.1", 0)
     async with listener:
         port = listener.sockets[0].getsockname()[1]
-        with pytest.raises(RendezvousRefused, match="secret"):
+        with pytest.raises(RendezvousRefused, match="secret") as refusal:
             await call(port, Credentials(SECRET))
+        assert "\n" not in str(refusal.value)
         while len(heard) < 3:
             await asyncio.sleep(0.001)
     # No proof, which a thief of the port could try secrets on.

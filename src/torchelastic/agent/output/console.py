@@ -2,13 +2,15 @@
 
 A line is written at once. If that would block, because a terminal was stopped by Ctrl-S or a pipe
 is not read, a thread writes it and all lines after it. Control sequences in users' texts, such as
-an exception's message, are escaped.
+an exception's message, are escaped. The second line of a message, and those after it, are indented:
+no text from the network can pass for a message of the agent.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import select
 import sys
 import threading
@@ -21,6 +23,8 @@ from torchelastic.agent.output.terminal_text import one_line, plain
 MOST_BYTES = 256 * 1024
 #: Seconds the reader has for the rest, when the agent ends.
 DRAIN_TIMEOUT = 2.0
+#: The end of a line before one that is not indented.
+_NEXT_LINE = re.compile(r"\n(?=\S)")
 #: The width of a terminal that does not report one.
 _COLUMNS = 80
 
@@ -45,7 +49,7 @@ class Console(logging.Handler):
             self._output = None  # started without stderr
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.say(self.format(record))
+        self.say(_NEXT_LINE.sub("\n  ", self.format(record)))
 
     def say(self, text: str) -> None:
         """Write some lines."""

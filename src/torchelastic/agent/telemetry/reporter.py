@@ -189,7 +189,8 @@ class Reporter:
             self._log.emit(events.LeaseLost(reason=store_lost))
             return
         reason = f"no keep-alive reached the rendezvous for {self._config.lease:g} s"
-        logger.warning("%s: the others treat this node as failed; it stops its workers", reason)
+        failed = "the other nodes treat this node as failed; " if self._config.max_nodes > 1 else ""
+        logger.warning("%s: %sit stops its workers and joins again", reason, failed)
         self._log.emit(events.LeaseLost(reason=reason))
 
     def say(self, sentence: str) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchelastic.errors import ConfigError
-from torchelastic.system.shared_memory import printable
+from torchelastic.system.text import printable
 from torchelastic.timer.timer_table import Timer
 
 logger = logging.getLogger(__name__)

@@ -76,6 +76,11 @@ def _on_hosts(parsed: Parsed, environ: Mapping[str, str]) -> int:
         leave_signals=(),
     )
     config, entry = job(parsed, environ, found)
+    if parsed["hosts"] and len(hosts) < config.min_nodes and not parsed.given("rdzv_endpoint"):
+        raise ConfigError(
+            f"The job needs {config.min_nodes} nodes (--nnodes), but --hosts lists {len(hosts)}: "
+            "list more hosts, or lower --nnodes."
+        )
     secret = load_secret(config)
     return host_launcher.run_on_hosts(
         host_launcher.HostJob(

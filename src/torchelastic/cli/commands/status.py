@@ -17,7 +17,6 @@ from torchelastic.errors import EXIT_OK, FAILED
 from torchelastic.events import job_registry, log, words
 from torchelastic.events.analysis import view
 from torchelastic.events.analysis.find_job import at_path, entry_for, files_of, matching
-from torchelastic.events.analysis.recoveries import Recovery
 from torchelastic.events.analysis.view import HistoryEntry, JobFold, JobView, NodeView
 from torchelastic.events.job_registry import JobEntry
 from torchelastic.events.record import Record
@@ -122,7 +121,7 @@ def details(entry: JobEntry, seen: JobView, now: float) -> str:
         lines += ["", *_goodput(seen)]
     lines += ["", "  nodes", *_nodes(entry, seen, most=_NODES_IN_DETAILS)]
     if seen.recoveries:
-        lines += ["", *_recoveries(seen.recoveries, over=not entry.alive)]
+        lines += ["", *_recoveries(seen, over=not entry.alive)]
     if seen.history:
         lines += ["", "  what happened", *_history(seen.history[-_HISTORY_SHOWN:])]
     return "\n".join([*lines, *_causes(seen)])
@@ -216,11 +215,11 @@ def _stragglers(seen: JobView) -> list[str]:
     return lines
 
 
-def _recoveries(recoveries: Sequence[Recovery], *, over: bool) -> list[str]:
-    shown = recoveries[-_RECOVERIES_SHOWN:]
+def _recoveries(seen: JobView, *, over: bool) -> list[str]:
+    shown = seen.recoveries[-_RECOVERIES_SHOWN:]
     lines = ["  recoveries"]
-    if len(shown) < len(recoveries):
-        lines = [f"  recoveries, the last {len(shown)} of {len(recoveries)}"]
+    if len(shown) < seen.recovery_totals.changes:
+        lines = [f"  recoveries, the last {len(shown)} of {seen.recovery_totals.changes}"]
     for recovery in shown:
         head = f"    {_clock_time(recovery.wall)}  "
         margin = " " * len(head)

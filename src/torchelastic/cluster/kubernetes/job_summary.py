@@ -15,6 +15,9 @@ from torchelastic.errors import EXIT_OK, EXIT_SIGNAL_BASE, ConfigError
 Json = dict[str, Any]
 
 PREFIX = "kubernetes:"
+#: The node of a pod that has none yet.
+UNSCHEDULED = "-"
+_UNDER_WAY = ("pending", "running")
 INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 
 
@@ -70,7 +73,7 @@ class JobSummary:
     """A job and its pods."""
 
     job: str
-    #: `running`, `complete`, `failed` or `suspended`, and why.
+    #: `pending` (no pod is running), `running`, `complete`, `failed` or `suspended`, and why.
     state: str
     reason: str
     min_nodes: int
@@ -134,9 +137,9 @@ def summary(
     """Return the state of a job; `warnings` are the events about it."""
     least, most = nnodes_of(job)
     metadata, status = job["metadata"], job.get("status") or {}
-    state, reason = _state(job)
     nodes = kind.nodes_of(job)
     shown = sorted(map(_pod, pods), key=lambda pod: (pod.index is None, pod.index, pod.name))
+    state, reason = _end_of(job) or _progress(shown, nodes)
     return JobSummary(
         job=str(JobHandle(metadata["name"], metadata["namespace"])),
         state=state,
@@ -146,7 +149,7 @@ def summary(
         nodes=nodes,
         ready=sum(pod.ready for pod in shown),
         failed_indexes=str(status.get("failedIndexes") or ""),
-        warning=_last(warnings) if state == "running" and len(pods) < nodes else "",
+        warning=_last(warnings) if state in _UNDER_WAY and len(pods) < nodes else "",
         pods=tuple(shown),
     )
 
@@ -183,12 +186,22 @@ def _conditions(job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [one for one in status.get("conditions") or () if one.get("status") == "True"] + phase
 
 
-def _state(job: Mapping[str, Any]) -> tuple[str, str]:
+def _end_of(job: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return how a job ended or was suspended, and why; None: it is under way."""
     for condition in _conditions(job):
         if (state := _STATES.get(condition["type"])) is not None:
             why = condition.get("message") or condition.get("reason") or ""
             return state, "" if state == "complete" else str(why)
-    return "running", ""
+    return None
+
+
+def _progress(pods: Sequence[PodSummary], nodes: int) -> tuple[str, str]:
+    """Return the state of a job that is under way, and why it does not run."""
+    if any(pod.state in ("Running", "Terminating", "Succeeded") for pod in pods):
+        return "running", ""
+    waiting = sum(pod.node == UNSCHEDULED for pod in pods)
+    unscheduled = f", {waiting} not scheduled" if waiting else ""
+    return "pending", f"0 of {nodes} pods are running{unscheduled}"
 
 
 def is_over(job: Mapping[str, Any]) -> bool:
@@ -216,7 +229,7 @@ def _pod(pod: Mapping[str, Any]) -> PodSummary:
     return PodSummary(
         name=metadata["name"],
         index=int(index) if index.isdigit() else None,
-        node=pod["spec"].get("nodeName", "-"),
+        node=pod["spec"].get("nodeName", UNSCHEDULED),
         state=_pod_state(metadata, status, conditions, own),
         ready=conditions.get("Ready", {}).get("status") == "True",
         probed="readinessProbe" in container,

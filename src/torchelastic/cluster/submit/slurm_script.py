@@ -96,7 +96,7 @@ def script(job: SlurmJob) -> str:
         *([_MEET] if job.finds_tasks else []),
         *([_WITNESS] if job.witness else []),
         "# A lost node ends neither the step nor, by --no-kill above, the job.",
-        "srun --no-kill --kill-on-bad-exit=0 --wait=0 \\",
+        "srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 \\",
         f"  {shlex.join(job.command)}",
         "code=$?",
         "",
@@ -111,7 +111,9 @@ def _options(job: SlurmJob) -> list[str]:
         chosen += ["--nodes=1", f"--array=0-{job.max_nodes - 1}"]
     else:
         chosen += [f"--nodes={job.min_nodes}-{job.max_nodes}"]
-    chosen += ["--ntasks-per-node=1", "--no-kill", "--requeue", "--open-mode=append"]
+    # No number of tasks: Slurm would multiply it by MIN, and give the job MIN nodes.
+    chosen += [] if any(map(_asks_for_cpus, job.options)) else ["--exclusive"]
+    chosen += ["--no-kill", "--requeue", "--open-mode=append"]
     chosen += [f"--signal=TERM@{job.notice}", f"--output={shlex.quote(output)}"]
     chosen += [f"--time={job.time}"] if job.time else []
     chosen += [f"--partition={job.partition}"] if job.partition else []
@@ -122,6 +124,15 @@ def _options(job: SlurmJob) -> list[str]:
                 "as in --sbatch-option=--gpus-per-node=8."
             )
     return [*chosen, *job.options]
+
+
+def _asks_for_cpus(option: str) -> bool:
+    """Whether an option of sbatch says how many CPUs of each node the job takes; else: all.
+
+    >>> [_asks_for_cpus(option) for option in ("--cpus-per-task=8", "-c 8", "--comment=c")]
+    [True, True, False]
+    """
+    return option.startswith(("--cpus-per-task", "-c"))
 
 
 def seconds(limit: str) -> int | None:

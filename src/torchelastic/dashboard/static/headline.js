@@ -5,9 +5,8 @@ import { PARTS, STOPPED, isWorker, partsOf, ratioOf } from "./picture.js";
 import { h } from "./tree.js";
 import { ago, clock, count, counted, oneLine, rate, seconds, span } from "./words.js";
 
-// A step takes too long after this many seconds, and this many times the usual step time.
+// Seconds. The rate of a job is 0 if its step is overdue, and null before its second step.
 const LONG = 10;
-const TOO_LONG = 5;
 
 /** The state of the job: a word, its tone (good, busy, warn, bad, still), and a sentence. */
 export function phase(view, now) {
@@ -46,7 +45,7 @@ function running(view, now) {
       : ["Starting", "busy", "no worker has entered a step yet"];
   }
   const since = now - (view.stepped ?? now);
-  if (since > Math.max(LONG, TOO_LONG / (view.rate || 1))) {
+  if (!view.rate && since > LONG) {
     return ["Not progressing", "warn", `no new step for ${span(since)}`];
   }
   return ["Training", "good", ""];

@@ -17,7 +17,7 @@ const KINDS = {
 export function recoveries(picture, state) {
   const all = picture.view.recoveries.toReversed();
   const shown = all.slice(0, SHOWN + (state.more.get("recoveries") ?? 0));
-  const aside = h("span", { class: "aside" }, summary(all));
+  const aside = h("span", { class: "aside" }, summary(picture.view.recovery_totals));
   return h(
     "section",
     { key: "recoveries", id: "recoveries", "aria-labelledby": "recoveries-title" },
@@ -28,11 +28,10 @@ export function recoveries(picture, state) {
   );
 }
 
-function summary(all) {
-  const failures = all.filter((one) => one.is_failure);
-  const cost = failures.reduce((sum, one) => sum + one.cost, 0);
-  if (!failures.length) return all.length ? counted(all.length, "change") : "";
-  return `${counted(failures.length, "failure")} cost ${seconds(cost)}`;
+/** Of all recoveries; the view has only the last ones. */
+function summary({ changes, failures, failures_cost: cost }) {
+  if (!failures) return changes ? counted(changes, "change") : "";
+  return `${counted(failures, "failure")} cost ${seconds(cost)}`;
 }
 
 function legend() {

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from torchelastic.events import types as events
 from torchelastic.events.analysis.node_time import NodeTime
-from torchelastic.events.analysis.step_time import StepTime
+from torchelastic.events.analysis.step_time import StepTime, is_overdue
 from torchelastic.events.record import Record
 
 Part = Literal[
@@ -150,6 +150,8 @@ class _World:
     #: The first point with a step of it done, and the last one: step, time.
     first: tuple[int, int] | None = None
     last: tuple[int, int] = (-1, 0)
+    #: Microseconds from the point before the last one to it.
+    gap: int = 0
     #: Microseconds that a step takes.
     usual: float | None = None
     warmed_up: bool = False
@@ -168,6 +170,13 @@ class _World:
     @property
     def disrupted(self) -> bool:
         return self.kind in DISRUPTIONS if self.kind is not None else self.failed
+
+    def hangs(self, until: int) -> bool:
+        """Whether the step in flight takes so long that the workers seem to be hung."""
+        if self.usual is None:
+            return False
+        waited, usual, gap = (until - self.last[1]) / 1e6, self.usual / 1e6, self.gap / 1e6
+        return is_overdue(waited, usual=usual, gap=gap)
 
     def stalled(self) -> dict[Part, int]:
         """Return the stalls so far: those of the node with the most, since the others wait."""
@@ -423,7 +432,7 @@ class GoodputFold:
         self._steps.add(step, self._micros["productive"])
         if world.first is None:
             world.first = (step, time)
-        world.last = (step, time)
+        world.last, world.gap = (step, time), time - world.last[1]
 
     def _warm_up(self, usual: float) -> None:
         """Count the time of the first steps beyond the usual as start-up."""
@@ -465,7 +474,7 @@ class GoodputFold:
         if self._phase == "entering":
             yield from self._entering(until)
         elif self._phase == "training":
-            yield from self._trained(until)
+            yield from self._last_step(until)
         elif self._phase == "over" and world.over_at is not None:
             over = world.over_at
             yield from self._entering(over) if world.begun is None else self._last_step(over)
@@ -499,15 +508,19 @@ class GoodputFold:
         yield share.give("productive", share.left)
 
     def _last_step(self, until: int) -> _Pieces:
-        """Yield the time of the step in flight: lost after a failure; beyond the usual, hanging."""
+        """Yield the time of the step in flight: lost after a failure; beyond the usual, hanging.
+
+        Once a long step is done, all of it is training (`_stepped`): it may be an evaluation.
+        """
         world, share = self._world, _Share(until - self._cursor)
         yield from self._stalls(share)
-        if world.disrupted:
-            known = 0 if world.hung else share.left
-            yield share.give("redone", known if world.usual is None else round(world.usual))
-            yield share.give("other", share.left)
+        usual = share.left if world.usual is None else round(world.usual)
+        if self._phase == "over" and world.disrupted:
+            known = 0 if world.hung and world.usual is None else usual
+            yield share.give("redone", known)
         else:
-            yield share.give("productive", share.left)
+            yield share.give("productive", usual if world.hangs(until) else share.left)
+        yield share.give("other", share.left)
 
     def _stalls(self, share: _Share) -> _Pieces:
         counted = self._world.counted

@@ -7,6 +7,7 @@ from itertools import zip_longest
 from statistics import median
 
 from torchelastic.events import types as events
+from torchelastic.events.analysis.step_time import is_overdue
 from torchelastic.events.record import Record
 
 #: A rate covers the last seconds: at least this many, at most twice as many.
@@ -22,7 +23,7 @@ class RankView:
     node: str
     #: The last step it entered; None: unknown.
     step: int | None = None
-    #: Steps per second, lately.
+    #: Steps per second, lately; 0 if the step in flight is overdue.
     rate: float | None = None
     #: Recent seconds per step without waiting for others.
     own: float | None = None
@@ -37,6 +38,10 @@ class _Pace:
     """Points of one worker: the last one, and two before it to count from."""
 
     agent: str
+    #: From the worker's clock to that of the job's records.
+    shift: float = 0.0
+    #: Seconds from the point before the last one to it.
+    gap: float = 0.0
     last: _Point | None = None
     far: _Point | None = None
     near: _Point | None = None
@@ -44,16 +49,19 @@ class _Pace:
     def entered(self, step: int, at: float, own: float | None) -> None:
         if self.last is not None and (step <= self.last[0] or at <= self.last[1]):
             return
+        self.gap = at - self.last[1] if self.last is not None else 0.0
         self.last = (step, at, own)
         if self.far is None or self.near is None:
             self.far = self.near = self.last
         elif at - self.near[1] >= WINDOW:
             self.far, self.near = self.near, self.last
 
-    def rate(self) -> float | None:
+    def rate(self, now: float | None) -> float | None:
         if self.last is None or self.far is None or self.last[1] <= self.far[1]:
             return None
-        return (self.last[0] - self.far[0]) / (self.last[1] - self.far[1])
+        usual = (self.last[1] - self.far[1]) / (self.last[0] - self.far[0])
+        waited = now - self.shift - self.last[1] if now is not None else 0.0
+        return 0.0 if is_overdue(waited, usual=usual, gap=self.gap) else 1 / usual
 
     def own(self) -> float | None:
         if self.last is None or self.far is None or self.last[0] <= self.far[0]:
@@ -124,6 +132,7 @@ class Ranks:
     ) -> None:
         pace = self._pace(rank, record)
         if step >= 0:
+            pace.shift = record.time - record.mono
             pace.entered(step, at, own)
             self.stepped = max(self.stepped or 0.0, record.wall - (record.mono - at))
 
@@ -132,14 +141,14 @@ class Ranks:
 
     # --- results ---------------------------------------------------------------------------------
 
-    def views(self, names: dict[str, str]) -> tuple[RankView, ...]:
-        """Return the views by rank; `names` maps agent ids to node names."""
+    def views(self, names: dict[str, str], now: float | None) -> tuple[RankView, ...]:
+        """Return the views by rank; `names` maps agent ids to node names. `now`: see `rate`."""
         return tuple(
             RankView(
                 rank=rank,
                 node=names.get(pace.agent, pace.agent),
                 step=pace.last[0] if pace.last is not None else None,
-                rate=pace.rate(),
+                rate=pace.rate(now),
                 own=pace.own(),
             )
             for rank, pace in sorted(self._paces.items())
@@ -150,8 +159,10 @@ class Ranks:
         """The furthest step that a worker entered."""
         return max((pace.last[0] for pace in self._paces.values() if pace.last), default=None)
 
-    @property
-    def rate(self) -> float | None:
-        """Steps per second of the world: the median, since ranks go in step."""
-        rates = [rate for pace in self._paces.values() if (rate := pace.rate()) is not None]
+    def rate(self, now: float | None = None) -> float | None:
+        """Steps per second of the world: the median, since ranks go in step.
+
+        With `now`, on the clock of the job's records, 0 if the step in flight is overdue.
+        """
+        rates = [rate for pace in self._paces.values() if (rate := pace.rate(now)) is not None]
         return median(rates) if rates else None

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 from torchelastic.events import types as events
 from torchelastic.events.analysis.goodput import DISRUPTIONS, GoodputFold
 from torchelastic.events.record import Record
 
-#: Recoveries kept, the last ones.
+#: Recoveries kept, the last ones; `RecoveryTotals` has all.
 RECOVERIES_LIMIT = 50
 
 
@@ -38,7 +39,8 @@ class Recovery:
     #: With fewer than the minimum number of nodes.
     wait: float = 0.0
     agree: float | None = None
-    #: From the next world to training, without the transfer.
+    #: From the next world to training, without the transfer; or to the failure that ended that
+    #: world, too.
     rebuild: float | None = None
     transfer: float | None = None
     #: Time spent on lost steps, which have to be run again.
@@ -56,7 +58,7 @@ class Recovery:
 
     @property
     def done(self) -> bool:
-        """True if training continues."""
+        """True if training continues, or the next recovery has begun."""
         return self.rebuild is not None
 
     def to_json(self) -> dict[str, Any]:
@@ -67,13 +69,30 @@ class Recovery:
         }
 
 
+@dataclass(frozen=True)
+class RecoveryTotals:
+    """All recoveries of a job: how many, how many from failures, and the cost of those."""
+
+    changes: int = 0
+    failures: int = 0
+    failures_cost: float = 0.0
+
+    def plus(self, one: Recovery) -> RecoveryTotals:
+        cost = one.cost if one.is_failure else 0.0
+        return RecoveryTotals(
+            self.changes + 1, self.failures + one.is_failure, self.failures_cost + cost
+        )
+
+
 class Recoveries:
     """Computes recoveries from a job's records. Feed it each record before `goodput`, whose steps
     it uses."""
 
     def __init__(self, goodput: GoodputFold) -> None:
         self._goodput = goodput
-        self._known: deque[Recovery] = deque(maxlen=RECOVERIES_LIMIT)
+        self._known: deque[Recovery] = deque()
+        #: Of those that are not kept any more.
+        self._dropped = RecoveryTotals()
         self._generation = -1
         self._now: Recovery | None = None
         self._saw = _Seen()
@@ -103,6 +122,8 @@ class Recoveries:
                 self._saw.hung = True
             case events.RestartDecided() as decided:
                 self._judged(decided)
+            case events.JobEnded(exitcode=0):
+                self._cut_short(record.time)
         if generation == self._generation:
             self._take_of_world(record)
 
@@ -110,6 +131,10 @@ class Recoveries:
         """Return the recoveries, the oldest first."""
         self._finish()
         return tuple(self._known)
+
+    def totals(self) -> RecoveryTotals:
+        """Return the totals over all recoveries, those that are not kept included."""
+        return reduce(RecoveryTotals.plus, self.views(), self._dropped)
 
     @property
     def _ended(self) -> bool:
@@ -139,6 +164,7 @@ class Recoveries:
     def _end(
         self, record: Record, kind: str, why: str, cause: Mapping[str, Any] | None = None
     ) -> None:
+        self._cut_short(record.time)
         self._finish()
         self._now = None
         if kind in ("finished", "stop"):
@@ -153,6 +179,14 @@ class Recoveries:
             failure=cause or self._saw.cause(why),
         )
         self._known.append(self._now)
+        if len(self._known) > RECOVERIES_LIMIT:
+            self._dropped = self._dropped.plus(self._known.popleft())
+
+    def _cut_short(self, over: float) -> None:
+        """End a recovery whose world ends, too, before training was seen in it."""
+        if self._now is not None and not self._ended and not self._now.done:
+            until = over if self._saw.at is None else min(over, self._saw.at)
+            self._set(rebuild=max(0.0, until - self._formed))
 
     def _judged(self, decided: events.RestartDecided) -> None:
         """Take the leader's verdict after all nodes reported: the first failure seen may be a

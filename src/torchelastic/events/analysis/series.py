@@ -128,7 +128,7 @@ class Curves:
     def _progress(self, record: Record, progress: events.Progress, ranks: Ranks) -> None:
         lowest = min(progress.ranks, default=-1)
         if not self._over and self._is_reporter(None, lowest) and ranks.step is not None:
-            self._rates.add((record.wall, ranks.step, ranks.rate or 0.0))
+            self._rates.add((record.wall, ranks.step, ranks.rate() or 0.0))
         if progress.samples >= 0 and self._is_reporter(None, lowest):
             self.samples = progress.samples
         step = max(progress.steps, default=-1)

@@ -1,4 +1,4 @@
-"""Productive time by step, to know how much a roll-back loses. Pure."""
+"""Productive time by step, to know how much a roll-back loses; and when a step is overdue. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ from bisect import bisect_left
 #: Points kept. Beyond that, every other older one is dropped: the cost of a roll-back far into the
 #: past is then less exact.
 _POINTS_LIMIT = 4096
+
+#: A step is overdue after this many seconds, and this many times the usual.
+OVERDUE_AFTER, OVERDUE_FACTOR = 10.0, 5.0
+
+
+def is_overdue(waited: float, *, usual: float, gap: float) -> bool:
+    """Whether a step takes so long that the job seems to hang; all in seconds.
+
+    `gap` is the time between the last two steps that were seen: agents look less often in large
+    worlds, and the longer a generation lasts.
+    """
+    return waited > max(OVERDUE_AFTER, OVERDUE_FACTOR * usual, 2 * gap)
 
 
 class StepTime:

@@ -16,7 +16,7 @@ from torchelastic.events import types as events
 from torchelastic.events.analysis.goodput import Goodput, GoodputFold
 from torchelastic.events.analysis.last_failure import Failures, FailureView
 from torchelastic.events.analysis.ranks import Ranks, RankView
-from torchelastic.events.analysis.recoveries import Recoveries, Recovery
+from torchelastic.events.analysis.recoveries import Recoveries, Recovery, RecoveryTotals
 from torchelastic.events.analysis.series import Curves, Point
 from torchelastic.events.record import Record
 
@@ -115,7 +115,8 @@ class JobView:
     #: The last failure, even if the job recovered from it.
     failure: FailureView | None = None
     history: tuple[HistoryEntry, ...] = ()
-    #: The furthest step a worker entered, and steps per second; None: unknown.
+    #: The furthest step a worker entered, and steps per second; None: unknown. The rate of a
+    #: running job is 0 if the step in flight is overdue.
     step: int | None = None
     rate: float | None = None
     #: Wall clock of when the last step was entered.
@@ -126,7 +127,9 @@ class JobView:
     straggler_seconds: float = 0.0
     #: The oldest first.
     worlds: tuple[WorldView, ...] = ()
+    #: The last ones, and the totals of all.
     recoveries: tuple[Recovery, ...] = ()
+    recovery_totals: RecoveryTotals = field(default_factory=RecoveryTotals)
     goodput: Goodput | None = None
     #: Steps per second over the whole job, in a bounded number of points.
     rates: tuple[Point, ...] = ()
@@ -232,19 +235,21 @@ class JobFold:
         """Return the view; for a running job, with goodput up to `now` (wall clock)."""
         passed = now - self._last.wall if now is not None and self._last is not None else 0.0
         until = self._last.time + max(0.0, passed) if self._last is not None else None
+        live = until if now is not None else None
         recoveries = self._recoveries.views()
         return replace(
             self._view,
             nodes=dict(self._nodes),
             history=tuple(self._history),
             step=self._ranks.step,
-            rate=self._ranks.rate,
+            rate=self._ranks.rate(live),
             stepped=self._ranks.stepped,
-            ranks=self._ranks.views(self._names),
+            ranks=self._ranks.views(self._names, live),
             stragglers=tuple(self._ranks.stragglers.values()),
             straggler_seconds=round(self._ranks.lost, 6),
             worlds=_as_judged(self._worlds, recoveries),
             recoveries=recoveries,
+            recovery_totals=self._recoveries.totals(),
             failure=self._failures.view(),
             goodput=self._goodput.at(until) if until is not None else None,
             rates=self._curves.rates,

@@ -360,8 +360,8 @@ class EmbeddedStore:
             case frames.LeaseEnded(token=token):
                 if self._lease is not None and self._lease.id == token:
                     self._lease.end()
-            case frames.Refusal(sentence=sentence):
-                self._lose(f"The rendezvous at {self.place} ended the connection: {sentence}")
+            case frames.Refusal(line=line):
+                self._lose(f"The rendezvous at {self.place} ended the connection: {line}")
             case frames.NoLease(id=id) if id not in self._requests:
                 if self._lease is not None:  # a report was rejected
                     self._lease.end()

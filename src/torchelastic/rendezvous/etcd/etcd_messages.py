@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 from torchelastic.errors import RendezvousRefused, WireError
 from torchelastic.rendezvous.store import Change, Item, Json, Listing
+from torchelastic.system.text import printable
 
 RANGE, TXN = "/v3/kv/range", "/v3/kv/txn"
 GRANT, KEEP_ALIVE, REVOKE = "/v3/lease/grant", "/v3/lease/keepalive", "/v3/lease/revoke"
@@ -244,7 +245,8 @@ def read(status: int, body: bytes) -> Json:
 def _error(status: int, answer: Json) -> EtcdBusy | EtcdRefused:
     # In streams the error is an object.
     inner = answer["error"] if isinstance(answer.get("error"), dict) else answer
-    message = str(inner.get("message") or inner.get("error") or f"HTTP status {status}")
+    told = str(inner.get("message") or inner.get("error") or f"HTTP status {status}")
+    message = printable(told)
     code = inner.get("code", inner.get("grpc_code"))
     if not isinstance(code, int):
         code = 14 if status >= 500 else 2

@@ -39,6 +39,9 @@ def test_a_line_is_there_at_once_and_needs_no_thread(pipe):
     words.setFormatter(logging.Formatter("[agent] %(message)s"))
     words.handle(logging.LogRecord("x", logging.INFO, "", 0, "it %s", ("begins",), None))
     assert os.read(read_end, 100) == b"[agent] it begins\n"
+    forged = "refused.\n[agent] all is well"
+    words.handle(logging.LogRecord("x", logging.INFO, "", 0, "%s", (forged,), None))
+    assert os.read(read_end, 100) == b"[agent] refused.\n  [agent] all is well\n"
     assert words._writer is None
     assert not words.is_terminal
     words.redraw("1 of 2")

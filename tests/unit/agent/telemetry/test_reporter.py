@@ -51,6 +51,15 @@ def reporter_of(tmp_path, *, nodes: int = 2, generation: int = 0) -> Reporter:
     return reporter
 
 
+@pytest.mark.parametrize(("nodes", "others"), [(1, False), (2, True)])
+def test_reporter_lost_lease_mentions_other_nodes_only_if_there_may_be_some(
+    tmp_path, said, nodes, others
+):
+    reporter_of(tmp_path, nodes=nodes).lease_lost("")
+    assert ("the other nodes treat this node as failed" in said[-1]) is others
+    assert said[-1].endswith("it stops its workers and joins again")
+
+
 def gather(tmp_path) -> None:
     """The story of both nodes, of ten seconds."""
     story = Story().world(1, 0).trains(2, 0, 0).steps(8, 0, 6).over(9, 0, "finished").end(10)

@@ -35,3 +35,20 @@ def test_nodes_and_workers(jobs, flags, nodes, workers):
     assert (job.config.min_nodes, job.config.max_nodes) == nodes
     assert job.workers == workers
     assert job.config.rdzv_endpoint
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        ("--hosts a,b --nnodes 9", 64),
+        ("--hosts a,b --nnodes 3:9", 64),
+        ("--hosts a,b --nnodes 1:9", 0),
+        # Others may join there.
+        ("--hosts a,b --nnodes 3 --rdzv-endpoint c:29400", 0),
+        ("--hosts-from none --nnodes 3", 0),
+    ],
+)
+def test_run_hosts_fewer_than_min_nodes_are_refused(jobs, capsys, flags, code):
+    assert main(["run", *flags.split(), "train.py"]) == code
+    refused = "(--nnodes), but --hosts lists 2: list more hosts, or lower --nnodes."
+    assert (refused in capsys.readouterr().err) is bool(code)

@@ -73,6 +73,37 @@ def test_a_hang_is_no_redone_work():
     assert (found["redone"], found["other"], found["rendezvous"]) == (1.0, 59.0, 1.0)
 
 
+@pytest.mark.parametrize("kind", ["stop", "leave", "finished"])
+def test_goodput_hang_that_no_failure_ended_is_not_training(kind):
+    """54 s, of which 3 were steps."""
+    found = seconds(stepping(3).over(54, 0, kind).end(54))
+    assert found == {"productive": 4.0, "other": 50.0}
+
+
+@pytest.mark.parametrize(
+    ("waited", "training"),
+    [(9, 9), (11, 1)],  # of a step that takes a second
+)
+def test_goodput_step_in_flight_of_a_live_job_is_hanging_when_overdue(waited, training):
+    fold = GoodputFold()
+    for record in stepping(5).records:
+        fold.feed(record)
+    found = fold.at(100 + 5 + waited)
+    assert (found.productive, found.parts["other"]) == (5 + training, waited - training)
+
+
+def test_goodput_long_step_that_is_done_and_rare_samples_are_training():
+    story = stepping(3).steps(63, 0, 4)  # an evaluation
+    assert seconds(story) == {"productive": 63.0}
+    rare = Story().world(0, 0).trains(0, 0, step=0)
+    for step in (100, 200, 300):
+        rare.steps(step / 4, 0, step)
+    fold = GoodputFold()
+    for record in rare.records:
+        fold.feed(record)
+    assert fold.at(100 + 75 + 40).productive == 75 + 40
+
+
 def test_steps_beyond_the_base_of_the_next_world_are_redone():
     story = stepping(10).over(10.5, 0).world(11, 1).trains(12, 1, step=4).steps(13, 1, 5)
     found = seconds(story)

@@ -193,6 +193,27 @@ def test_the_last_recoveries_are_kept():
     found = recoveries(story)
     assert [one.generation for one in found] == list(range(5, RECOVERIES_LIMIT + 5))
     assert all(one.done and one.rebuild == pytest.approx(0.25) for one in found)
+    totals = fold(story.records).recovery_totals
+    assert (totals.changes, totals.failures) == (RECOVERIES_LIMIT + 5, RECOVERIES_LIMIT + 5)
+    dropped = totals.failures_cost - sum(one.cost for one in found)
+    assert dropped >= 5 * (0.5 + 0.25)
+
+
+@pytest.mark.parametrize("fell", [True, False])
+def test_recovery_whose_next_world_fails_before_training_is_done_then(fell):
+    """It does not say `the job ended` when the job has finished three worlds later."""
+    story = ten_steps().over(12, 0).world(13, 1)
+    if fell:
+        story.fails(15, 1)
+    story.over(16, 1).world(17, 2).trains(18, 2, step=10)
+    first, second = recoveries(story.over(30, 2, "finished").end(31))
+    assert (first.done, first.rebuild) == (True, 2.0 if fell else 3.0)
+    assert (second.done, second.detect, second.rebuild) == (True, 1.0 if fell else 0.0, 1.0)
+
+
+def test_recovery_into_a_world_that_finishes_unseen_is_done():
+    [one] = recoveries(ten_steps().over(12, 0).world(13, 1).end(20))
+    assert one.done
 
 
 @pytest.mark.parametrize(("before", "redo"), [(6, 4.5), (0, None)])

@@ -248,6 +248,18 @@ def test_how_far_and_how_fast_each_worker_is():
     ]
 
 
+def test_view_rate_of_a_running_job_is_zero_when_its_step_is_overdue():
+    story = stories.Story().world(0, 0).trains(0, 0, step=0)
+    for second in range(1, 4):
+        story.steps(second, 0, 18 * second)
+    job = JobFold()
+    for one in story.records:
+        job.feed(one)
+    assert (job.view(1005).rate, job.view(1005).ranks[0].rate) == (18.0, 18.0)
+    assert (job.view(1054).rate, job.view(1054).ranks[0].rate) == (0.0, 0.0)
+    assert job.view().rate == 18.0, "the last one of a job that has ended"
+
+
 def test_the_rate_is_that_of_the_last_seconds():
     story = trained()
     for step in range(21, 41):

@@ -175,6 +175,8 @@ def test_when_to_log_in_again(code, message, over):
 def test_some_refusals_say_what_to_do():
     assert "etcd_password_file" in str(EtcdRefused(3, "etcdserver: user name is empty"))
     assert str(EtcdRefused(3, "odd")) == "etcd refused the request: odd."
+    with pytest.raises(EtcdRefused, match=r"request: a\?b\."):
+        etcd_messages.read(400, b'{"message": "a\\nb", "code": 3}')
 
 
 # --- feeds ---------------------------------------------------------------------------------------
