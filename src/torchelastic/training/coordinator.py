@@ -119,7 +119,6 @@ class CoordinatorP2P(Coordinator):
         #: Whether this worker is much slower than the fastest, if train_step reports its progress.
         self.is_worker_straggler = False
         self._link = _agents_link() if init_method is None else None
-        self._steps_seen = 0
 
     def open(self) -> channel.WorkerLink:
         """Return the channel that orders come on. Called by `torchelastic.train`."""
@@ -194,8 +193,8 @@ class CoordinatorP2P(Coordinator):
         rate = worker_stats.get_progress_rate()
         if rate is not None:
             report("progress_rate", rate)
-        self._steps_seen += 1
-        if self._steps_seen % self.MONITOR_PROGRESS_FREQ == 0:
+        # Not the steps that this process has seen: a replacement has seen fewer than the others.
+        if session.current().version[1] % self.MONITOR_PROGRESS_FREQ == 0:
             self._compare(rate)
 
     def _compare(self, rate: float | None) -> None:

@@ -61,11 +61,21 @@ def wrap(module: torch.nn.Module, **options: Any) -> DistributedDataParallel:
     """
     options["init_sync"] = False
     ddp = DistributedDataParallel(module, **options)
+    _KEPT[ddp] = layouts = _Layouts(first=_by_size(ddp) if _is_fixed(ddp) else _all_in_one(ddp))
     if ddp.static_graph:
-        _dictate(ddp, _by_size(ddp))
-    _KEPT[ddp] = _Layouts(first=_by_size(ddp) if _is_fixed(ddp) else _all_in_one(ddp))
+        _dictate(ddp, layouts.first)
     _watch(ddp)
     return ddp
+
+
+def trained(model: torch.nn.Module) -> int:
+    """Return the number of parameters whose gradients DDP reduces, or would if it were wrapped now.
+
+    A DDP keeps those that were trained when it was made.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return sum(map(len, _KEPT[model].first))
+    return sum(parameter.requires_grad for parameter in model.parameters())
 
 
 def committed(ddp: DistributedDataParallel) -> bool:
@@ -199,7 +209,7 @@ def _cut(numbers: Sequence[int], sizes: Sequence[int]) -> Layout:
 def _dictate(ddp: DistributedDataParallel, layout: Layout) -> None:
     """Make the reducer forget its current backward and use this layout from now on."""
     numbers = sorted(number for bucket in layout for number in bucket)
-    if numbers != list(range(len(parameters_of_ddp(ddp)[0]))):
+    if numbers != list(range(trained(ddp))):
         raise TransferError("The peers' DDP bucket layout does not match this model's parameters.")
     torch_private.forget_backward(ddp)
     torch_private.count_all_ready(ddp)
@@ -260,7 +270,7 @@ def _broadcast(ddp: DistributedDataParallel, mine: Layout | None, source: int) -
     """Collective: return the layout of rank `source`, sent as one tensor of known length."""
     if ddp.process_group.size() == 1:
         return mine
-    count = len(parameters_of_ddp(ddp)[0])
+    count = trained(ddp)
     said = torch.full((2 * count,), -1, dtype=torch.int64)
     if mine is not None:
         numbers, sizes = _said(mine)

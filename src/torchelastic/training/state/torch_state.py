@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -229,6 +229,9 @@ class TorchState(State):
     def _ready_in(self) -> int:
         return -1 if self._sharding is None else self._sharding.ready_in
 
+    def _copies(self) -> bool | None:
+        return self._undo.writes.known
+
     def _complete(self) -> bool:
         if self._sharding is None:
             return False
@@ -240,6 +243,17 @@ class TorchState(State):
         return completed
 
     def _form(self) -> list[tuple[str, str]]:
+        return [*self._form_of_parts(), *self._form_of_ddp()]
+
+    def _form_of_ddp(self) -> Iterator[tuple[str, str]]:
+        """Yield which gradients DDP reduces: all ranks must reduce the same ones, whatever a script
+        has frozen since."""
+        if self._ddp is False:
+            return
+        for number, model in enumerate(self._wrapped or self._models):
+            yield f"model {number} in DDP", f"of {ddp.trained(model)} trained parameters"
+
+    def _form_of_parts(self) -> list[tuple[str, str]]:
         return [
             *module_state.form_of_modules(self._models),
             *module_state.form_of_optimizers(self._optimizers),
@@ -296,6 +310,8 @@ class TorchState(State):
         self._undo.enter(
             world.generation, Publisher(world.status_page) if world.status_page else None
         )
+        if world.copying is not None:
+            self._undo.writes.learned(copying=world.copying)
         world.group.before_collective = self._undo.before_collective
         self._undo.writes.check_collectives = world.group.check_collectives
         if self._sharding is not None:
@@ -357,10 +373,7 @@ class TorchState(State):
     # --- the shared state ------------------------------------------------------------------------
 
     def _tree(self) -> dict[str, Any]:
-        tree = self._solid() | {
-            "gradients": self._undo.gradients.tree(),
-            "copying": self._undo.writes.known,
-        }
+        tree = self._solid() | {"gradients": self._undo.gradients.tree()}
         return tree if self._sharding is None else to_shards(tree)
 
     def _solid(self) -> dict[str, Any]:
@@ -387,8 +400,6 @@ class TorchState(State):
         for optimizer, saved in zip(self._optimizers, tree["optimizer"], strict=True):
             module_state.load_optimizer(optimizer, saved)
         self._undo.gradients.load(tree["gradients"])
-        if tree["copying"] is not None:
-            self._undo.writes.learned(copying=tree["copying"])
         self._load_rest(tree)
         self._undo.buffers.find()
 
@@ -409,7 +420,7 @@ class TorchState(State):
             self._optimizers,
             self._rest_of_part,
             lambda _: None,
-            self._form(),
+            self._form_of_parts(),
             load=self._load_part,
         )
         flush = self._ledger.flush if self._ledger is not None else None
@@ -426,7 +437,6 @@ class TorchState(State):
         return {
             **self._rest(),
             "gradients": to_shards(self._undo.gradients.tree()),
-            "copying": self._undo.writes.known,
             "private": torch.frombuffer(private, dtype=torch.uint8),
         }
 
@@ -450,7 +460,9 @@ class TorchState(State):
             )
         if self._keeper is None:
             start = start if start is not None else self.step or None
-            tree = Tree(self._models, self._optimizers, self._rest, self._load_rest, self._form())
+            tree = Tree(
+                self._models, self._optimizers, self._rest, self._load_rest, self._form_of_parts()
+            )
             agent = agent_client.connect()
             parameters = [model.parameters() for model in self._models]
             self._keeper = Keeper(
@@ -573,6 +585,7 @@ class TorchState(State):
         put_in(_state_of(rest["optimizer"]), saved[_OPTIMIZER])
         if "_undo" in vars(self):
             self._undo.overwritten()
+            self._undo.gradients.load([False] * len(self._undo.gradients.parameters))
         for model, state in zip(self._models, cut_like(self.module, saved["model"]), strict=True):
             model.load_state_dict(state)
         for optimizer, state in zip(self._optimizers, rest["optimizer"], strict=True):
