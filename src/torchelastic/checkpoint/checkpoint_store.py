@@ -179,13 +179,18 @@ class CheckpointStore(CheckpointManager):
     def lost(self, ranks: Collection[int]) -> None:
         """Note that these ranks, which saved together with this one, are gone: rank 0 does not wait
         for parts that they have not written."""
-        if self._part is not None and self._part.rank == 0 and self._runner.is_busy:
-            threading.Thread(  # storage may be hung
-                target=self._give_up_parts,
-                args=(self._part, ranks),
-                name="torchelastic-storage",
-                daemon=True,
-            ).start()
+        if self._part is None or self._part.rank != 0 or not self._runner.is_busy:
+            return
+        thread = threading.Thread(  # storage may be hung
+            target=self._give_up_parts,
+            args=(self._part, ranks),
+            name="torchelastic-storage",
+            daemon=True,
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._tell_waiting(self._part, ranks, error)
 
     def _give_up_parts(self, job: Job, ranks: Collection[int]) -> None:
         from torchelastic.checkpoint.background.save_job import give_up_parts
@@ -193,15 +198,18 @@ class CheckpointStore(CheckpointManager):
         try:
             give_up_parts(job, self.catalog, ranks, "its worker was lost")
         except Exception as error:  # of any storage
-            log.warning(
-                "The checkpoint of step %d waits up to %.0f s for ranks %s, which were lost: could "
-                "not write to %s (%r).",
-                job.step,
-                job.patience,
-                ", ".join(map(str, ranks)),
-                self.url,
-                error,
-            )
+            self._tell_waiting(job, ranks, error)
+
+    def _tell_waiting(self, job: Job, ranks: Collection[int], error: Exception) -> None:
+        log.warning(
+            "The checkpoint of step %d waits up to %.0f s for ranks %s, which were lost: could not "
+            "write to %s (%r).",
+            job.step,
+            job.patience,
+            ", ".join(map(str, ranks)),
+            self.url,
+            error,
+        )
 
     # --- saving ----------------------------------------------------------------------------------
 
