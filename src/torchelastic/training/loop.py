@@ -439,18 +439,19 @@ class Loop:
         """Leave the group, if there is one; after that nothing writes to the state."""
         group, self._group = self._group, None
         self._control.unguard()
-        session.leave()
         if group is None:
+            session.leave()
             return
         if roll_back:
             group.abort("this worker rolls back")
-        if not group.leave():
+        # A state may ask for its rank when it rolls back, as those of 0.1 do.
+        is_quiet = group.leave(self._roll_back) if roll_back else group.leave()
+        session.leave()
+        if not is_quiet:
             raise RuntimeError(
                 "An aborted collective may still write to this worker's memory: the worker exits "
                 "and is replaced."
             )
-        if roll_back:
-            self._roll_back()
 
     def _roll_back(self) -> None:
         """Undo the step or synchronisation in flight."""

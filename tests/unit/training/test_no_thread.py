@@ -15,7 +15,7 @@ from torchelastic.checkpoint.background.runner import Runner, Task
 from torchelastic.checkpoint.background.take_fence import FenceClaim
 from torchelastic.errors import CheckpointError
 from torchelastic.training.control import Control
-from torchelastic.training.group import parked
+from torchelastic.training.group import parked, threads
 from torchelastic.training.group.abortable_waits import Waits
 
 
@@ -28,6 +28,7 @@ def no_thread(monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threads, "_idle", [])
     return lambda: monkeypatch.setattr(threading.Thread, "start", start)
 
 
