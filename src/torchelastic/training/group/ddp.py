@@ -7,6 +7,7 @@ ready. So a new DDP in the middle of a run, on all ranks or only on the new ones
 model than the undisturbed run, or a deadlock. Therefore
 
 - survivors keep their DDP, and with it the layout;
+- a script that keeps its state keeps the layout, too (`follow`, `packed`);
 - new ranks receive the survivors' layout (`agree`);
 - an interrupted survivor goes back to the layout that its step began with, in new memory: a
   collective of the lost world may still write to the old memory.
@@ -61,11 +62,43 @@ def wrap(module: torch.nn.Module, **options: Any) -> DistributedDataParallel:
     """
     options["init_sync"] = False
     ddp = DistributedDataParallel(module, **options)
+    follow(ddp)
+    return ddp
+
+
+def follow(ddp: DistributedDataParallel) -> None:
+    """Know and decide the layout of a DDP from now on. It has its first layout."""
     _KEPT[ddp] = layouts = _Layouts(first=_by_size(ddp) if _is_fixed(ddp) else _all_in_one(ddp))
     if ddp.static_graph:
         _dictate(ddp, layouts.first)
     _watch(ddp)
-    return ddp
+
+
+def can_follow(ddp: DistributedDataParallel) -> bool:
+    """Return whether this DDP of a script can be followed: it spans all ranks, and has its first
+    layout."""
+    whole = ddp.process_group.size() == dist.get_world_size()
+    return whole and not torch_private.has_rebuilt(ddp)
+
+
+def packed(ddp: DistributedDataParallel) -> torch.Tensor:
+    """Return the next step's layout as a tensor that is as long as any other."""
+    return _packed(layout(ddp), trained(ddp))
+
+
+def unpacked(said: torch.Tensor) -> Layout | None:
+    """Reverse `packed`."""
+    numbers, sizes = said.reshape(2, -1).tolist()
+    return None if numbers[:1] == [-1] else _cut(numbers, [size for size in sizes if size > 0])
+
+
+def _packed(layout: Layout | None, count: int) -> torch.Tensor:
+    said = torch.full((2 * count,), -1, dtype=torch.int64)
+    if layout is not None:
+        numbers, sizes = _said(layout)
+        said[:count] = torch.tensor(numbers[:-1])
+        said[count : count + len(sizes)] = torch.tensor(sizes)
+    return said
 
 
 def trained(model: torch.nn.Module) -> int:
@@ -270,15 +303,6 @@ def _broadcast(ddp: DistributedDataParallel, mine: Layout | None, source: int) -
     """Collective: return the layout of rank `source`, sent as one tensor of known length."""
     if ddp.process_group.size() == 1:
         return mine
-    count = trained(ddp)
-    said = torch.full((2 * count,), -1, dtype=torch.int64)
-    if mine is not None:
-        numbers, sizes = _said(mine)
-        said[:count] = torch.tensor(numbers[:-1])
-        said[count : count + len(sizes)] = torch.tensor(sizes)
-    said = said.to(ddp.device)
+    said = _packed(mine, trained(ddp)).to(ddp.device)
     dist.broadcast(said, src=source, group=ddp.process_group)
-    numbers, sizes = said[:count].tolist(), said[count:].tolist()
-    if numbers[:1] == [-1]:
-        return None
-    return _cut(numbers, [size for size in sizes if size > 0])
+    return unpacked(said.cpu())

@@ -128,6 +128,8 @@ class TorchState(State):
         self._ddp = ddp
         self._wrapped: list[nn.Module] = []
         self._ddps: list[DistributedDataParallel] = []
+        #: The DDP models of a script whose layout is kept.
+        self._followed: list[DistributedDataParallel] = []
         #: The DDP models whose layout a committed step of this world may still change.
         self._changeable: list[DistributedDataParallel] = []
         self._version: Version = (FIRST[0], step)
@@ -388,6 +390,7 @@ class TorchState(State):
         return {
             "objects": {name: part.state_dict() for name, part in self._stateful.items()},
             "values": {name: getattr(self, name) for name in self._values},
+            "ddp": [ddp.packed(one) for one in self._followed],
         }
 
     def _load(self, tree: Mapping[str, Any]) -> None:
@@ -408,6 +411,8 @@ class TorchState(State):
             part.load_state_dict(tree["objects"][name])
         for name in self._values:
             Value(self, name).restore(tree["values"][name])
+        for model, said in zip(self._followed, tree.get("ddp", ()), strict=False):
+            ddp.adopt(model, ddp.unpacked(said))
 
     # --- a single replica ------------------------------------------------------------------------
 
@@ -480,12 +485,24 @@ class TorchState(State):
                 self._departure = Departure(agent, tree, self._stored_of, self._keeper)
             if self._keeper.rank == 0:
                 checkpoint.warn_if_never_due()
+            self._follow_ddp()
         step = self._keeper.restore(start)
+        for model in self._followed:
+            ddp.agree(model, source=0)
+        self._changeable = list(self._followed)
         if self._departure is not None:
             self._departure.prepare()
         if step is not None:
             self._version, self.step = (FIRST[0], step), step
         return self.step
+
+    def _follow_ddp(self) -> None:
+        """Keep the bucket layouts of a script's DDP models: they decide the last bits of sums."""
+        given = members(self._objects.get("model"))
+        models = [one for one in given if isinstance(one, DistributedDataParallel)]
+        self._followed = [one for one in models if ddp.can_follow(one)]
+        for model in self._followed:
+            ddp.follow(model)
 
     def commit(self, step: int | None = None) -> None:
         """Commit a step and keep the state in memory. Call in a script, after each step.
@@ -506,6 +523,8 @@ class TorchState(State):
         self.step = done
         if self._recorded:
             self._record((keeper.generation, done))
+        if self._changeable:
+            self._changeable = [one for one in self._changeable if not ddp.committed(one)]
         keeper.commit(done)
 
     # --- checkpoints -----------------------------------------------------------------------------
