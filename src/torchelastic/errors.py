@@ -18,7 +18,7 @@ TorchElasticError
 ├── ChannelLost            an in-process worker and its agent lost their connection
 ├── CheckpointError        a checkpoint cannot be written or loaded
 ├── NonRetryableException  user code: a retry cannot help
-├── JobClosed              the job ended before its training was done
+│   └── JobClosed          the job ended before its training was done
 ├── JobInterrupted         a signal asked this node to leave (exit 128 + signal)
 ├── SnapshotError          a snapshot cannot be stored, found or used
 ├── SpawnError             a worker process could not be started

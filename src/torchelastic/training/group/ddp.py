@@ -21,7 +21,7 @@ the parameters.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -74,7 +74,15 @@ def follow(ddp: DistributedDataParallel) -> None:
     _watch(ddp)
 
 
-def can_follow(ddp: DistributedDataParallel) -> bool:
+def follow_all(models: Iterable[Any]) -> list[DistributedDataParallel]:
+    """Follow the DDP models of a script, and return those that can be followed."""
+    found = [one for one in models if isinstance(one, DistributedDataParallel) and _can_follow(one)]
+    for model in found:
+        follow(model)
+    return found
+
+
+def _can_follow(ddp: DistributedDataParallel) -> bool:
     """Return whether this DDP of a script can be followed: it spans all ranks, and has its first
     layout."""
     whole = ddp.process_group.size() == dist.get_world_size()
@@ -109,6 +117,13 @@ def trained(model: torch.nn.Module) -> int:
     if isinstance(model, DistributedDataParallel):
         return sum(map(len, _KEPT[model].first))
     return sum(parameter.requires_grad for parameter in model.parameters())
+
+
+def form_of(models: Iterable[torch.nn.Module]) -> Iterator[tuple[str, str]]:
+    """Yield what must be the same on all workers: all reduce the same gradients, whatever
+    a script has frozen since."""
+    for number, model in enumerate(models):
+        yield f"model {number} in DDP", f"of {trained(model)} trained parameters"
 
 
 def committed(ddp: DistributedDataParallel) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from torchelastic.snapshot import agent_client
 from torchelastic.snapshot.keeper import Keeper
 from torchelastic.snapshot.leave import Departure
 from torchelastic.snapshot.own_checkpoints import steps_taken
-from torchelastic.snapshot.shards import Shards, is_plain, put_in, shape_of, take_out
+from torchelastic.snapshot.shards import Shards, put_in, shape_of
 from torchelastic.snapshot.state_tree import Tree
 from torchelastic.tensors import foreign_shards, module_state, rank_private, tensor_tree, transfer
 from torchelastic.tensors.buffers import Buffers
@@ -36,6 +36,8 @@ from torchelastic.training.sharded.shard_tree import from_shards, to_shards
 from torchelastic.training.sharded.sharding import Peers, Sharding, copies
 from torchelastic.training.state import parts
 from torchelastic.training.state.parts import (
+    FORMAT,
+    OPTIMIZER,
     cut_like,
     is_trained,
     like,
@@ -44,8 +46,11 @@ from torchelastic.training.state.parts import (
     optimizers_of,
     refuse_names,
     sort,
+    state_of,
     stateful,
+    stored,
     take_out_shards,
+    written_by,
 )
 from torchelastic.training.state.state import (
     FIRST,
@@ -59,10 +64,6 @@ from torchelastic.training.state.state import (
 from torchelastic.training.undo.undo import Undo, UndoRecord
 from torchelastic.worker.backward_waits import BackwardWaits
 
-#: The format name in a checkpoint of this class.
-_FORMAT = "torchelastic.TorchState 2"
-#: The prefix of optimizer tensors in it: `optimizer.state/0/3/exp_avg`.
-_OPTIMIZER = "optimizer"
 #: Parts that may be several: a list, a tuple or a dict of them.
 _SEVERAL = ("model", "optimizer", "scheduler", "sampler", "scaler")
 
@@ -245,15 +246,8 @@ class TorchState(State):
         return completed
 
     def _form(self) -> list[tuple[str, str]]:
-        return [*self._form_of_parts(), *self._form_of_ddp()]
-
-    def _form_of_ddp(self) -> Iterator[tuple[str, str]]:
-        """Yield which gradients DDP reduces: all ranks must reduce the same ones, whatever a script
-        has frozen since."""
-        if self._ddp is False:
-            return
-        for number, model in enumerate(self._wrapped or self._models):
-            yield f"model {number} in DDP", f"of {ddp.trained(model)} trained parameters"
+        reduced = () if self._ddp is False else ddp.form_of(self._wrapped or self._models)
+        return [*self._form_of_parts(), *reduced]
 
     def _form_of_parts(self) -> list[tuple[str, str]]:
         return [
@@ -485,7 +479,7 @@ class TorchState(State):
                 self._departure = Departure(agent, tree, self._stored_of, self._keeper)
             if self._keeper.rank == 0:
                 checkpoint.warn_if_never_due()
-            self._follow_ddp()
+            self._followed = ddp.follow_all(members(self._objects.get("model")))
         step = self._keeper.restore(start)
         for model in self._followed:
             ddp.agree(model, source=0)
@@ -495,14 +489,6 @@ class TorchState(State):
         if step is not None:
             self._version, self.step = (FIRST[0], step), step
         return self.step
-
-    def _follow_ddp(self) -> None:
-        """Keep the bucket layouts of a script's DDP models: they decide the last bits of sums."""
-        given = members(self._objects.get("model"))
-        models = [one for one in given if isinstance(one, DistributedDataParallel)]
-        self._followed = [one for one in models if ddp.can_follow(one)]
-        for model in self._followed:
-            ddp.follow(model)
 
     def commit(self, step: int | None = None) -> None:
         """Commit a step and keep the state in memory. Call in a script, after each step.
@@ -545,7 +531,7 @@ class TorchState(State):
     def _stored(self) -> dict[str, Any]:
         """Return a checkpoint's content as a tree of tensors and plain values, without copying."""
         optimizers = [module_state.optimizer_tree(optimizer) for optimizer in self._optimizers]
-        return _stored(self.step, self._model_tree(), optimizers, self._rest())
+        return stored(self.step, self._model_tree(), optimizers, self._rest())
 
     def _stored_of(
         self, lasting: Mapping[str, Any], passing: Mapping[str, Any], step: int
@@ -557,7 +543,7 @@ class TorchState(State):
         ]
         states = zip(lasting["state"], passing["groups"], strict=True)
         optimizers = [{"state": state, "groups": groups} for state, groups in states]
-        return _stored(step, like(self.module, models), optimizers, passing["rest"])
+        return stored(step, like(self.module, models), optimizers, passing["rest"])
 
     def _model_tree(self) -> Any:
         return like(self.module, [model.state_dict() for model in self._models])
@@ -568,11 +554,7 @@ class TorchState(State):
             for optimizer in self._optimizers:
                 optimizer.register_step_pre_hook(_before_write)
             self._is_guarded = True
-        written: list[torch.Tensor] = [p for model in self._models for p in model.parameters()]
-        for optimizer in self._optimizers:
-            for entries in optimizer.state.values():
-                written += [one for one in entries.values() if isinstance(one, torch.Tensor)]
-        return written
+        return written_by(self._models, self._optimizers)
 
     @cached_property
     def _shards(self) -> Shards:
@@ -587,7 +569,7 @@ class TorchState(State):
 
         _, model = flatten({"model": self._model_tree()})
         parameters = {name: one for name, one in model.items() if is_sharded(one)}
-        beginning = f"{_OPTIMIZER}."
+        beginning = f"{OPTIMIZER}."
         shapes = {
             name.removeprefix(beginning): shape_of(one.size, one.properties.dtype)
             for name, one in stored.items()
@@ -597,11 +579,11 @@ class TorchState(State):
         return parameters | {f"{beginning}{name}": one for name, one in made.items()}
 
     def _load_stored(self, saved: Any) -> None:
-        if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
+        if not isinstance(saved, dict) or saved.get("format") != FORMAT:
             raise ValueError("This checkpoint was not written by a TorchState.")
         checkpoint.before_write()
         rest = tensor_tree.restore(saved["skeleton"], saved["tensors"])
-        put_in(_state_of(rest["optimizer"]), saved[_OPTIMIZER])
+        put_in(state_of(rest["optimizer"]), saved[OPTIMIZER])
         if "_undo" in vars(self):
             self._undo.overwritten()
             self._undo.gradients.load([False] * len(self._undo.gradients.parameters))
@@ -613,20 +595,5 @@ class TorchState(State):
         self._version, self.step = (FIRST[0], saved["step"]), saved["step"]
 
 
-def _stored(
-    step: int, model: Any, optimizers: Sequence[Mapping[str, Any]], rest: Mapping[str, Any]
-) -> dict[str, Any]:
-    # By name, so that they are found whether or not they are sharded at the time.
-    named = take_out(_state_of(optimizers), is_plain)
-    skeleton, tensors = tensor_tree.flatten({**rest, "optimizer": optimizers})
-    saved = {"format": _FORMAT, "step": step, "model": model}
-    return saved | {_OPTIMIZER: named, "skeleton": skeleton, "tensors": tensors}
-
-
 def _before_write(*_: object) -> None:
     checkpoint.before_write()
-
-
-def _state_of(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state of optimizers in the form for `take_out` and `put_in`."""
-    return {"parameters": [], "state": [optimizer["state"] for optimizer in optimizers]}
