@@ -18,7 +18,7 @@ TorchElasticError
 ├── ChannelLost            an in-process worker and its agent lost their connection
 ├── CheckpointError        a checkpoint cannot be written or loaded
 ├── NonRetryableException  user code: a retry cannot help
-├── JobClosed              the job ended before its training was done
+│   └── JobClosed          the job ended before its training was done
 ├── JobInterrupted         a signal asked this node to leave (exit 128 + signal)
 ├── SnapshotError          a snapshot cannot be stored, found or used
 ├── SpawnError             a worker process could not be started
@@ -135,10 +135,6 @@ class UnfitError(TorchElasticError):
     """This worker's state does not match the state of the training it joined."""
 
 
-class JobClosed(TorchElasticError):
-    """The job ended before its training was done; the message says why."""
-
-
 class ChannelLost(TorchElasticError):
     """An in-process worker and its agent lost their connection."""
 
@@ -149,6 +145,13 @@ class StopException(TorchElasticError):
 
 class NonRetryableException(TorchElasticError):
     """Raised by user code: a retry cannot help; end the job."""
+
+
+class JobClosed(NonRetryableException):
+    """The job ended before its training was done, by a time-out for example; the message says why.
+
+    As in 0.1, where a rendezvous that timed out could not be retried.
+    """
 
 
 def exitcode_of(error: Exception) -> int:

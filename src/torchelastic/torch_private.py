@@ -295,6 +295,11 @@ def rebuild_buckets(ddp: Any) -> bool:
     return True
 
 
+def has_rebuilt(ddp: Any) -> bool:
+    """Return whether DDP has laid out its buckets in the order of the gradients."""
+    return bool(ddp._has_rebuilt_buckets)
+
+
 def renew_reducer(ddp: Any) -> None:
     """Create a new reducer with the hooks of the old one."""
     static = ddp.static_graph

@@ -3,10 +3,10 @@
     sharded.py LINES ORDERS LEDGER [key=value ...]
 
 Keys: those of `sharded_model.py`; slow (seconds in each step), first (those of generation 0), full
-(worlds smaller than this are slow), every (write a checkpoint every so many steps), stored (wait
-for it in the next), beside (a group is made in the first step of each process), late
-(STEP:RANK,RANK: the last all-reduce of the step fails on these ranks although it has succeeded on
-the others).
+(worlds smaller than this are slow), every (write a checkpoint every so many steps), due (the store
+decides, with this interval), stored (wait for it in the next), beside (a group is made in the first
+step of each process), late (STEP:RANK,RANK: the last all-reduce of the step fails on these ranks
+although it has succeeded on the others).
 """
 
 from __future__ import annotations
@@ -103,9 +103,12 @@ state = torchelastic.TorchState(
     ledger=Ledger(LEDGER),
     **scaler,
 )
-if every := int(KEYS.get("every", "0")):
+every, due = int(KEYS.get("every", "0")), KEYS.get("due")
+if every or due:
     torchelastic.checkpoint.set_checkpoint_manager(
-        torchelastic.checkpoint.CheckpointStore(str(ORDERS / "checkpoints"))
+        torchelastic.checkpoint.CheckpointStore(
+            str(ORDERS / "checkpoints"), every=int(due) if due and due.isdigit() else due
+        )
     )
 write("start")
 torchelastic.train(CoordinatorP2P(), train_step, state, checkpoint_every=every or None)

@@ -4,7 +4,7 @@
 
 HOW is `resident` (torchelastic.train) or `kept` (a script that commits). The order `sleep` makes
 rank 1 sleep, in the first generation, instead of entering the all-reduce of its step, the order
-`other` makes it call a broadcast there.
+`other` makes it call a broadcast there, in the second.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def sleep_for_ever() -> None:
 
 def step() -> None:
     time.sleep(0.01)
-    first = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) == 0
-    if dist.get_rank() == 1 and first and (ORDERS / "sleep").exists():
+    generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if dist.get_rank() == 1 and generation == 0 and (ORDERS / "sleep").exists():
         sleep_for_ever()
-    if dist.get_rank() == 1 and (ORDERS / "other").exists():
+    if dist.get_rank() == 1 and generation == 1 and (ORDERS / "other").exists():
         dist.broadcast(torch.zeros(1), src=0)
     dist.all_reduce(torch.zeros(1))
 

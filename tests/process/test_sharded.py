@@ -97,7 +97,8 @@ FIXED = "--world-sizes 4 --progress-timeout 20"
 def test_with_a_fixed_size_the_result_is_that_of_an_undisturbed_run(tmp_path):
     """Killed in a forward, in a backward and before its end; and a step whose last all-reduce
     fails on the worker that has one part of the model, when the others have committed it: it
-    completes the step, and sends that part to the replacement of the other one."""
+    completes the step, and sends that part to the replacement of the other one. Old and new
+    workers of a replica write checkpoints together."""
     keys = ["steps=12", "schedule=", "counted=", "beside="]
     run("sharded.py", tmp_path, 4, *places(tmp_path / "calm"), *keys)
     kills = (
@@ -106,7 +107,8 @@ def test_with_a_fixed_size_the_result_is_that_of_an_undisturbed_run(tmp_path):
         "kill@rank=2,step=6,place=joint.before,generation=2",
     )
     rough = tmp_path / "rough"
-    run("sharded.py", tmp_path, 4, *places(rough), *keys, flags=FIXED, faults=";".join(kills))
+    words = [*places(rough), *keys, "due=5"]
+    run("sharded.py", tmp_path, 4, *words, flags=FIXED, faults=";".join(kills))
     expected = bits(tmp_path / "calm/lines", event="step")
     assert len(expected) == 48
     assert bits(rough / "lines", event="step") == expected
@@ -146,10 +148,11 @@ def kept(directory: Path, size: int) -> int:
 
 
 def test_a_part_that_no_worker_has_comes_from_memory(tmp_path):
-    """One replica; its snapshots are copied behind the training, where tensors are large."""
+    """One replica; its snapshots are copied behind the training, where tensors are large. The
+    survivor and the replacement agree when a checkpoint is due."""
     keys = ["steps=20", "large=100001", "dropout="]
     run("sharded.py", tmp_path, 2, *places(tmp_path / "calm"), *keys)
-    words = [*places(tmp_path), *keys, "first=0.2"]
+    words = [*places(tmp_path), *keys, "first=0.2", "due=auto"]
     job = subprocess.Popen(
         command("sharded.py", 2, "--max-restarts 3", *words),
         cwd=tmp_path,

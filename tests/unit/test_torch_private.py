@@ -361,7 +361,9 @@ def test_a_reducer_is_shown_a_group_to_lay_out_its_buckets(ddp, group):
     backward_of(ddp)
     stand_in = Group(0, 1)
     torch_private.show_group(ddp, stand_in)
+    assert not torch_private.has_rebuilt(ddp)
     assert torch_private.rebuild_buckets(ddp)
+    assert torch_private.has_rebuilt(ddp)
     torch_private.show_group(ddp, group)
     numbers, sizes = heard
     assert (sorted(numbers[:-1]), numbers[-1], sizes) == ([0, 1], 1, [2])

@@ -30,7 +30,7 @@ from torchelastic.checkpoint.background.runner import Runner, Task
 from torchelastic.checkpoint.background.take_fence import FenceClaim
 from torchelastic.checkpoint.catalog import Catalog
 from torchelastic.checkpoint.fence import Fence
-from torchelastic.checkpoint.interval import CheckpointSchedule, Measured
+from torchelastic.checkpoint.interval import CheckpointSchedule, Every, Measured
 from torchelastic.checkpoint.manager import CheckpointManager
 from torchelastic.checkpoint.storage.storage import open_storage
 from torchelastic.checkpoint.stored_checkpoint import FileSystemCheckpoint
@@ -114,6 +114,7 @@ class CheckpointStore(CheckpointManager):
         self._sequence: int | None = None
         # For the next checkpoint.
         self._pace: CheckpointSchedule | None = None
+        self._paced_in = -1
         self._next_step = 0
         #: This rank's part of the last checkpoint that ranks wrote together.
         self._part: Job | None = None
@@ -130,20 +131,39 @@ class CheckpointStore(CheckpointManager):
     # --- when ------------------------------------------------------------------------------------
 
     def is_due(self, step: int, *, together: bool = False) -> bool:
-        """Return True if a checkpoint of this step is due; with `together` all ranks agree.
+        """Return True if a checkpoint of this step is due.
 
-        Clocks differ, so with `together` times are converted to steps at each checkpoint.
+        With `together`, call it on all ranks: all get the same answer. Clocks differ, so times are
+        converted to steps at each checkpoint; and processes of a world are not equally old, so the
+        first call of a generation is collective if `every` is a time.
         """
         if self.every is None:
             return False
-        if self._pace is None:
-            self._pace = CheckpointSchedule.begin(self.every, step - 1, time.monotonic())
+        generation = _generation()
+        if self._pace is None or generation != self._paced_in:
+            self._pace, self._paced_in = self._schedule(self.every, step, together), generation
         if self._measured is not None:
             self._pace = self._pace.learned(self._measured)
         if together and self.every.steps is None:
             return step >= self._next_step
         self._pace = self._pace.at(step)
         return self._pace.is_due(time.monotonic())
+
+    def _schedule(self, every: Every, step: int, together: bool) -> CheckpointSchedule:
+        """Return the schedule of a generation whose first step is this one.
+
+        It counts steps from there on, whatever this process has counted before.
+        """
+        now = time.monotonic()
+        if together and every.steps is None:
+            from torchelastic.checkpoint import rank_agreement
+
+            (planned,) = rank_agreement.largest(self._next_step)
+            self._next_step = planned or step + 1  # when the time of a step is known
+            return CheckpointSchedule.begin(every, step, now)
+        if self._pace is None:
+            return CheckpointSchedule.begin(every, step - 1, now)
+        return self._pace.back_at(step - 1)
 
     def entered(self, generation: int, base: int) -> None:
         """Note that a world begins from `base` steps; called on the rank that will save.
@@ -159,13 +179,18 @@ class CheckpointStore(CheckpointManager):
     def lost(self, ranks: Collection[int]) -> None:
         """Note that these ranks, which saved together with this one, are gone: rank 0 does not wait
         for parts that they have not written."""
-        if self._part is not None and self._part.rank == 0 and self._runner.is_busy:
-            threading.Thread(  # storage may be hung
-                target=self._give_up_parts,
-                args=(self._part, ranks),
-                name="torchelastic-storage",
-                daemon=True,
-            ).start()
+        if self._part is None or self._part.rank != 0 or not self._runner.is_busy:
+            return
+        thread = threading.Thread(  # storage may be hung
+            target=self._give_up_parts,
+            args=(self._part, ranks),
+            name="torchelastic-storage",
+            daemon=True,
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._tell_waiting(self._part, ranks, error)
 
     def _give_up_parts(self, job: Job, ranks: Collection[int]) -> None:
         from torchelastic.checkpoint.background.save_job import give_up_parts
@@ -173,15 +198,18 @@ class CheckpointStore(CheckpointManager):
         try:
             give_up_parts(job, self.catalog, ranks, "its worker was lost")
         except Exception as error:  # of any storage
-            log.warning(
-                "The checkpoint of step %d waits up to %.0f s for ranks %s, which were lost: could "
-                "not write to %s (%r).",
-                job.step,
-                job.patience,
-                ", ".join(map(str, ranks)),
-                self.url,
-                error,
-            )
+            self._tell_waiting(job, ranks, error)
+
+    def _tell_waiting(self, job: Job, ranks: Collection[int], error: Exception) -> None:
+        log.warning(
+            "The checkpoint of step %d waits up to %.0f s for ranks %s, which were lost: could not "
+            "write to %s (%r).",
+            job.step,
+            job.patience,
+            ", ".join(map(str, ranks)),
+            self.url,
+            error,
+        )
 
     # --- saving ----------------------------------------------------------------------------------
 
@@ -212,10 +240,11 @@ class CheckpointStore(CheckpointManager):
         if self._planner is None:
             self._planner = Planner()
         content = self._planner.content(tree, own, rank=rank, size=size)
+        self._renew_claim(_generation() if generation is None else generation)
         if not self._may_begin(step, content.bytes, together):
             return False
-        if (claim := self._claim_fence(generation, together)) is None:
-            return False
+        claim = self._claim  # `_may_begin` may have replaced it
+        assert claim is not None
         plan, slots, number = content.plan, content.slots, self._next_number()
         job = Job(step, rank, size, plan, slots, claim.fence, number, self._patience)
         self._part = job if together else None
@@ -274,12 +303,14 @@ class CheckpointStore(CheckpointManager):
         A large state may not wait, because that takes memory for another copy. Neither may ranks
         that save together: each could drop the waiting one for a newer one at another time.
         """
-        busy = self._runner.is_busy
+        busy, is_named = self._runner.is_busy, True
         if together:
             from torchelastic.checkpoint import rank_agreement
 
-            anyone, self._next_step = rank_agreement.largest(busy, self._step_after(step))
-            busy = bool(anyone)
+            anyone, self._next_step, is_unnamed = rank_agreement.largest(
+                busy, self._step_after(step), self._sequence is None
+            )
+            busy, is_named = bool(anyone), not is_unnamed
         skipped = busy and (together or size >= LARGE)
         if skipped:
             log.warning(
@@ -287,7 +318,7 @@ class CheckpointStore(CheckpointManager):
                 step,
                 self.url,
             )
-        return not skipped
+        return not skipped and (is_named or self._agree_on_names())
 
     def _copy(
         self, content: Content, step: int, lasting: Mapping[int, torch.Tensor] | None
@@ -330,20 +361,18 @@ class CheckpointStore(CheckpointManager):
             self._sequence = number + 1
         return number
 
-    def _claim_fence(self, generation: int | None, together: bool) -> FenceClaim | None:
-        """Return this world's claim; ranks that save together agree on it and on the number."""
-        if generation is None:
-            generation = int(env.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    def _renew_claim(self, generation: int) -> None:
+        """Claim the fence anew in another generation."""
         if self._claim is None or self._claim.fence.generation != generation:
             self._claim, self._sequence = FenceClaim(self.catalog, _new_fence(generation)), None
-        if together and self._sequence is None and not self._agree_on_names(self._claim):
-            return None
-        return self._claim  # `_agree_on_names` may have replaced it
 
-    def _agree_on_names(self, claim: FenceClaim) -> bool:
-        """Use rank 0's fence token and next number on all ranks. Once in a world."""
+    def _agree_on_names(self) -> bool:
+        """Use rank 0's fence token and next number on all ranks. Once in a world, when a rank has
+        none."""
         from torchelastic.checkpoint import rank_agreement
 
+        claim = self._claim
+        assert claim is not None
         told: dict[str, Any] = {}
         if rank_agreement.world()[0] == 0:
             try:
@@ -542,6 +571,11 @@ class FileSystemCheckpointManager(CheckpointStore):
         self.directory = Path(checkpoint_dir)
         self.directory.mkdir(parents=True, exist_ok=True)
         super().__init__(checkpoint_dir, keep_last=keep_last, every=every)
+
+
+def _generation() -> int:
+    """Return the generation that this process is in."""
+    return int(env.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
 def _new_fence(generation: int) -> Fence:

@@ -107,6 +107,10 @@ class CheckpointSchedule:
     def begin(cls, every: Every, step: int, now: float) -> CheckpointSchedule:
         return cls(every, now, step, (step, step), every.seconds or SHORTEST_INTERVAL)
 
+    def back_at(self, step: int) -> CheckpointSchedule:
+        """Count steps from this one on; time goes on."""
+        return replace(self, step=step, asked=(step, step))
+
     def at(self, step: int) -> CheckpointSchedule:
         """Move to this step."""
         last, _ = self.asked

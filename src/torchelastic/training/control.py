@@ -72,7 +72,12 @@ class Control:
         self._thread = threading.Thread(target=self._run, name="torchelastic-control", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        """Start the thread; close the link if there is none left."""
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._link.close()
+            raise
 
     def stop(self) -> None:
         """End the thread and close the link."""

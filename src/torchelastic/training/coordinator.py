@@ -123,7 +123,6 @@ class CoordinatorP2P(Coordinator):
         #: Whether this worker is much slower than the fastest, if train_step reports its progress.
         self.is_worker_straggler = False
         self._link = _agents_link() if init_method is None else None
-        self._steps_seen = 0
         if overridden := [name for name in _NEVER_CALLED if _is_overridden(type(self), name)]:
             log.warning(
                 "%s overrides %s, which train never calls: the agent forms the worlds. "
@@ -205,8 +204,8 @@ class CoordinatorP2P(Coordinator):
         rate = worker_stats.get_progress_rate()
         if rate is not None:
             report("progress_rate", rate)
-        self._steps_seen += 1
-        if self._steps_seen % self.MONITOR_PROGRESS_FREQ == 0:
+        # Not the steps that this process has seen: a replacement has seen fewer than the others.
+        if session.current().version[1] % self.MONITOR_PROGRESS_FREQ == 0:
             self._compare(rate)
 
     def _compare(self, rate: float | None) -> None:

@@ -217,8 +217,8 @@ class Loop:
             snapshots.end()
         form = self._state._form()
         number = form_number(form)
-        ready = self._state._ready_in()
-        told = session.exchange(self._group, self._version, number, ready=ready)
+        ready, copying = self._state._ready_in(), self._state._copies()
+        told = session.exchange(self._group, self._version, number, ready=ready, copying=copying)
         session.enter(
             Session(
                 rank=world.rank,
@@ -234,6 +234,7 @@ class Loop:
                 status_page=self._control.status_page,
                 replica=self._group.replica,
                 ready=told.ready,
+                copying=told.copies,
                 next_size=self._control.next_size,
                 agent=InProcessRequests(self._control, world.generation)
                 if self._group.replica is not None
@@ -438,18 +439,19 @@ class Loop:
         """Leave the group, if there is one; after that nothing writes to the state."""
         group, self._group = self._group, None
         self._control.unguard()
-        session.leave()
         if group is None:
+            session.leave()
             return
         if roll_back:
             group.abort("this worker rolls back")
-        if not group.leave():
+        # A state may ask for its rank when it rolls back, as those of 0.1 do.
+        is_quiet = group.leave(self._roll_back) if roll_back else group.leave()
+        session.leave()
+        if not is_quiet:
             raise RuntimeError(
                 "An aborted collective may still write to this worker's memory: the worker exits "
                 "and is replaced."
             )
-        if roll_back:
-            self._roll_back()
 
     def _roll_back(self) -> None:
         """Undo the step or synchronisation in flight."""
@@ -486,9 +488,11 @@ class _Between:
         self._told_when = _overrides(coordinator, "should_save_checkpoint")
         self._told_to_stop = _overrides(coordinator, "should_stop_training")
         self._told_to_meet = _overrides(coordinator, "should_rendezvous")
-        hooks = self._monitored, self._reported, self._told_when, self._told_to_stop
+        #: Whether user code may ask for checkpoints.
+        self._told_by_user = self._told_when or _wants_to_be_asked(state)
+        hooks = self._monitored, self._reported, self._told_by_user, self._told_to_stop
         #: The type of state for which there are no hooks to call and no checkpoints to write.
-        asked = any(hooks) or self._told_to_meet or self._paced or _wants_to_be_asked(state)
+        asked = any(hooks) or self._told_to_meet or self._paced
         quiet = self._every is None and not asked
         self._quiet_with = type(state) if quiet else None
 
@@ -514,6 +518,8 @@ class _Between:
         wanted = state.should_save_checkpoint(self._here.rank)
         if self._told_when:
             wanted = self._coordinator.should_save_checkpoint() or wanted
+        if self._told_by_user and self._is_writer:
+            wanted = stored_state.is_wanted_by_any(self._here, wanted)
         if self._paced and self._is_writer:
             wanted = stored_state.is_due(self._here, step) or wanted
         return wanted or (self._every is not None and step % self._every == 0)

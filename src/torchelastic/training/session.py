@@ -47,6 +47,8 @@ class Session:
     #: worker was interrupted in and can complete, or -1 (`sharded.base`).
     replica: Replica | None = None
     ready: tuple[int, ...] = ()
+    #: Whether steps of this world copy before they write (`undo.writes`); None if no worker knows.
+    copying: bool | None = None
     #: In a sharded training: the agent, which holds snapshots.
     agent: SnapshotHolder | None = None
     #: Returns the size of the world that follows this one; 0 if none was announced.
@@ -79,16 +81,23 @@ class WorkerFacts(NamedTuple):
     versions: tuple[Version, ...]
     forms: tuple[int, ...]
     ready: tuple[int, ...]
+    copying: tuple[int, ...]
+
+    @property
+    def copies(self) -> bool | None:
+        """Whether any worker knows that steps must copy before they write; None if none knows."""
+        return None if max(self.copying) < 0 else bool(max(self.copying))
 
 
-def exchange(group: Group, version: Version, form: int, *, ready: int = -1) -> WorkerFacts:
-    """Send all workers this one's version, the number of its state's form, and the generation whose
-    step it is ready to complete, or -1; return what all have told."""
-    told = group.tell_all((*version, form, ready))
+def exchange(
+    group: Group, version: Version, form: int, *, ready: int = -1, copying: bool | None = None
+) -> WorkerFacts:
+    """Send all workers this one's version, the number of its state's form, the generation whose
+    step it is ready to complete, or -1, and whether it copies before it writes; return what all
+    have told."""
+    told = group.tell_all((*version, form, ready, -1 if copying is None else int(copying)))
     return WorkerFacts(
-        tuple((one[0], one[1]) for one in told),
-        tuple(one[2] for one in told),
-        tuple(one[3] for one in told),
+        tuple((one[0], one[1]) for one in told), *zip(*(one[2:] for one in told), strict=True)
     )
 
 

@@ -6,10 +6,10 @@ together, with collectives of the replica.
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 
 from torchelastic import checkpoint
+from torchelastic.snapshot import exchange
 from torchelastic.training.session import Session
 from torchelastic.training.state.state import State
 from torchelastic.worker.leaving import leaving
@@ -21,8 +21,16 @@ def is_writer(here: Session) -> bool:
 
 
 def is_due(here: Session, step: int) -> bool:
-    """Return whether the checkpoint manager wants a checkpoint of this step."""
+    """Return whether the checkpoint manager wants a checkpoint of this step; on all writers."""
     return checkpoint.is_due(step, together=here.replica is not None)
+
+
+def is_wanted_by_any(here: Session, wanted: bool) -> bool:
+    """Return whether user code wants a checkpoint on any writer of a sharded state; on all writers.
+
+    Its answers may depend on what a process has seen, and these are not equally old.
+    """
+    return wanted if here.replica is None else not exchange.all_of_them(not wanted)
 
 
 def save(here: Session, state: State, step: int) -> None:
@@ -64,18 +72,16 @@ def must_save_together(here: Session) -> bool:
         return False
     if checkpoint.get_checkpoint_manager() is None:
         return False
-    leaves = torch.tensor([leaving() is not None])
-    dist.all_reduce(leaves, op=dist.ReduceOp.MAX)
-    return bool(leaves.item())
+    return not exchange.all_of_them(leaving() is None)
 
 
 def save_together_and_wait(here: Session, state: State, step: int) -> None:
     """Write the state before this worker's replica is gone; return when it is in storage."""
-    notice = leaving()
-    grace = torch.tensor([1e9 if notice is None else notice.seconds])
-    dist.all_reduce(grace, op=dist.ReduceOp.MIN)
     checkpoint.wait()
-    if checkpoint.can_be_saved(step, float(grace.item())):
+    notice = leaving()
+    grace = None if notice is None else notice.seconds
+    # Rank 0 alone knows what is in storage, and each knows how long its own part takes.
+    if exchange.all_of_them(checkpoint.can_be_saved(step, grace)):
         save(here, state, step)
         checkpoint.wait()
         dist.barrier()  # rank 0 has made one checkpoint of all parts, or given up

@@ -18,6 +18,10 @@ from torchelastic.worker_counters import milestones
 TOLD_MESSAGE, TOLD_TRACEBACK = 2000, 8000
 
 
+#: Seconds that a worker may take to end after an unhandled exception.
+EXIT_TIMEOUT = 60
+
+
 def attach() -> None:
     """Report unhandled exceptions to the agent from now on. Called before the user's code.
 
@@ -36,12 +40,28 @@ def attach() -> None:
             optimizer_steps.look()
         elif event == "sys.excepthook" and os.getpid() == worker and _at_the_bottom():
             report(args[2], args[3])
+            _end_soon()
             # A custom hook still gets the error.
             if args[0] is sys.__excepthook__ and _is_said_to_repeat(args[2]):
                 raise _Repeated
 
     optimizer_steps.attach()
     sys.addaudithook(watch)
+
+
+def _end_soon() -> None:
+    """Have the kernel end this process if its exit handlers and destructors do not end.
+
+    The agent sees a failure when the process ends, and all other ranks wait for that. No thread is
+    needed: that none can be started may be the error.
+    """
+    import signal
+
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(EXIT_TIMEOUT)
+    except ValueError:  # not the main thread
+        return
 
 
 class _Repeated(RuntimeError):

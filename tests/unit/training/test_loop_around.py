@@ -19,7 +19,7 @@ from tests.unit.training.loop_support import (
     up_then_error,
 )
 from torchelastic import env, faults
-from torchelastic.errors import ChannelLost, ConfigError, JobClosed
+from torchelastic.errors import ChannelLost, ConfigError, JobClosed, NonRetryableException
 from torchelastic.p2p import CoordinatorP2P
 from torchelastic.training import coordinator as coordinators
 from torchelastic.worker import channel, status_page
@@ -102,8 +102,9 @@ def test_a_job_that_has_ended_otherwise_is_an_error(run):
         up_then_error(agent)
         agent.say(Closed("The job has ended: the same error came twice at step 1."))
 
-    with pytest.raises(JobClosed, match="twice at step 1"):
+    with pytest.raises(NonRetryableException, match="twice at step 1") as ended:
         run(script, Steps(_1=once(ValueError())))
+    assert isinstance(ended.value, JobClosed)
 
 
 @pytest.mark.alone

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import torchelastic
 from tests.unit.training.loop_support import (
@@ -62,6 +63,20 @@ def test_without_snapshots_nothing_is_rolled_back(run):
 
     state = run(script, Steps(_2=once(ValueError())), NoRollback())
     assert state.synced[1] == (1, 3, ((0, 2),))
+
+
+def test_a_state_may_ask_for_its_rank_when_it_rolls_back(run):
+    """As the states of 0.1 do, by torch.distributed or by their coordinator."""
+    seen = []
+
+    class Asking(Counting):
+        def apply(self, snapshot):
+            seen.append((dist.get_rank(), dist.get_world_size(), session.current().generation))
+            super().apply(snapshot)
+
+    run(one_error(2), Steps(_2=once(ValueError())), Asking())
+    assert seen == [(0, 1, 0)]
+    assert not dist.is_initialized()
 
 
 def test_a_state_that_nobody_can_roll_back_ends_the_job(run):

@@ -2,14 +2,16 @@
 
 When one worker hangs, its whole world waits for it. So a worker whose time is up is asked what it
 does: if it waits for others, it is innocent; if it does not answer or is busy elsewhere, it is the
-cause. It is killed and treated as lost. A worker that has the only copy of the state when its world
-is over gets more time (`last_copy`).
+cause. It is killed and treated as lost. If all wait, in different collectives, none is to blame:
+their world ends, and the next one takes the step again. A worker that has the only copy of the
+state when its world is over gets more time (`last_copy`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -17,11 +19,11 @@ from typing import Literal
 
 from torchelastic.agent.lifecycle.in_process_state import InProcessState, Status
 from torchelastic.agent.lifecycle.last_copy import LiveCopy, is_usable, may_be_killed
-from torchelastic.agent.watch.hang_report import HangReport
+from torchelastic.agent.watch.hang_report import FRESH, HangReport
 from torchelastic.agent.watch.stack_reader import NOTHING, answered, is_frozen
 from torchelastic.agent.workers.pool import WorkerPool
 from torchelastic.best_effort import observing
-from torchelastic.events.analysis.hangs import where
+from torchelastic.events.analysis.hangs import first_in_line, where
 from torchelastic.side_tasks import TaskSet
 from torchelastic.system import devices
 from torchelastic.worker import orders
@@ -41,7 +43,8 @@ ANSWER_TIMEOUT = 0.05
 FREED_TIMEOUT = 0.1
 #: Seconds to wait for the only copy of the state, where no limit is given.
 ONLY_COPY_TIMEOUT = 600.0
-#: A hang in which all ranks wait is reported after this many times the limit; no rank is killed.
+#: A hang in which all ranks wait in the same collective is reported after this many times the
+#: limit; no rank is killed.
 ALL_WAIT = 2.0
 #: Seconds between two looks.
 LOOK = 1.0
@@ -63,8 +66,9 @@ class WorkerPace:
     entering: int = -1
     longest: float = 0.0
     steps: int = 0
-    #: The report about its hang there; empty: none yet.
+    #: The report about its hang there, and when it was made; empty: none yet.
     told: str = ""
+    told_at: float = 0.0
 
     def saw(self, generation: int, step: int, at: float, first: int) -> None:
         """Note the step it has entered; `first` is the generation's first step."""
@@ -144,7 +148,7 @@ class HangWatchdog:
             return None if left is None else left - BEFOREHAND
         doing = await self._ask(local_rank)
         if doing in ("waiting", "stuck"):
-            await self._tell_if_all_wait(local_rank)
+            await self._judge_all(local_rank)
             return LOOK
         self.report.begin()
         if left > 0 and (left := self._time_left(local_rank)) is not None and left > 0:
@@ -170,18 +174,28 @@ class HangWatchdog:
         since = self._paces[local_rank].words(time.monotonic())
         self.workers.kill(local_rank, f"{since}: {does}", stack)
 
-    async def _tell_if_all_wait(self, local_rank: int) -> None:
-        """Report, once and by the agent of rank 0, that all ranks wait and none is missing."""
+    async def _judge_all(self, local_rank: int) -> None:
+        """Report, once and by one agent, that all ranks wait and none is missing. End a world whose
+        ranks wait in different collectives and are still there when they are looked at again."""
         pace = self._paces[local_rank]
-        limit = limit_for(pace, self.limit)
-        late = limit is not None and time.monotonic() > pace.entered_at + ALL_WAIT * limit
-        if pace.told or not late or self.workers.rank(local_rank) != 0:
-            return
         found = await self.report.found(self.workers.generation(local_rank))
         judged = self.report.diagnose(found)
-        if not judged.missing and self._time_left(local_rank) is not None:
+        left, now = self._time_left(local_rank), time.monotonic()
+        if judged.missing or not found.doings or left is None or left > BEFOREHAND:
+            return
+        if self.workers.rank(local_rank) != first_in_line(found.doings):
+            return
+        if judged.deadlock and judged.text == pace.told:
+            if now > pace.told_at + FRESH:
+                pace.told_at = math.inf  # once
+                self.workers.fail(local_rank, f"{pace.words(now)}: {judged.text}", alive=True)
+        elif judged.deadlock or (not pace.told and self._is_late(pace, now)):
             self.report.tell(found)
-            pace.told = judged.text
+            pace.told, pace.told_at = judged.text, now
+
+    def _is_late(self, pace: WorkerPace, now: float) -> bool:
+        limit = limit_for(pace, self.limit)
+        return limit is not None and now > pace.entered_at + ALL_WAIT * limit
 
     def _time_left(self, local_rank: int) -> float | None:
         seen = self.workers.progress(local_rank)

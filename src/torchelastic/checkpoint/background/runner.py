@@ -60,11 +60,16 @@ class Runner:
         self.make_way(task.step)
         with self._lock:
             self._waiting = task
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="torchelastic-checkpoint", daemon=True
-                )
-                self._thread.start()
+            if self._thread is not None:
+                return
+            thread = threading.Thread(target=self._run, name="torchelastic-checkpoint", daemon=True)
+            self._thread = thread
+            try:
+                thread.start()
+            except RuntimeError as error:  # no thread is left
+                self._thread = self._waiting = None
+                self.failures = [*self.failures, self._told(task, error)]
+                task.over()
 
     def make_way(self, step: int) -> None:
         """Drop the waiting task, if any, in favour of this newer step."""
@@ -115,17 +120,22 @@ class Runner:
         try:
             task.write()
         except Exception as error:
-            to = f" to {self._place}" if self._place else ""
-            told = CheckpointError(
-                f"Could not write the checkpoint of step {task.step}{to}: {_words(error)}"
-            )
-            told.__cause__ = error
+            told = self._told(task, error)
             # Its frames hold the copy of the state: keeping the error would keep that too.
             traceback.clear_frames(error.__traceback__)
-            again = f" ({len(self.failures) + 1} failures in a row)" if self.failures else ""
-            log.error("%s%s. Training continues; earlier checkpoints stay.", str(told), again)
             return told
         return None
+
+    def _told(self, task: Task, error: Exception) -> CheckpointError:
+        """Log that a checkpoint could not be written."""
+        to = f" to {self._place}" if self._place else ""
+        told = CheckpointError(
+            f"Could not write the checkpoint of step {task.step}{to}: {_words(error)}"
+        )
+        told.__cause__ = error
+        again = f" ({len(self.failures) + 1} failures in a row)" if self.failures else ""
+        log.error("%s%s. Training continues; earlier checkpoints stay.", str(told), again)
+        return told
 
 
 @atexit.register

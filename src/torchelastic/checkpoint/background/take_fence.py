@@ -30,8 +30,13 @@ class FenceClaim:
         return replace(self._before, seconds=self._before.seconds + here)
 
     def begin(self) -> None:
-        self._thread = threading.Thread(target=self._try, name="torchelastic-fence", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._try, name="torchelastic-fence", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread is left
+            self._warn(error)
+        else:
+            self._thread = thread
 
     def ensure(self) -> None:
         """Return when this world has the fence. May block: not for the training thread."""
@@ -48,9 +53,12 @@ class FenceClaim:
     def _try(self) -> None:
         try:
             self._take()
-        except Exception as error:  # of any storage; the first checkpoint tries again
-            log.warning(
-                "Cannot write checkpoints to %s yet: %s. The first checkpoint tries again.",
-                self._catalog.storage.place,
-                error,
-            )
+        except Exception as error:  # of any storage
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        log.warning(
+            "Cannot write checkpoints to %s yet: %s. The first checkpoint tries again.",
+            self._catalog.storage.place,
+            error,
+        )

@@ -5,8 +5,9 @@ which of them it waits for. For any other worker, its stack shows the collective
 
     numbers known     a rank that has not launched what another waits for is missing from it
     stacks only       a rank outside any collective, while others are in one, is missing from it
-    other names       the ranks call different collectives: a bug in the script
-    none missing      all wait for each other: the network, or a peer that is gone
+    other names       the ranks call different collectives: a deadlock
+    other groups      each waits for one that waits in another group: a deadlock
+    none missing      all wait in the same one: the network, or a peer that is gone
     no stack          the rank is unknown: it counts as neither waiting nor missing
 """
 
@@ -122,6 +123,14 @@ class HangDiagnosis(NamedTuple):
     waited: bool = False
     #: The activity of every rank was known.
     sure: bool = True
+    #: All ranks wait, in different collectives: no time will end that.
+    deadlock: bool = False
+
+
+def first_in_line(doings: Iterable[RankActivity]) -> int:
+    """Return the rank that speaks for all if all wait: the lowest of those that are furthest, whose
+    time is up first."""
+    return min(doings, key=lambda one: (-(one.step or 0), one.rank)).rank
 
 
 def diagnose(doings: Iterable[RankActivity], unheard: Sequence[str] = ()) -> HangDiagnosis:
@@ -130,7 +139,10 @@ def diagnose(doings: Iterable[RankActivity], unheard: Sequence[str] = ()) -> Han
     waiting = {one.rank: at for one in ranks if (at := one.in_collective) is not None}
     gaps = _gaps([one.rank for one in ranks if not one.is_known], unheard)
     found = _judge(ranks, waiting, is_all=not gaps)
-    return HangDiagnosis("; ".join([found.text, *gaps]), found.missing, bool(waiting), not gaps)
+    sure, deadlock = not gaps, found.deadlock and not gaps
+    return HangDiagnosis(
+        "; ".join([found.text, *gaps]), found.missing, bool(waiting), sure, deadlock
+    )
 
 
 def _gaps(unknown: Sequence[int], unheard: Sequence[str]) -> list[str]:
@@ -151,11 +163,14 @@ def _judge(
     if not waiting:
         return HangDiagnosis(f"no rank waits in a collective{f': {_each(idle)}' if idle else ''}")
     if differing := _mismatch(ranks, waiting):
-        return differing
+        return differing._replace(deadlock=not idle)
     waited = sorted(set(waiting.values()), key=lambda at: (at.group, at.number, at.name))
     for at in waited:
         if missing := [one for one in idle if _is_missing(one, at)]:
             return _missing(missing, at, waiting)
+    if not idle and _is_circle(ranks, waiting):
+        text = f"{_who_waits(waiting)}: they wait for each other, in different groups"
+        return HangDiagnosis(text, deadlock=True)
     for at in waited:
         elsewhere = [one for one in ranks if waiting.get(one.rank, at).group != at.group]
         if missing := [one for one in elsewhere if _is_missing(one, at)]:
@@ -188,6 +203,23 @@ def _is_missing(one: RankActivity, at: Collective) -> bool:
     return one.frozen or launched[0].number < at.number
 
 
+def _is_circle(ranks: Sequence[RankActivity], waiting: Mapping[int, Collective]) -> bool:
+    """Return whether some ranks wait for each other: none of them can be the first to go on."""
+    awaited = {
+        one.rank: {
+            other.rank
+            for other in ranks
+            if other is not one and other.launched and _is_missing(other, waiting[one.rank])
+        }
+        for one in ranks
+        if one.rank in waiting and waiting[one.rank].number
+    }
+    while free := [rank for rank, others in awaited.items() if not others & awaited.keys()]:
+        for rank in free:
+            del awaited[rank]
+    return bool(awaited)
+
+
 def _mismatch(
     ranks: Sequence[RankActivity], waiting: Mapping[int, Collective]
 ) -> HangDiagnosis | None:
@@ -207,8 +239,8 @@ def _mismatch(
                 for name, who in sorted(by_name.items(), key=lambda item: item[1])
             )
             return HangDiagnosis(
-                f"the ranks call different collectives ({calls}): a bug in the script; all ranks "
-                "must call the same collectives in the same order"
+                f"the ranks call different collectives ({calls}): all ranks must call the same "
+                "collectives in the same order"
             )
     return None
 

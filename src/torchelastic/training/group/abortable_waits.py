@@ -212,7 +212,11 @@ class Waits:
             self.under_way.pop(operation.number, None)
             operation.finish(*ended)
 
-        threads.run(run)
+        try:
+            threads.run(run)
+        except RuntimeError:  # there is no thread left, so nothing is under way
+            del self.under_way[operation.number]
+            raise
 
     def failed(self, error: Exception) -> PeerLostError:
         """Return the error that the training thread gets for a failure of gloo."""

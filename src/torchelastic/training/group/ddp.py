@@ -7,6 +7,7 @@ ready. So a new DDP in the middle of a run, on all ranks or only on the new ones
 model than the undisturbed run, or a deadlock. Therefore
 
 - survivors keep their DDP, and with it the layout;
+- a script that keeps its state keeps the layout, too (`follow`, `packed`);
 - new ranks receive the survivors' layout (`agree`);
 - an interrupted survivor goes back to the layout that its step began with, in new memory: a
   collective of the lost world may still write to the old memory.
@@ -20,7 +21,7 @@ the parameters.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -61,11 +62,68 @@ def wrap(module: torch.nn.Module, **options: Any) -> DistributedDataParallel:
     """
     options["init_sync"] = False
     ddp = DistributedDataParallel(module, **options)
-    if ddp.static_graph:
-        _dictate(ddp, _by_size(ddp))
-    _KEPT[ddp] = _Layouts(first=_by_size(ddp) if _is_fixed(ddp) else _all_in_one(ddp))
-    _watch(ddp)
+    follow(ddp)
     return ddp
+
+
+def follow(ddp: DistributedDataParallel) -> None:
+    """Know and decide the layout of a DDP from now on. It has its first layout."""
+    _KEPT[ddp] = layouts = _Layouts(first=_by_size(ddp) if _is_fixed(ddp) else _all_in_one(ddp))
+    if ddp.static_graph:
+        _dictate(ddp, layouts.first)
+    _watch(ddp)
+
+
+def follow_all(models: Iterable[Any]) -> list[DistributedDataParallel]:
+    """Follow the DDP models of a script, and return those that can be followed."""
+    found = [one for one in models if isinstance(one, DistributedDataParallel) and _can_follow(one)]
+    for model in found:
+        follow(model)
+    return found
+
+
+def _can_follow(ddp: DistributedDataParallel) -> bool:
+    """Return whether this DDP of a script can be followed: it spans all ranks, and has its first
+    layout."""
+    whole = ddp.process_group.size() == dist.get_world_size()
+    return whole and not torch_private.has_rebuilt(ddp)
+
+
+def packed(ddp: DistributedDataParallel) -> torch.Tensor:
+    """Return the next step's layout as a tensor that is as long as any other."""
+    return _packed(layout(ddp), trained(ddp))
+
+
+def unpacked(said: torch.Tensor) -> Layout | None:
+    """Reverse `packed`."""
+    numbers, sizes = said.reshape(2, -1).tolist()
+    return None if numbers[:1] == [-1] else _cut(numbers, [size for size in sizes if size > 0])
+
+
+def _packed(layout: Layout | None, count: int) -> torch.Tensor:
+    said = torch.full((2 * count,), -1, dtype=torch.int64)
+    if layout is not None:
+        numbers, sizes = _said(layout)
+        said[:count] = torch.tensor(numbers[:-1])
+        said[count : count + len(sizes)] = torch.tensor(sizes)
+    return said
+
+
+def trained(model: torch.nn.Module) -> int:
+    """Return the number of parameters whose gradients DDP reduces, or would if it were wrapped now.
+
+    A DDP keeps those that were trained when it was made.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return sum(map(len, _KEPT[model].first))
+    return sum(parameter.requires_grad for parameter in model.parameters())
+
+
+def form_of(models: Iterable[torch.nn.Module]) -> Iterator[tuple[str, str]]:
+    """Yield what must be the same on all workers: all reduce the same gradients, whatever
+    a script has frozen since."""
+    for number, model in enumerate(models):
+        yield f"model {number} in DDP", f"of {trained(model)} trained parameters"
 
 
 def committed(ddp: DistributedDataParallel) -> bool:
@@ -199,7 +257,7 @@ def _cut(numbers: Sequence[int], sizes: Sequence[int]) -> Layout:
 def _dictate(ddp: DistributedDataParallel, layout: Layout) -> None:
     """Make the reducer forget its current backward and use this layout from now on."""
     numbers = sorted(number for bucket in layout for number in bucket)
-    if numbers != list(range(len(parameters_of_ddp(ddp)[0]))):
+    if numbers != list(range(trained(ddp))):
         raise TransferError("The peers' DDP bucket layout does not match this model's parameters.")
     torch_private.forget_backward(ddp)
     torch_private.count_all_ready(ddp)
@@ -260,15 +318,6 @@ def _broadcast(ddp: DistributedDataParallel, mine: Layout | None, source: int) -
     """Collective: return the layout of rank `source`, sent as one tensor of known length."""
     if ddp.process_group.size() == 1:
         return mine
-    count = len(parameters_of_ddp(ddp)[0])
-    said = torch.full((2 * count,), -1, dtype=torch.int64)
-    if mine is not None:
-        numbers, sizes = _said(mine)
-        said[:count] = torch.tensor(numbers[:-1])
-        said[count : count + len(sizes)] = torch.tensor(sizes)
-    said = said.to(ddp.device)
+    said = _packed(mine, trained(ddp)).to(ddp.device)
     dist.broadcast(said, src=source, group=ddp.process_group)
-    numbers, sizes = said[:count].tolist(), said[count:].tolist()
-    if numbers[:1] == [-1]:
-        return None
-    return _cut(numbers, [size for size in sizes if size > 0])
+    return unpacked(said.cpu())

@@ -298,11 +298,12 @@ class Group:
             sockets.shut_down(self._connections())
             native_groups.abort(self._native())
 
-    def leave(self) -> bool:
+    def leave(self, last: Callable[[], None] = lambda: None) -> bool:
         """Training thread: release torch.distributed and park what remains of gloo.
 
-        Return False if a gloo thread may still write to tensors of an aborted operation: then this
-        process must not train with them any more.
+        `last` is called before that, when nothing writes to tensors any more: it still sees this
+        world's rank and size. Return False, without the call, if a gloo thread may still write to
+        tensors of an aborted operation: then this process must not train with them any more.
         """
         in_order = not self.aborted and not self.waits.pending
         if in_order:
@@ -311,6 +312,8 @@ class Group:
             self.abort("this worker left it with collectives still running")
             native_groups.synchronize(self._native())
         quiet = in_order or self._wait_until_quiet()
+        if quiet:
+            last()
         if self.replica is None and dist.is_initialized():
             dist.destroy_process_group()
         self._unmake()

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import logging
 import socket
 import threading
 import time
 from typing import Any, NamedTuple
 
 from torchelastic.training.group.abortable_waits import Waits
+
+log = logging.getLogger(__name__)
 
 #: How long the connections of a cleanly left group stay open for the other ranks, in seconds.
 GRACE = 1.0
@@ -65,15 +68,24 @@ def park(
     gloos: list[Any], waits: Waits, *, silent: list[socket.socket], rank: int, aborted: bool
 ) -> None:
     """Hold these groups until they can be dropped, then drop them."""
-    global _reaper
     if not gloos:
         return
     with _lock:
         _parked.append(_Parked(gloos, waits, silent, rank, time.monotonic(), aborted))
         if _reaper is None:
-            _reaper = threading.Thread(target=_reap, name="torchelastic-reaper", daemon=True)
-            _reaper.start()
+            _start_reaper()
     _wake.set()
+
+
+def _start_reaper() -> None:
+    global _reaper
+    thread = threading.Thread(target=_reap, name="torchelastic-reaper", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        log.warning("Groups of earlier worlds stay open until the next one ends: %s.", error)
+    else:
+        _reaper = thread
 
 
 def parked() -> int:

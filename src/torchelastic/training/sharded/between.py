@@ -101,7 +101,7 @@ class Buckets:
         gradients = [
             local_or_whole(parameter.grad)
             for parameter in self._parameters
-            if parameter.grad is not None and id(parameter) in self._hooked
+            if parameter.grad is not None and parameter.requires_grad
         ]
         for bucket in buckets(gradients, BUCKET):
             if len(bucket) == 1 and bucket[0].is_contiguous():

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torchelastic.data.ledger import Ledger
 from torchelastic.data.progress import DataProgress
-from torchelastic.snapshot.shards import take_out
+from torchelastic.snapshot.shards import is_plain, take_out
 from torchelastic.tensors import tensor_tree
+
+#: The format name in a checkpoint of this class.
+FORMAT = "torchelastic.TorchState 2"
+#: The prefix of optimizer tensors in it: `optimizer.state/0/3/exp_avg`.
+OPTIMIZER = "optimizer"
 
 
 def members(part: Any) -> list[Any]:
@@ -132,3 +138,31 @@ def _told(stateful: Mapping[str, Any]) -> list[Any]:
         one = known if isinstance(known, DataProgress) else part
         told[id(one)] = one
     return list(told.values())
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def written_by(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    """Return the tensors that only optimizers write."""
+    written: list[torch.Tensor] = [p for model in models for p in model.parameters()]
+    for optimizer in optimizers:
+        for entries in optimizer.state.values():
+            written += [one for one in entries.values() if isinstance(one, torch.Tensor)]
+    return written
+
+
+def stored(
+    step: int, model: Any, optimizers: Sequence[Mapping[str, Any]], rest: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a checkpoint's content as a tree of tensors and plain values."""
+    # By name, so that they are found whether or not they are sharded at the time.
+    named = take_out(state_of(optimizers), is_plain)
+    skeleton, tensors = tensor_tree.flatten({**rest, "optimizer": optimizers})
+    saved = {"format": FORMAT, "step": step, "model": model}
+    return saved | {OPTIMIZER: named, "skeleton": skeleton, "tensors": tensors}
+
+
+def state_of(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state of optimizers in the form for `take_out` and `put_in`."""
+    return {"parameters": [], "state": [optimizer["state"] for optimizer in optimizers]}

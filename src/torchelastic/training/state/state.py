@@ -91,6 +91,10 @@ class State(ABC):
         """Return the generation of a step that was interrupted and can be completed, or -1."""
         return -1
 
+    def _copies(self) -> bool | None:
+        """Return whether steps copy before they write; None if that is not known."""
+        return None
+
     def _complete(self) -> bool:
         """Collective: complete the interrupted step if others have committed it. Return whether
         this worker did."""

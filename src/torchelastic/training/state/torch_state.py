@@ -18,7 +18,7 @@ from torchelastic.snapshot import agent_client
 from torchelastic.snapshot.keeper import Keeper
 from torchelastic.snapshot.leave import Departure
 from torchelastic.snapshot.own_checkpoints import steps_taken
-from torchelastic.snapshot.shards import Shards, is_plain, put_in, shape_of, take_out
+from torchelastic.snapshot.shards import Shards, put_in, shape_of
 from torchelastic.snapshot.state_tree import Tree
 from torchelastic.tensors import foreign_shards, module_state, rank_private, tensor_tree, transfer
 from torchelastic.tensors.buffers import Buffers
@@ -36,6 +36,8 @@ from torchelastic.training.sharded.shard_tree import from_shards, to_shards
 from torchelastic.training.sharded.sharding import Peers, Sharding, copies
 from torchelastic.training.state import parts
 from torchelastic.training.state.parts import (
+    FORMAT,
+    OPTIMIZER,
     cut_like,
     is_trained,
     like,
@@ -44,8 +46,11 @@ from torchelastic.training.state.parts import (
     optimizers_of,
     refuse_names,
     sort,
+    state_of,
     stateful,
+    stored,
     take_out_shards,
+    written_by,
 )
 from torchelastic.training.state.state import (
     FIRST,
@@ -59,10 +64,6 @@ from torchelastic.training.state.state import (
 from torchelastic.training.undo.undo import Undo, UndoRecord
 from torchelastic.worker.backward_waits import BackwardWaits
 
-#: The format name in a checkpoint of this class.
-_FORMAT = "torchelastic.TorchState 2"
-#: The prefix of optimizer tensors in it: `optimizer.state/0/3/exp_avg`.
-_OPTIMIZER = "optimizer"
 #: Parts that may be several: a list, a tuple or a dict of them.
 _SEVERAL = ("model", "optimizer", "scheduler", "sampler", "scaler")
 
@@ -128,6 +129,8 @@ class TorchState(State):
         self._ddp = ddp
         self._wrapped: list[nn.Module] = []
         self._ddps: list[DistributedDataParallel] = []
+        #: The DDP models of a script whose layout is kept.
+        self._followed: list[DistributedDataParallel] = []
         #: The DDP models whose layout a committed step of this world may still change.
         self._changeable: list[DistributedDataParallel] = []
         self._version: Version = (FIRST[0], step)
@@ -229,6 +232,9 @@ class TorchState(State):
     def _ready_in(self) -> int:
         return -1 if self._sharding is None else self._sharding.ready_in
 
+    def _copies(self) -> bool | None:
+        return self._undo.writes.known
+
     def _complete(self) -> bool:
         if self._sharding is None:
             return False
@@ -240,6 +246,10 @@ class TorchState(State):
         return completed
 
     def _form(self) -> list[tuple[str, str]]:
+        reduced = () if self._ddp is False else ddp.form_of(self._wrapped or self._models)
+        return [*self._form_of_parts(), *reduced]
+
+    def _form_of_parts(self) -> list[tuple[str, str]]:
         return [
             *module_state.form_of_modules(self._models),
             *module_state.form_of_optimizers(self._optimizers),
@@ -296,6 +306,8 @@ class TorchState(State):
         self._undo.enter(
             world.generation, Publisher(world.status_page) if world.status_page else None
         )
+        if world.copying is not None:
+            self._undo.writes.learned(copying=world.copying)
         world.group.before_collective = self._undo.before_collective
         self._undo.writes.check_collectives = world.group.check_collectives
         if self._sharding is not None:
@@ -357,10 +369,7 @@ class TorchState(State):
     # --- the shared state ------------------------------------------------------------------------
 
     def _tree(self) -> dict[str, Any]:
-        tree = self._solid() | {
-            "gradients": self._undo.gradients.tree(),
-            "copying": self._undo.writes.known,
-        }
+        tree = self._solid() | {"gradients": self._undo.gradients.tree()}
         return tree if self._sharding is None else to_shards(tree)
 
     def _solid(self) -> dict[str, Any]:
@@ -375,6 +384,7 @@ class TorchState(State):
         return {
             "objects": {name: part.state_dict() for name, part in self._stateful.items()},
             "values": {name: getattr(self, name) for name in self._values},
+            "ddp": [ddp.packed(one) for one in self._followed],
         }
 
     def _load(self, tree: Mapping[str, Any]) -> None:
@@ -387,8 +397,6 @@ class TorchState(State):
         for optimizer, saved in zip(self._optimizers, tree["optimizer"], strict=True):
             module_state.load_optimizer(optimizer, saved)
         self._undo.gradients.load(tree["gradients"])
-        if tree["copying"] is not None:
-            self._undo.writes.learned(copying=tree["copying"])
         self._load_rest(tree)
         self._undo.buffers.find()
 
@@ -397,6 +405,8 @@ class TorchState(State):
             part.load_state_dict(tree["objects"][name])
         for name in self._values:
             Value(self, name).restore(tree["values"][name])
+        for model, said in zip(self._followed, tree.get("ddp", ()), strict=False):
+            ddp.adopt(model, ddp.unpacked(said))
 
     # --- a single replica ------------------------------------------------------------------------
 
@@ -409,7 +419,7 @@ class TorchState(State):
             self._optimizers,
             self._rest_of_part,
             lambda _: None,
-            self._form(),
+            self._form_of_parts(),
             load=self._load_part,
         )
         flush = self._ledger.flush if self._ledger is not None else None
@@ -426,7 +436,6 @@ class TorchState(State):
         return {
             **self._rest(),
             "gradients": to_shards(self._undo.gradients.tree()),
-            "copying": self._undo.writes.known,
             "private": torch.frombuffer(private, dtype=torch.uint8),
         }
 
@@ -450,7 +459,9 @@ class TorchState(State):
             )
         if self._keeper is None:
             start = start if start is not None else self.step or None
-            tree = Tree(self._models, self._optimizers, self._rest, self._load_rest, self._form())
+            tree = Tree(
+                self._models, self._optimizers, self._rest, self._load_rest, self._form_of_parts()
+            )
             agent = agent_client.connect()
             parameters = [model.parameters() for model in self._models]
             self._keeper = Keeper(
@@ -468,7 +479,11 @@ class TorchState(State):
                 self._departure = Departure(agent, tree, self._stored_of, self._keeper)
             if self._keeper.rank == 0:
                 checkpoint.warn_if_never_due()
+            self._followed = ddp.follow_all(members(self._objects.get("model")))
         step = self._keeper.restore(start)
+        for model in self._followed:
+            ddp.agree(model, source=0)
+        self._changeable = list(self._followed)
         if self._departure is not None:
             self._departure.prepare()
         if step is not None:
@@ -494,6 +509,8 @@ class TorchState(State):
         self.step = done
         if self._recorded:
             self._record((keeper.generation, done))
+        if self._changeable:
+            self._changeable = [one for one in self._changeable if not ddp.committed(one)]
         keeper.commit(done)
 
     # --- checkpoints -----------------------------------------------------------------------------
@@ -514,7 +531,7 @@ class TorchState(State):
     def _stored(self) -> dict[str, Any]:
         """Return a checkpoint's content as a tree of tensors and plain values, without copying."""
         optimizers = [module_state.optimizer_tree(optimizer) for optimizer in self._optimizers]
-        return _stored(self.step, self._model_tree(), optimizers, self._rest())
+        return stored(self.step, self._model_tree(), optimizers, self._rest())
 
     def _stored_of(
         self, lasting: Mapping[str, Any], passing: Mapping[str, Any], step: int
@@ -526,7 +543,7 @@ class TorchState(State):
         ]
         states = zip(lasting["state"], passing["groups"], strict=True)
         optimizers = [{"state": state, "groups": groups} for state, groups in states]
-        return _stored(step, like(self.module, models), optimizers, passing["rest"])
+        return stored(step, like(self.module, models), optimizers, passing["rest"])
 
     def _model_tree(self) -> Any:
         return like(self.module, [model.state_dict() for model in self._models])
@@ -537,11 +554,7 @@ class TorchState(State):
             for optimizer in self._optimizers:
                 optimizer.register_step_pre_hook(_before_write)
             self._is_guarded = True
-        written: list[torch.Tensor] = [p for model in self._models for p in model.parameters()]
-        for optimizer in self._optimizers:
-            for entries in optimizer.state.values():
-                written += [one for one in entries.values() if isinstance(one, torch.Tensor)]
-        return written
+        return written_by(self._models, self._optimizers)
 
     @cached_property
     def _shards(self) -> Shards:
@@ -556,7 +569,7 @@ class TorchState(State):
 
         _, model = flatten({"model": self._model_tree()})
         parameters = {name: one for name, one in model.items() if is_sharded(one)}
-        beginning = f"{_OPTIMIZER}."
+        beginning = f"{OPTIMIZER}."
         shapes = {
             name.removeprefix(beginning): shape_of(one.size, one.properties.dtype)
             for name, one in stored.items()
@@ -566,13 +579,14 @@ class TorchState(State):
         return parameters | {f"{beginning}{name}": one for name, one in made.items()}
 
     def _load_stored(self, saved: Any) -> None:
-        if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
+        if not isinstance(saved, dict) or saved.get("format") != FORMAT:
             raise ValueError("This checkpoint was not written by a TorchState.")
         checkpoint.before_write()
         rest = tensor_tree.restore(saved["skeleton"], saved["tensors"])
-        put_in(_state_of(rest["optimizer"]), saved[_OPTIMIZER])
+        put_in(state_of(rest["optimizer"]), saved[OPTIMIZER])
         if "_undo" in vars(self):
             self._undo.overwritten()
+            self._undo.gradients.load([False] * len(self._undo.gradients.parameters))
         for model, state in zip(self._models, cut_like(self.module, saved["model"]), strict=True):
             model.load_state_dict(state)
         for optimizer, state in zip(self._optimizers, rest["optimizer"], strict=True):
@@ -581,20 +595,5 @@ class TorchState(State):
         self._version, self.step = (FIRST[0], saved["step"]), saved["step"]
 
 
-def _stored(
-    step: int, model: Any, optimizers: Sequence[Mapping[str, Any]], rest: Mapping[str, Any]
-) -> dict[str, Any]:
-    # By name, so that they are found whether or not they are sharded at the time.
-    named = take_out(_state_of(optimizers), is_plain)
-    skeleton, tensors = tensor_tree.flatten({**rest, "optimizer": optimizers})
-    saved = {"format": _FORMAT, "step": step, "model": model}
-    return saved | {_OPTIMIZER: named, "skeleton": skeleton, "tensors": tensors}
-
-
 def _before_write(*_: object) -> None:
     checkpoint.before_write()
-
-
-def _state_of(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state of optimizers in the form for `take_out` and `put_in`."""
-    return {"parameters": [], "state": [optimizer["state"] for optimizer in optimizers]}

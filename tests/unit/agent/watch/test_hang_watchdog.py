@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.agent.support import in_loop
 from torchelastic.agent.lifecycle.in_process_state import InProcessState, Status, Worker
-from torchelastic.agent.watch import hang_watchdog
+from torchelastic.agent.watch import hang_report, hang_watchdog
 from torchelastic.agent.watch.hang_report import HangReport
 from torchelastic.agent.watch.hang_watchdog import (
     HangWatchdog,
@@ -124,6 +124,7 @@ class Workers:
     def __init__(self, *, answers=None, seen=(0, 7, math.inf), since=None, dumps="", first=7):
         self.answers, self.seen, self.dumps = answers, seen, dumps
         self.pongs, self.killed, self.told, self.asked = {}, [], [], 0
+        self.failed = []
         self.pong = self.pongs.get
         self.rank = lambda local_rank: 0
         self.pid = lambda local_rank: None if self.killed else os.getpid()
@@ -147,6 +148,10 @@ class Workers:
         self.asked += 1
         if self.answers is not None:
             self.pongs[local_rank] = replace(self.answers, number=order.number)
+
+    def fail(self, local_rank, why, *, alive):
+        assert alive, "nobody is to blame"
+        self.failed.append(why)
 
     def kill(self, local_rank, why, stack="", *, over=False):
         self.killed.append((why, stack))
@@ -242,6 +247,39 @@ def test_who_waits_for_others_is_innocent_and_it_is_reported_once_that_all_wait(
     [event] = workers.told
     assert event.text.startswith("ranks 0, 1 wait in all_reduce #17; no rank is missing")
     assert workers.killed == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "changes", "ended"),
+    [((8, 7), False, True), ((7, 7), False, True), ((7, 8), False, False), ((7, 7), True, False)],
+    ids=["the other one is new", "the same step", "the other one tells", "they go on"],
+)
+def test_the_world_of_ranks_that_wait_for_each_other_ends(monkeypatch, steps, changes, ended):
+    """One of them is in the all-reduce of a checkpoint, the other one in the next step."""
+    for module in (hang_watchdog, hang_report):
+        monkeypatch.setattr(module, "FRESH", 0.05)
+    workers, looks = Workers(seen=(1, 8, long_ago()), answers=Pong(waiting=True)), []
+
+    async def look():
+        looks.append(True)
+        number = 13 + changes * len(looks)
+        waits = [Collective(name, number) for name in ("all_gather", "all_reduce")]
+        return WorldActivity(
+            1,
+            tuple(
+                RankActivity(rank=rank, node="a", step=steps[rank], waits=at, launched=(at,))
+                for rank, at in enumerate(waits)
+            ),
+        )
+
+    workers.look = look
+    watch(workers, limit=10, until=lambda: len(looks) >= 5)
+    assert workers.killed == []
+    assert len(workers.failed) == ended
+    assert bool(workers.told) is (steps != (7, 8))
+    if ended:
+        [why] = workers.failed
+        assert re.match(r"no progress for \d+\.\d s: the ranks call different collectives", why)
 
 
 def test_who_gets_on_while_all_are_looked_at_is_not_killed():

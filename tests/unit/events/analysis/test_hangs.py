@@ -14,6 +14,7 @@ from torchelastic.events.analysis.hangs import (
     collective_in,
     diagnose,
     event_of,
+    first_in_line,
     tidy,
     where,
 )
@@ -90,8 +91,17 @@ CASES = {
     ),
     "groups in another order": (
         [waiting(0, GROUP, (GROUP, BEFORE)), waiting(1, REDUCE, (REDUCE, Collective("", 2, "2")))],
-        "rank 0 is missing from all_reduce #17, in which rank 1 waits",
-        (0,),
+        "rank 0 waits in broadcast #3 of group 2, rank 1 waits in all_reduce #17: they wait for "
+        "each other, in different groups",
+        (),
+    ),
+    "one group waits for another": (
+        [
+            *(waiting(rank, GROUP, (GROUP, BEFORE)) for rank in (0, 1)),
+            *(waiting(rank, REDUCE, (REDUCE,)) for rank in (2, 3)),
+        ],
+        "ranks 0, 1 are missing from all_reduce #17, in which ranks 2, 3 wait",
+        (0, 1),
     ),
     "all wait": (
         [waiting(0), waiting(1)],
@@ -102,7 +112,7 @@ CASES = {
     "different collectives": (
         [waiting(0), waiting(1, Collective("broadcast", 17))],
         "the ranks call different collectives (rank 0 in all_reduce #17; rank 1 in broadcast #17)"
-        ": a bug in the script",
+        ": all ranks must call the same collectives in the same order",
         (),
     ),
     "different, and one has gone on by itself": (
@@ -185,6 +195,24 @@ def test_who_is_missing():
         found = diagnose(doings)
         assert found.text.startswith(text), case
         assert found.missing == missing, case
+
+
+def test_only_ranks_that_wait_for_each_other_are_in_a_deadlock():
+    assert {case for case, (doings, *_) in CASES.items() if diagnose(doings).deadlock} == {
+        "groups in another order",
+        "different collectives",
+        "by their stacks, different",
+    }
+    different = CASES["different collectives"][0]
+    assert not diagnose(different, ["node-c"]).deadlock, "it may be missing"
+
+
+@pytest.mark.parametrize(
+    ("steps", "rank"), [((4, 4, 4), 0), ((4, 5, 5), 1), ((None, 3, 4), 2), ((None, None, None), 0)]
+)
+def test_the_rank_whose_time_is_up_first_speaks_for_all(steps, rank):
+    doings = [RankActivity(rank=number, node="a", step=step) for number, step in enumerate(steps)]
+    assert first_in_line(doings) == rank
 
 
 def test_nodes_that_do_not_answer_are_named():

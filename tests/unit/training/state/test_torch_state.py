@@ -126,7 +126,7 @@ def wire(monkeypatch):
     return made
 
 
-def enter(state, rank, versions, *, generation=0, status_page=None):
+def enter(state, rank, versions, *, generation=0, status_page=None, copying=None):
     """As the loop does it."""
     world = session.Session(
         rank=rank,
@@ -139,6 +139,7 @@ def enter(state, rank, versions, *, generation=0, status_page=None):
         versions=tuple(versions),
         version=versions[rank],
         status_page=status_page,
+        copying=copying,
     )
     session.enter(world)
     try:
@@ -265,7 +266,7 @@ def test_a_newcomer_knows_from_its_peers_whether_to_copy_before_it_writes(wire):
     told, _ = built("zeroed in place", ddp=False, copy_before_write=True)
     assert newcomer._undo.writes.known is None
     for rank, state in enumerate((holder, newcomer, told)):
-        enter(state, rank, [(0, 1), (-1, 0), (-1, 0)], generation=1)
+        enter(state, rank, [(0, 1), (-1, 0), (-1, 0)], generation=1, copying=False)
     assert newcomer._undo.writes.known is holder._undo.writes.known is False
     assert told._undo.writes.copying, "what the script has said stands"
 
