@@ -184,6 +184,7 @@ DIFFERENT = {
     "RendezvousParameters": "A range of nodes that is not valid raises `ConfigError` (a "
     "`ValueError`), not `AssertionError`.",
     "SubprocessContext": "Create it with `start_processes`: its constructor takes other arguments.",
+    "TailLog": "torch's own: pass `interval_sec` by name, it is not the fourth argument.",
     "Worker": "`id` is always None: the processes belong to the agent.",
     "WorkerGroup": "`store` is always None; the ranks are set when the job has ended.",
     "WorkerSpec": "`max_restarts` is the budget of the whole job; `monitor_interval` and "
