@@ -59,6 +59,17 @@ def test_when_the_budget_is_spent_the_first_failure_of_the_job_is_named():
     assert "--max-restarts 0" in job.world.reason
 
 
+@pytest.mark.parametrize(("last", "phase"), [(3, "closed"), (2, "running")])
+def test_decide_same_exception_on_all_ranks_twice_before_a_step_closes_the_job(last, phase):
+    job = running("2:2")
+    for generation in (0, 1):
+        for node, ranks in (("a", (0, 1)), ("b", (2, last))):
+            failures = tuple(failure(node, generation, rank=rank) for rank in ranks)
+            job.say(node, failures=failures)
+        job.all_gone()
+    assert (job.world.phase, job.world.ledger.repeats) == (phase, 2)
+
+
 def test_a_failure_of_an_older_generation_is_history():
     job = running("2:2")
     job.say("b", failures=(failure("b"),))
