@@ -203,6 +203,8 @@ class Link(asyncio.BufferedProtocol):
                 self._hand_over(payload)
                 if self.is_closing:
                     return
+            if self._tls is not None and self._tls.ended:
+                self.close()
         except TlsError as error:
             self._error = error
             self.close()  # not at once: TLS itself has sent the peer a word on why
