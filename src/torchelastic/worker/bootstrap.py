@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -42,6 +43,15 @@ def attach() -> None:
 
     optimizer_steps.attach()
     sys.addaudithook(watch)
+    # Unlike `atexit`, before Python waits for threads and runs what others have registered.
+    threading._register_atexit(_returned, worker)  # type: ignore[attr-defined]
+
+
+def _returned(worker: int) -> None:
+    if os.getpid() == worker:  # not a process that multiprocessing has forked
+        from torchelastic.worker import orders  # not before it is needed
+
+        channel.send(orders.to_json(orders.Returned()), timeout=1.0)
 
 
 class _Repeated(RuntimeError):

@@ -55,6 +55,14 @@ class WorkersUp:
 
 
 @dataclass(frozen=True)
+class WorkerReturned:
+    """A worker's program has returned: its interpreter ends."""
+
+    generation: int
+    local_rank: int
+
+
+@dataclass(frozen=True)
 class WorkerSucceeded:
     generation: int
     local_rank: int
@@ -134,6 +142,7 @@ class StoreLost:
 Event = (
     WorldSeen
     | WorkersUp
+    | WorkerReturned
     | WorkerSucceeded
     | WorkerFailed
     | WorkerEnlisted
@@ -162,8 +171,8 @@ class Stop:
     """Send the signal to every worker's process group; answer `WorkersGone`."""
 
     signum: int
-    #: Local ranks that were told to leave and exit by themselves: the others get the signal, once
-    #: these have exited.
+    #: Local ranks that exit by themselves: they were told to leave, or their program has returned.
+    #: The others get the signal once these have exited.
     told: frozenset[int] = frozenset()
 
 
@@ -206,6 +215,9 @@ class ScriptState:
     #: Local ranks that have not succeeded yet.
     running: frozenset[int] = frozenset()
     nproc: int = 1
+    #: Local ranks whose program returned before they were told to stop. One that is told to stop
+    #: may exit with 0, too, without being done.
+    returned: frozenset[int] = frozenset()
     #: Local ranks that have called `torchelastic.train`.
     enlisted: frozenset[int] = frozenset()
     #: The sizes of their meshes.
@@ -298,6 +310,7 @@ def _begin(state: ScriptState, world: World) -> Step:
         phase=ScriptPhase.STARTING,
         generation=world.generation,
         running=frozenset(range(state.nproc)),
+        returned=frozenset(),
         failures=(),
         enlisted=frozenset(),
         meshes=frozenset(),
@@ -346,6 +359,22 @@ def _up(state: ScriptState, event: WorkersUp) -> Step:
 def _ignore(state: ScriptState, event: Event) -> Step:
     """Nothing."""
     return state, []
+
+
+def _returned(state: ScriptState, event: WorkerReturned) -> Step:
+    """Report the first one: finished work is not repeated for a node that joins or leaves."""
+    if event.generation != state.generation:
+        return state, []
+    is_first = not state.returned
+    state = replace(state, returned=state.returned | {event.local_rank})
+    return state, [ReportMember({"returned": state.generation})] if is_first else []
+
+
+def _succeeded_while_stopping(state: ScriptState, event: WorkerSucceeded) -> Step:
+    """It is done if its program had returned before."""
+    if event.generation != state.generation or event.local_rank not in state.returned:
+        return state, []
+    return replace(state, running=state.running - {event.local_rank}), []
 
 
 def _succeeded(state: ScriptState, event: WorkerSucceeded) -> Step:
@@ -452,7 +481,9 @@ def _gone(state: ScriptState, event: WorkersGone) -> Step:
         report["done"] = state.generation
     state = replace(state, phase=ScriptPhase.IDLE)
     if state.leaving:
-        return _left(state), _announce(state) if state.together else []
+        done = {"gone": state.generation, "done": state.generation}
+        last: list[Command] = [ReportMember(done)] if succeeded else []
+        return _left(state), [*(_announce(state) if state.together else []), *last]
     if state.exitcode is not None:
         return replace(state, phase=ScriptPhase.ENDED), []
     first: list[Command] = [ReportMember(report)]
@@ -482,6 +513,7 @@ def _leave_while_busy(state: ScriptState, event: LeaveRequested) -> Step:
     # Tell them before their peers could exit. A signal would end them, or wait with them for a
     # collective that never ends.
     savers = state.savers & state.running
+    ending = state.returned & state.running
     state = replace(
         state,
         phase=ScriptPhase.STOPPING,
@@ -493,7 +525,7 @@ def _leave_while_busy(state: ScriptState, event: LeaveRequested) -> Step:
     )
     told = _tell_to_leave(state, saves=None)
     announced = [] if state.together else _announce(state)
-    return state, [*told, *announced, Stop(event.signum, told=savers)]
+    return state, [*told, *announced, Stop(event.signum, told=savers | ending)]
 
 
 def _tell_to_leave(state: ScriptState, *, saves: bool | None) -> list[Command]:
@@ -561,6 +593,7 @@ def _end(state: ScriptState, exitcode: int, reason: str) -> ScriptState:
 TRANSITIONS: dict[tuple[ScriptPhase, type], Callable[[ScriptState, Any], Step]] = {
     (ScriptPhase.IDLE, WorldSeen): _world_while_idle,
     (ScriptPhase.IDLE, PlaceAllotted): _place_allotted,
+    (ScriptPhase.IDLE, WorkerReturned): _ignore,
     (ScriptPhase.IDLE, WorkerFailed): _ignore,
     (ScriptPhase.IDLE, WorkerSaved): _ignore,
     (ScriptPhase.IDLE, LeaveRequested): _leave_while_idle,
@@ -568,6 +601,7 @@ TRANSITIONS: dict[tuple[ScriptPhase, type], Callable[[ScriptState, Any], Step]] 
     (ScriptPhase.IDLE, StoreLost): _store_lost_while_idle,
     (ScriptPhase.STARTING, WorldSeen): _world_while_busy,
     (ScriptPhase.STARTING, WorkersUp): _up,
+    (ScriptPhase.STARTING, WorkerReturned): _returned,
     (ScriptPhase.STARTING, WorkerSucceeded): _succeeded,
     (ScriptPhase.STARTING, PlaceAllotted): _place_allotted,
     (ScriptPhase.STARTING, WorkerFailed): _failed,
@@ -579,6 +613,7 @@ TRANSITIONS: dict[tuple[ScriptPhase, type], Callable[[ScriptState, Any], Step]] 
     (ScriptPhase.RUNNING, WorldSeen): _world_while_busy,
     (ScriptPhase.RUNNING, WorkerEnlisted): _enlisted,
     (ScriptPhase.RUNNING, WorkerCanSave): _can_save,
+    (ScriptPhase.RUNNING, WorkerReturned): _returned,
     (ScriptPhase.RUNNING, WorkerSucceeded): _succeeded,
     (ScriptPhase.RUNNING, PlaceAllotted): _place_allotted,
     (ScriptPhase.RUNNING, WorkerFailed): _failed,
@@ -590,7 +625,8 @@ TRANSITIONS: dict[tuple[ScriptPhase, type], Callable[[ScriptState, Any], Step]] 
     (ScriptPhase.STOPPING, WorkerEnlisted): _ignore,
     (ScriptPhase.STOPPING, WorkerCanSave): _ignore,
     (ScriptPhase.STOPPING, WorkerSaved): _saved,
-    (ScriptPhase.STOPPING, WorkerSucceeded): _ignore,
+    (ScriptPhase.STOPPING, WorkerReturned): _ignore,
+    (ScriptPhase.STOPPING, WorkerSucceeded): _succeeded_while_stopping,
     (ScriptPhase.STOPPING, PlaceAllotted): _place_allotted,
     (ScriptPhase.STOPPING, WorkerFailed): _failed_while_stopping,
     (ScriptPhase.STOPPING, WorkersGone): _gone,
