@@ -11,7 +11,14 @@ from types import TracebackType
 from typing import Any
 
 from torchelastic import env
-from torchelastic.worker import channel, error_file, handed_secret, optimizer_steps, stack_dump
+from torchelastic.worker import (
+    channel,
+    error_file,
+    handed_secret,
+    optimizer_steps,
+    stack_dump,
+    store_sockets,
+)
 from torchelastic.worker_counters import milestones
 
 #: The most characters of a message and of a traceback that the agent gets, at most 12 bytes each
@@ -35,6 +42,7 @@ def attach() -> None:
         # No frame below us: the interpreter is about to end, not a C extension printing an error.
         if event == "import":
             optimizer_steps.look()
+            store_sockets.look()
         elif event == "sys.excepthook" and os.getpid() == worker and _at_the_bottom():
             report(args[2], args[3])
             # A custom hook still gets the error.
@@ -42,6 +50,7 @@ def attach() -> None:
                 raise _Repeated
 
     optimizer_steps.attach()
+    store_sockets.attach()
     sys.addaudithook(watch)
     # Unlike `atexit`, before Python waits for threads and runs what others have registered.
     threading._register_atexit(_returned, worker)  # type: ignore[attr-defined]
