@@ -114,7 +114,15 @@ WITH_TORCH = {
 #: The only file that touches private names of torch.
 PRIVATE = "torch_private.py"
 #: Names of the standard library that look private.
-OF_PYTHON = {"_exit", "_fields", "_getframe", "_inheriting", "_make", "_replace"}
+OF_PYTHON = {
+    "_exit",
+    "_fields",
+    "_getframe",
+    "_inheriting",
+    "_make",
+    "_register_atexit",
+    "_replace",
+}
 
 #: Public names of users' APIs that several classes have: `Keep` for each framework.
 SHARED_API = {"Keep"}

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -26,6 +27,11 @@ def tell(event: str, **more: object) -> None:
         **more,
     }
     out.write(json.dumps(line) + "\n")
+
+
+def poll_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
 
 
 for name in (signal.SIGUSR1, signal.SIGUSR2):
@@ -53,6 +59,8 @@ while True:
             sys.exit(int(value))
         if what == "finish":
             tell("finish")
+            if value == "slowly":  # Python ends when another order allows it
+                threading.Thread(target=poll_for, args=[orders / "end"]).start()
             sys.exit(0)
         if what == "train" and not trained:  # in worlds of no more than so many workers
             if int(os.environ["WORLD_SIZE"]) > int(value):

@@ -396,6 +396,23 @@ def test_twenty_generations_leak_nothing(tmp_path):
         assert node.wait() == 0, node.stderr
 
 
+def test_a_join_and_a_leave_while_scripts_are_ending_repeat_nothing(tmp_path):
+    """All work is done, and the interpreters are about to exit."""
+    with job(tmp_path, "--nnodes=2:3 --settle=0.05") as it:
+        host, leaver = it.start(), it.start()
+        it.world(0, 2)
+        it.order("finish slowly")
+        poll_for(lambda: len(it.lines(event="finish")) == 2, what="both scripts return")
+        joiner = it.start()
+        poll_for(lambda: joiner.events("zygote-ready"), what="a node that could start workers")
+        leaver.process.terminate()
+        poll_for(lambda: host.events("node-leaving"), what="the leader sees the leave")
+        (it._orders / "end").touch()
+        assert leaver.wait() == 143, it.said()
+        assert (host.wait(), joiner.wait()) == (0, 0), it.said()
+        assert len(it.lines(event="start")) == 2, it.said()
+
+
 def test_a_node_that_comes_after_the_end_begins_nothing(tmp_path):
     """A job that has failed may be started again; one that has finished is not begun once more."""
     with job(tmp_path, "--nnodes=1:2 --settle=0.1 --no-zygote --max-restarts=0") as it:

@@ -5,12 +5,15 @@ The node that hosts the rendezvous is left alone; its workers are not.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +22,12 @@ from tests.process.test_train import start, stepped, training
 from tests.support import SOAK, poll_for
 
 FAULTS = 7 if SOAK == 1 else 14
+#: `SOAK=5` is 500 kills, about ten minutes.
+KILLS = 100 * SOAK
+#: The kills after which an agent has everything that it keeps.
+WARM_UP = 20
+#: KiB of the last 4,096 changes, which the store keeps for its watchers.
+HISTORY = 8192
 
 
 class Chaos:
@@ -126,3 +135,69 @@ def check_laws(made: Job) -> None:
         kept = [line["step"] for line in before if line["pid"] in survivors]
         assert max(kept, default=-1) < base, "a step that a survivor had committed was lost"
         assert base <= max(line["step"] for line in before) + 1, "a step was skipped"
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds."""
+
+    descriptors: int
+    threads: int
+    #: Its share of the memory, in KiB.
+    pss: int
+
+    @classmethod
+    def by(cls, pid: int) -> Held:
+        process = Path(f"/proc/{pid}")
+        rollup = (process / "smaps_rollup").read_text()
+        return cls(
+            descriptors=len(os.listdir(process / "fd")),
+            threads=len(os.listdir(process / "task")),
+            pss=int(rollup.partition("\nPss:")[2].split()[0]),
+        )
+
+    def has_not_grown_since(self, before: Held) -> bool:
+        return (
+            self.descriptors <= before.descriptors
+            and self.threads <= before.threads
+            and self.pss <= before.pss + HISTORY
+        )
+
+
+def in_newest_world(made: Job) -> tuple[int, list[int]]:
+    """The newest generation, and the pids of the living workers that have stepped in it."""
+    found = defaultdict(list)
+    for path in made._lines.iterdir():
+        if alive(int(path.stem)):
+            steps = [line for line in path.read_text().split("\n")[:-1] if '"step",' in line]
+            if steps:
+                last = json.loads(steps[-1])
+                found[last["generation"]].append(last["pid"])
+    return max(((number, sorted(pids)) for number, pids in found.items()), default=(-1, []))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300 * SOAK)
+def test_killed_workers_leave_no_descriptors_threads_or_memory_with_their_agents(tmp_path):
+    """The workers of two agents are killed and replaced a hundred times: a minute or two."""
+    with training(tmp_path, "--nnodes=2 --nproc-per-node=1", steps=1000000, slow=0.02) as made:
+        agents = [start(made).agent_pid, start(made).agent_pid]
+        generation, workers = -1, []
+        before: list[Held] = []
+        for number in range(KILLS + 1):
+
+            def replaced(old: int = generation) -> tuple[int, list[int]] | None:
+                new, stepping = in_newest_world(made)
+                return (new, stepping) if new > old and len(stepping) == 2 else None
+
+            what = f"two workers after {number} kills"
+            generation, workers = poll_for(replaced, what=what, timeout=60)
+            if number == WARM_UP:
+                before = [Held.by(pid) for pid in agents]
+            os.kill(workers[number % 2], signal.SIGKILL)
+        for agent, then in zip(agents, before, strict=True):
+
+            def is_flat(agent: int = agent, then: Held = then) -> bool:
+                return Held.by(agent).has_not_grown_since(then)
+
+            poll_for(is_flat, what=f"{Held.by(agent)}, not more than {then}", timeout=10)

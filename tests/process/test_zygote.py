@@ -153,11 +153,46 @@ def test_it_is_not_taken_for_a_worker(made, script, environ):
     assert made.zygote.pid in pids_of("torchelastic-zygote")
 
 
-ASIDE = {
+UNSAFE = {
     "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()": (
-        "started threads"
+        "has started threads"
     ),
-    "import torch\ntorch.cuda.is_initialized = lambda: True": "GPU driver",
+    "import torch\ntorch.cuda.is_initialized = lambda: True": "has used the GPU driver",
+}
+
+
+@pytest.mark.parametrize("source", UNSAFE)
+def test_modules_that_cannot_be_forked_are_named_and_the_others_preloaded(
+    made, script, environ, tmp_path, source
+):
+    (tmp_path / "framework").mkdir()
+    for name, content in {
+        "framework/__init__": "",
+        "framework/models": "",
+        "framework/trainer": "import framework.models\nimport data",
+        "data/__init__": "import data.tools\nimport data.engine",
+        "data/after": "",
+        "data/tools": "",  # is not imported without its package
+        "data/engine": f"{source}\nimport data.after",
+        "mine": "import os\nos.environ['MINE'] = str(int(os.environ.get('MINE', 0)) + 1)",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.py").write_text(content)
+    names = ("framework.models", "framework.trainer", "data", "data.tools", "data.engine", "mine")
+    script.write_text(
+        f"import os, sys; print(*(n for n in {names} if n in sys.modules), os.environ['MINE'])"
+    )
+    entry = Entry("script", str(script))
+    preload = ["framework.trainer", "mine"]
+    assert isinstance(made.start_zygote(entry, environ, preload=preload), float)
+    [warning] = made.zygote.warnings
+    assert warning.startswith(f"--preload framework.trainer: data.engine {UNSAFE[source]}")
+    assert "every worker imports the rest when it starts" in warning
+    assert made.run(entry, environ).stdout == "framework.models mine 1\n"
+    assert made.zygote.usable
+
+
+ASIDE = {
     "import os\nos._exit(3)": "exit code 3",
     "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)": "SIGKILL",
 }

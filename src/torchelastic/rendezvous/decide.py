@@ -173,7 +173,7 @@ def _watch(rules: RoundRules, state: RoundState, now: float) -> RoundDecision:
         ended, stop = _script_ended(state), _end_generation
     if ended is not None:
         return ended
-    if leaving := _leavers(state):
+    if (leaving := _leavers(state)) and not _is_ending(state):
         why = state.members[leaving[0]].member.leaving
         return stop(state, "leave", f"{names_of(state, leaving)} leaves ({why})")
     if left := _departed(state):
@@ -207,6 +207,15 @@ def _in_process_ended(state: RoundState) -> RoundDecision | None:
     if state.lost:
         return _end_generation(state, "node-failure", f"{names_of(state, state.lost)} failed")
     return None
+
+
+def _is_ending(state: RoundState) -> bool:
+    """Return whether the script of a worker has returned, or the training is done on a node."""
+    world = the_world(state)
+    entries = (state.members.get(node.node) for node in world.nodes)
+    return bool(state.done) or any(
+        entry is not None and entry.member.returned == world.generation for entry in entries
+    )
 
 
 def _departed(state: RoundState) -> list[str]:
@@ -251,7 +260,7 @@ def _close_as_succeeded(state: RoundState) -> RoundDecision:
 
 def _consider_growth(rules: RoundRules, state: RoundState, now: float, stop: Stop) -> RoundDecision:
     newcomers = newcomers_to(rules, state)
-    if not newcomers or state.done:  # finished work is not repeated for a newcomer
+    if not newcomers or _is_ending(state):  # finished work is not repeated for a newcomer
         return RoundDecision()
     at = settled_at(rules, state, newcomers, len(candidates(rules, state)))
     if rules.grow.when == "every":
@@ -284,7 +293,7 @@ def why_to_replace(rules: RoundRules, state: RoundState) -> str:
     """
     world = the_world(state)
     slow = slow_nodes(state)
-    if not slow or state.done or state.finished >= 0:
+    if not slow or _is_ending(state) or state.finished >= 0:
         return ""
     chosen = choose(rules, in_order(candidates(rules, state), world), state)
     staying = {offer.node for offer in chosen}
@@ -347,6 +356,8 @@ def _continue_or_close(rules: RoundRules, state: RoundState, now: float) -> Roun
     slow = [node.node for node in world.nodes if _holds_up(state, node.node, world.generation)]
     if slow:
         return _wait_for_stop(state, slow, now)
+    if state.done >= world.members:  # they finished while they were stopped
+        return _close_as_succeeded(state)
     kind, cause, consequences = _classify(state)
     failure = cause if cause is None or not cause.is_node else None
     found = suspects.find(rules, state, failure, consequences)

@@ -88,6 +88,8 @@ class Member:
     gone: int = -1
     #: The generation in which every worker of this node succeeded.
     done: int = -1
+    #: The newest generation in which the program of a worker of this node has returned.
+    returned: int = -1
     #: The highest step that a worker of this node has reported.
     step: int = -1
     #: The newest generation in which a worker of this node has taken a step.

@@ -30,6 +30,12 @@ _OTHER_KIND = (
 )
 
 
+def notice_lost_peers(sock: socket.socket) -> None:
+    """Let the kernel end a connection whose peer is gone."""
+    for level, option, value in _SOCKET_OPTIONS:
+        sock.setsockopt(level, option, value)
+
+
 class _Desk(threading.local):
     """The receive buffer of a thread's loop, emptied in the same callback: a buffer for each of
     thousands of connections, or for every frame, would cost more than the frames."""
@@ -176,8 +182,7 @@ class Link(asyncio.BufferedProtocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         sock = transport.get_extra_info("socket")
-        for level, option, value in _SOCKET_OPTIONS:
-            sock.setsockopt(level, option, value)
+        notice_lost_peers(sock)
         self.local_addr = sock.getsockname()[0]
         self.remote_addr = (transport.get_extra_info("peername") or ("",))[0]
         if self._tls is not None:
@@ -203,6 +208,8 @@ class Link(asyncio.BufferedProtocol):
                 self._hand_over(payload)
                 if self.is_closing:
                     return
+            if self._tls is not None and self._tls.ended:
+                self.close()
         except TlsError as error:
             self._error = error
             self.close()  # not at once: TLS itself has sent the peer a word on why

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 
 from torchelastic.config import parse_endpoint
+from torchelastic.transport.link import notice_lost_peers
 
 #: The first bytes of a client of torch's store: a query of type 0 and a number that names the
 #: protocol. As the length of a frame of ours, they would be far beyond the limit of a greeting.
@@ -27,6 +28,7 @@ class _End(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
+        notice_lost_peers(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         if self.other.transport is not None:

@@ -29,6 +29,9 @@ class TlsPipe:
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server)
         self._ready = False
         self._waiting = bytearray()
+        #: The peer has said goodbye (close_notify): it sends nothing more, even if its socket stays
+        #: open.
+        self.ended = False
 
     def begin(self) -> None:
         """Start the handshake, as the client does."""
@@ -67,12 +70,13 @@ class TlsPipe:
 
     def _read(self) -> bytes:
         said = bytearray()
-        while True:
-            try:
-                said += self._tls.read(_CHUNK)
-            except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
-                # The second: it says goodbye, and will close the connection.
-                return bytes(said)
+        try:
+            while data := self._tls.read(_CHUNK):
+                said += data
+            self.ended = True
+        except ssl.SSLWantReadError:
+            pass
+        return bytes(said)
 
 
 def _words(error: ssl.SSLError) -> str:

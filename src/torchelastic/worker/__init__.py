@@ -13,5 +13,6 @@ leaving           `torchelastic.leaving()`
 shared_signals    leaves a scheduler's signals to the agent
 handed_secret     passes the job's secret from the agent to a worker through a pipe
 store_host        the process that holds TCPStores for the agent
+store_sockets     keep-alive probes on the connections to torch's store
 worker_stores     the TCPStores of a process that hosts them itself
 """

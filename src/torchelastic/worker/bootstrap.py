@@ -5,12 +5,20 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 from torchelastic import env
-from torchelastic.worker import channel, error_file, handed_secret, optimizer_steps, stack_dump
+from torchelastic.worker import (
+    channel,
+    error_file,
+    handed_secret,
+    optimizer_steps,
+    stack_dump,
+    store_sockets,
+)
 from torchelastic.worker_counters import milestones
 
 #: The most characters of a message and of a traceback that the agent gets, at most 12 bytes each
@@ -38,6 +46,7 @@ def attach() -> None:
         # No frame below us: the interpreter is about to end, not a C extension printing an error.
         if event == "import":
             optimizer_steps.look()
+            store_sockets.look()
         elif event == "sys.excepthook" and os.getpid() == worker and _at_the_bottom():
             report(args[2], args[3])
             _end_soon()
@@ -46,7 +55,17 @@ def attach() -> None:
                 raise _Repeated
 
     optimizer_steps.attach()
+    store_sockets.attach()
     sys.addaudithook(watch)
+    # Unlike `atexit`, before Python waits for threads and runs what others have registered.
+    threading._register_atexit(_returned, worker)  # type: ignore[attr-defined]
+
+
+def _returned(worker: int) -> None:
+    if os.getpid() == worker:  # not a process that multiprocessing has forked
+        from torchelastic.worker import orders  # not before it is needed
+
+        channel.send(orders.to_json(orders.Returned()), timeout=1.0)
 
 
 def _end_soon() -> None:

@@ -226,6 +226,11 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class Returned:
+    """The program has returned, or called `sys.exit`: the interpreter ends."""
+
+
+@dataclass(frozen=True)
 class Stored:
     """A checkpoint is in storage: its step, the seconds it took, and its size in bytes."""
 
@@ -260,6 +265,7 @@ Report = (
     | PeerLost
     | Unfit
     | Finished
+    | Returned
     | Stored
     | Pong
 )

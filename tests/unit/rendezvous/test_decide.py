@@ -267,12 +267,59 @@ def test_nodes_that_cannot_form_a_world_do_not_wait_for_ever(rules, fields, sent
     assert sentence in job.world.reason
 
 
-def test_no_newcomer_undoes_finished_work():
+@pytest.mark.parametrize(
+    "said", [{"done": 0, "gone": 0}, {"returned": 0}], ids=["done", "returned"]
+)
+def test_no_newcomer_undoes_finished_work(said):
     job = running("1:3", "ab")
-    job.say("a", done=0, gone=0)
+    job.say("a", **said)
     job.come("c")
     job.wait(100)
     assert job.world.phase == "running"
+
+
+@pytest.mark.parametrize(
+    ("said", "generation", "phase"),
+    [
+        ({"done": 0, "gone": 0}, 0, "closed"),
+        ({"gone": 0}, 1, "running"),  # it did not finish: the others have to
+    ],
+    ids=["it finishes first", "its workers are stopped"],
+)
+def test_a_leave_while_scripts_are_ending_restarts_only_what_is_not_finished(
+    said, generation, phase
+):
+    job = running("1:2", "ab")
+    job.say("a", returned=0)
+    job.say("b", leaving="SIGTERM")
+    assert job.world.phase == "running"
+    job.say("b", leaving="SIGTERM", **said)
+    job.die("b")
+    if phase == "running":
+        assert job.world.phase == "over"
+        job.all_gone()
+    else:
+        job.say("a", done=0, gone=0)
+    assert (job.world.generation, job.world.phase) == (generation, phase)
+
+
+def test_a_failure_restarts_scripts_that_are_ending():
+    job = running("2:2", "ab")
+    job.say("a", returned=0)
+    job.say("b", failures=(failure("b"),))
+    job.all_gone()
+    assert (job.world.generation, job.world.phase) == (1, "running")
+
+
+def test_a_job_whose_workers_all_finish_while_a_resize_stops_them_is_done():
+    job = running("1:3", "ab")
+    job.come("c")
+    job.wait(100)
+    assert (job.world.phase, job.world.ending) == ("over", "resize")
+    job.say("a", done=0, gone=0)
+    job.say("b", done=0, gone=0)
+    assert (job.world.phase, job.world.exitcode) == ("closed", 0)
+    assert job.world.reason == "every worker succeeded"
 
 
 def test_success_after_a_restart_has_no_cause():

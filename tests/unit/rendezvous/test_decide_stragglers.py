@@ -110,10 +110,13 @@ def test_a_spare_left_over_by_its_size_steps_in():
     assert job.names == ["b", "c"], "survivors keep their order"
 
 
-def test_finished_work_is_not_done_again_for_it():
+@pytest.mark.parametrize(
+    "said", [{"done": 0, "gone": 0}, {"returned": 0}], ids=["done", "returned"]
+)
+def test_finished_work_is_not_done_again_for_it(said):
     job = running("2:2", "ab")
     job.come("c")
-    job.say("a", done=0, gone=0)
+    job.say("a", **said)
     find_slow(job, "b")
     assert job.world.phase == "running"
 

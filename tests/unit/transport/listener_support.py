@@ -85,6 +85,10 @@ class Stranger:
     async def _read(self, count: int) -> bytes:
         return await asyncio.wait_for(self._reader.readexactly(count), PATIENCE)
 
+    async def some(self) -> bytes:
+        """The next bytes, however many."""
+        return await asyncio.wait_for(self._reader.read(65536), PATIENCE)
+
     async def end(self) -> bytes:
         """All that is said until the connection is over."""
         with contextlib.suppress(ConnectionError):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import ssl
 
 import pytest
 
@@ -344,6 +346,32 @@ async def test_garbage_instead_of_tls_ends_the_connection(shown, caplog):
         assert await echoed(link)
         assert len(echo.links) == 1
     assert caplog.text.count("TLS handshake failed") == 1
+
+
+@story
+async def test_tls_peer_that_says_goodbye_is_disconnected_and_the_others_stay(shown):
+    """As `openssl s_client </dev/null` does, which keeps its end open until ours is closed."""
+    async with receiving(tls=shown.server_tls) as (listener, echo):
+        member = await call(listener.port, shown)
+        async with stranger(listener.port) as leaving:
+            incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+            client = shown.client_tls.wrap_bio(incoming, outgoing)
+            with pytest.raises(ssl.SSLWantReadError):
+                client.do_handshake()
+            leaving.say(outgoing.read())
+            for _ in range(200):
+                incoming.write(await leaving.some())
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    client.do_handshake()
+                    break
+            client.write(frames.pack(hello()))
+            with pytest.raises(ssl.SSLWantReadError):
+                client.unwrap()
+            leaving.say(outgoing.read())
+            incoming.write(await leaving.end())
+            assert b"welcome" in client.read()  # what was said before the goodbye is answered
+        assert await echoed(member)
+        assert len(echo.links) == 2
 
 
 @pytest.mark.parametrize("missing", ["rdzv_tls_cert", "rdzv_tls_key", "rdzv_tls_ca"])

@@ -31,6 +31,7 @@ ALL = [
     orders.PeerLost(3, 17, "gone"),
     orders.Unfit(),
     orders.Finished(3, 17),
+    orders.Returned(),
     orders.Stored(7, 0.5, 1000),
     orders.Pong(waiting=True, aborted=True),
 ]

@@ -344,7 +344,7 @@ def _failed(state: InProcessState, event: script.WorkerFailed) -> Step:
     if failure.local_rank not in state.workers or failure.pid < 0:
         return state, []
     if failure.generation >= 0:
-        state = replace(state, failures=(*state.failures, failure)[-MOST_FAILURES:])
+        state = replace(state, failures=(*_recent(state), failure)[-MOST_FAILURES:])
     before = state.workers[failure.local_rank]
     if failure.alive:
         state = _with(state, failure.local_rank, replace(before, broken=failure))
@@ -364,6 +364,13 @@ def _failed(state: InProcessState, event: script.WorkerFailed) -> Step:
     commands += more
     state, more = _when_stopped(state)
     return state, [*commands, *more]
+
+
+def _recent(state: InProcessState) -> tuple[Failure, ...]:
+    """The failures of this generation and of the one before: the leader ignores older ones, and
+    the member record would grow with every worker that is lost."""
+    last = state.world.generation - 1 if state.world is not None else 0
+    return tuple(failure for failure in state.failures if failure.generation >= last)
 
 
 def _replace(state: InProcessState, failure: Failure) -> Step:
@@ -532,6 +539,7 @@ HANDLERS: dict[type, Callable[[InProcessState, Any], Step]] = {
     script.LeaseLost: _lease_lost,
     script.StoreLost: _store_lost,
     script.WorkersUp: _ignore,
+    script.WorkerReturned: _ignore,
     script.PlaceAllotted: _place_allotted,
 }
 

@@ -18,11 +18,60 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torchelastic.agent.lifecycle.script_events import (
+    Event,
+    LeaseLost,
+    LeaveRequested,
+    PlaceAllotted,
+    StoreLost,
+    WorkerCanSave,
+    WorkerEnlisted,
+    WorkerFailed,
+    WorkerReturned,
+    WorkerSaved,
+    WorkersGone,
+    WorkerSucceeded,
+    WorkersUp,
+    WorldSeen,
+)
 from torchelastic.errors import EXIT_RENDEZVOUS_LOST, EXIT_SIGNAL_BASE
-from torchelastic.events.failure import Failure, signal_name
+from torchelastic.events.failure import Failure
 from torchelastic.records import replace
 from torchelastic.rendezvous.world import World
 from torchelastic.worker import orders
+
+__all__ = [
+    "SIGINT",
+    "SIGKILL",
+    "SIGTERM",
+    "TRANSITIONS",
+    "Command",
+    "Event",
+    "InvalidTransition",
+    "LeaseLost",
+    "LeaveRequested",
+    "PlaceAllotted",
+    "Rejoin",
+    "ReportMember",
+    "ScriptPhase",
+    "ScriptState",
+    "StartWorkers",
+    "Step",
+    "Stop",
+    "StoreLost",
+    "Tell",
+    "WorkerCanSave",
+    "WorkerEnlisted",
+    "WorkerFailed",
+    "WorkerReturned",
+    "WorkerSaved",
+    "WorkerSucceeded",
+    "WorkersGone",
+    "WorkersUp",
+    "WorldSeen",
+    "handle",
+    "is_in_process",
+]
 
 SIGINT, SIGKILL, SIGTERM = 2, 9, 15
 
@@ -35,116 +84,6 @@ class ScriptPhase(enum.Enum):
     RUNNING = "running"
     STOPPING = "stopping"
     ENDED = "ended"
-
-
-# --- events --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class WorldSeen:
-    """The leader has published a world."""
-
-    world: World
-
-
-@dataclass(frozen=True)
-class WorkersUp:
-    """Every worker of the generation has been started."""
-
-    generation: int
-
-
-@dataclass(frozen=True)
-class WorkerSucceeded:
-    generation: int
-    local_rank: int
-
-
-@dataclass(frozen=True)
-class WorkerFailed:
-    """A worker failed, or could not be started."""
-
-    failure: Failure
-
-
-@dataclass(frozen=True)
-class WorkerEnlisted:
-    """A worker has called `torchelastic.train`: it could outlive its generation."""
-
-    local_rank: int
-    #: The number of workers in its mesh; 0: it made none.
-    mesh: int = 0
-
-
-@dataclass(frozen=True)
-class WorkerCanSave:
-    """A worker can store its state before it leaves."""
-
-    local_rank: int
-    #: Only together with workers of other nodes, which have to continue until then.
-    together: bool = False
-
-
-@dataclass(frozen=True)
-class WorkerSaved:
-    """A worker that stores its state together with others has done so, or given up."""
-
-    local_rank: int
-
-
-@dataclass(frozen=True)
-class PlaceAllotted:
-    """The leader has allotted this node a place in its replica."""
-
-    place: int
-
-
-@dataclass(frozen=True)
-class WorkersGone:
-    """No worker is left on this node, nor anything that workers started."""
-
-
-@dataclass(frozen=True)
-class LeaveRequested:
-    """A signal or a preemption notice asks this node to leave."""
-
-    signum: int
-    #: When its workers are killed, by this machine's monotonic clock.
-    deadline: float | None = None
-    #: The notice; empty for a signal.
-    notice: str = ""
-
-    @property
-    def why(self) -> str:
-        return self.notice or signal_name(self.signum)
-
-
-@dataclass(frozen=True)
-class LeaseLost:
-    """The store has declared this node lost: another may already train in its place."""
-
-
-@dataclass(frozen=True)
-class StoreLost:
-    """The store is out of reach for good."""
-
-    reason: str
-
-
-Event = (
-    WorldSeen
-    | WorkersUp
-    | WorkerSucceeded
-    | WorkerFailed
-    | WorkerEnlisted
-    | WorkerCanSave
-    | WorkerSaved
-    | PlaceAllotted
-    | WorkersGone
-    | LeaveRequested
-    | LeaseLost
-    | StoreLost
-)
 
 
 # --- commands ------------------------------------------------------------------------------------
@@ -162,8 +101,8 @@ class Stop:
     """Send the signal to every worker's process group; answer `WorkersGone`."""
 
     signum: int
-    #: Local ranks that were told to leave and exit by themselves: the others get the signal, once
-    #: these have exited.
+    #: Local ranks that exit by themselves: they were told to leave, or their program has returned.
+    #: The others get the signal once these have exited.
     told: frozenset[int] = frozenset()
 
 
@@ -206,6 +145,9 @@ class ScriptState:
     #: Local ranks that have not succeeded yet.
     running: frozenset[int] = frozenset()
     nproc: int = 1
+    #: Local ranks whose program returned before they were told to stop. One that is told to stop
+    #: may exit with 0, too, without being done.
+    returned: frozenset[int] = frozenset()
     #: Local ranks that have called `torchelastic.train`.
     enlisted: frozenset[int] = frozenset()
     #: The sizes of their meshes.
@@ -298,6 +240,7 @@ def _begin(state: ScriptState, world: World) -> Step:
         phase=ScriptPhase.STARTING,
         generation=world.generation,
         running=frozenset(range(state.nproc)),
+        returned=frozenset(),
         failures=(),
         enlisted=frozenset(),
         meshes=frozenset(),
@@ -346,6 +289,22 @@ def _up(state: ScriptState, event: WorkersUp) -> Step:
 def _ignore(state: ScriptState, event: Event) -> Step:
     """Nothing."""
     return state, []
+
+
+def _returned(state: ScriptState, event: WorkerReturned) -> Step:
+    """Report the first one: finished work is not repeated for a node that joins or leaves."""
+    if event.generation != state.generation:
+        return state, []
+    is_first = not state.returned
+    state = replace(state, returned=state.returned | {event.local_rank})
+    return state, [ReportMember({"returned": state.generation})] if is_first else []
+
+
+def _succeeded_while_stopping(state: ScriptState, event: WorkerSucceeded) -> Step:
+    """It is done if its program had returned before."""
+    if event.generation != state.generation or event.local_rank not in state.returned:
+        return state, []
+    return replace(state, running=state.running - {event.local_rank}), []
 
 
 def _succeeded(state: ScriptState, event: WorkerSucceeded) -> Step:
@@ -452,7 +411,9 @@ def _gone(state: ScriptState, event: WorkersGone) -> Step:
         report["done"] = state.generation
     state = replace(state, phase=ScriptPhase.IDLE)
     if state.leaving:
-        return _left(state), _announce(state) if state.together else []
+        done = {"gone": state.generation, "done": state.generation}
+        last: list[Command] = [ReportMember(done)] if succeeded else []
+        return _left(state), [*(_announce(state) if state.together else []), *last]
     if state.exitcode is not None:
         return replace(state, phase=ScriptPhase.ENDED), []
     first: list[Command] = [ReportMember(report)]
@@ -482,6 +443,7 @@ def _leave_while_busy(state: ScriptState, event: LeaveRequested) -> Step:
     # Tell them before their peers could exit. A signal would end them, or wait with them for a
     # collective that never ends.
     savers = state.savers & state.running
+    ending = state.returned & state.running
     state = replace(
         state,
         phase=ScriptPhase.STOPPING,
@@ -493,7 +455,7 @@ def _leave_while_busy(state: ScriptState, event: LeaveRequested) -> Step:
     )
     told = _tell_to_leave(state, saves=None)
     announced = [] if state.together else _announce(state)
-    return state, [*told, *announced, Stop(event.signum, told=savers)]
+    return state, [*told, *announced, Stop(event.signum, told=savers | ending)]
 
 
 def _tell_to_leave(state: ScriptState, *, saves: bool | None) -> list[Command]:
@@ -561,6 +523,7 @@ def _end(state: ScriptState, exitcode: int, reason: str) -> ScriptState:
 TRANSITIONS: dict[tuple[ScriptPhase, type], Callable[[ScriptState, Any], Step]] = {
     (ScriptPhase.IDLE, WorldSeen): _world_while_idle,
     (ScriptPhase.IDLE, PlaceAllotted): _place_allotted,
+    (ScriptPhase.IDLE, WorkerReturned): _ignore,
     (ScriptPhase.IDLE, WorkerFailed): _ignore,
     (ScriptPhase.IDLE, WorkerSaved): _ignore,
     (ScriptPhase.IDLE, LeaveRequested): _leave_while_idle,
@@ -568,6 +531,7 @@ TRANSITIONS: dict[tuple[ScriptPhase, type], Callable[[ScriptState, Any], Step]] 
     (ScriptPhase.IDLE, StoreLost): _store_lost_while_idle,
     (ScriptPhase.STARTING, WorldSeen): _world_while_busy,
     (ScriptPhase.STARTING, WorkersUp): _up,
+    (ScriptPhase.STARTING, WorkerReturned): _returned,
     (ScriptPhase.STARTING, WorkerSucceeded): _succeeded,
     (ScriptPhase.STARTING, PlaceAllotted): _place_allotted,
     (ScriptPhase.STARTING, WorkerFailed): _failed,
@@ -579,6 +543,7 @@ TRANSITIONS: dict[tuple[ScriptPhase, type], Callable[[ScriptState, Any], Step]] 
     (ScriptPhase.RUNNING, WorldSeen): _world_while_busy,
     (ScriptPhase.RUNNING, WorkerEnlisted): _enlisted,
     (ScriptPhase.RUNNING, WorkerCanSave): _can_save,
+    (ScriptPhase.RUNNING, WorkerReturned): _returned,
     (ScriptPhase.RUNNING, WorkerSucceeded): _succeeded,
     (ScriptPhase.RUNNING, PlaceAllotted): _place_allotted,
     (ScriptPhase.RUNNING, WorkerFailed): _failed,
@@ -590,7 +555,8 @@ TRANSITIONS: dict[tuple[ScriptPhase, type], Callable[[ScriptState, Any], Step]] 
     (ScriptPhase.STOPPING, WorkerEnlisted): _ignore,
     (ScriptPhase.STOPPING, WorkerCanSave): _ignore,
     (ScriptPhase.STOPPING, WorkerSaved): _saved,
-    (ScriptPhase.STOPPING, WorkerSucceeded): _ignore,
+    (ScriptPhase.STOPPING, WorkerReturned): _ignore,
+    (ScriptPhase.STOPPING, WorkerSucceeded): _succeeded_while_stopping,
     (ScriptPhase.STOPPING, PlaceAllotted): _place_allotted,
     (ScriptPhase.STOPPING, WorkerFailed): _failed_while_stopping,
     (ScriptPhase.STOPPING, WorkersGone): _gone,

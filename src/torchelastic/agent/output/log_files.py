@@ -219,6 +219,8 @@ class GenerationLogs:
         """The workers have their copies: close ours, or their streams would never end."""
         while self._handed_out:
             os.close(self._handed_out.pop())
+        while self._filtered:
+            self._filtered.popitem()[1].close()
 
     def last_lines(self, local_rank: int, besides: str = "") -> tuple[str, ...]:
         """The last lines of a worker's output and errors, without its traceback; none if it writes
@@ -250,8 +252,6 @@ class GenerationLogs:
         self.started()
         while self._tees:
             self._tees.pop().close()
-        while self._filtered:
-            self._filtered.popitem()[1].close()
 
     def _add(self, local_rank: int, rank: int) -> None:
         directory = None
@@ -308,11 +308,12 @@ class GenerationLogs:
         return fd
 
     def _tee(self, stream: Std, path: Path | None, local_rank: int, prefix: str | None) -> int:
+        filtered = self._filtered.get(stream) if prefix is not None else None
         tee = Tee(
             prefix=prefix,
             path=path,
             console=self._consoles[stream],
-            filtered=self._filtered.get(stream) if prefix is not None else None,
+            filtered=filtered.shared() if filtered is not None else None,
         )
         self._tees.append(tee)
         self._ends.setdefault(local_rank, []).append(tee.tail)

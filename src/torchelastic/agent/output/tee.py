@@ -177,7 +177,13 @@ class LineFile:
         self._path = path
         self._needles = [os.fsencode(needle) for needle in needles]
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._users = 1
         self._writable = True
+
+    def shared(self) -> LineFile:
+        """This file for one more user, who closes it, too."""
+        self._users += 1
+        return self
 
     def offer(self, prefix: bytes, line: bytes) -> None:
         """Write the line if it matches."""
@@ -190,11 +196,18 @@ class LineFile:
             log.warning("%s ends here: cannot write to it (%s).", self._path, error.strerror)
 
     def close(self) -> None:
-        os.close(self._file)
+        """Close the file when its last user has."""
+        self._users -= 1
+        if not self._users:
+            os.close(self._file)
 
 
 class Tee:
-    """Reads one stream of one worker from a pipe until all writers have closed it."""
+    """Reads one stream of one worker from a pipe until all writers have closed it.
+
+    It closes what it has opened as soon as it is not needed: in `train`, workers come and go for as
+    long as the job runs.
+    """
 
     def __init__(
         self,
@@ -233,8 +246,6 @@ class Tee:
         self._end()
         if not self.finished.is_set():
             self._give_up_console()
-        self._backlog.close()
-        os.close(self._read_end)
 
     def tail(self) -> bytes:
         """The end of what the worker has written, up to now."""
@@ -301,14 +312,17 @@ class Tee:
             return
         self._ended = True
         self._pause()
+        os.close(self._read_end)
         if self._filtered is not None:
             self._write_filtered(self._filtered_lines.rest())
+            self._filtered.close()
         if self._backlog.size == 0:
             self._finish()
 
     def _finish(self) -> None:
         if not self.finished.is_set():
             self._show(self._shown_lines.rest())
+            self._backlog.close()
             self.finished.set()
 
     def _give_up_console(self) -> None:

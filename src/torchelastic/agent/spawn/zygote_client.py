@@ -94,7 +94,7 @@ class Zygote:
             try:
                 pid = start_program(
                     [python, *command[1:]],
-                    env=startup.environment(env, f"zygote:{theirs.fileno()}"),
+                    env=startup.environment(env, f"{startup.ZYGOTE}:{theirs.fileno()}"),
                     keep=[theirs.fileno()],
                     prepare=_stop_the_wrong_program,
                 )

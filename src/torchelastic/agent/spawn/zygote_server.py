@@ -39,6 +39,7 @@ from io import BufferedReader, FileIO, TextIOWrapper
 from typing import Any, NoReturn
 
 from torchelastic import env, torch_versions
+from torchelastic.agent.spawn import preload_probe, startup
 from torchelastic.agent.spawn.processes import redirect
 from torchelastic.system import helper_signals, linux
 from torchelastic.system.cgroup import Cgroup
@@ -60,16 +61,21 @@ QUIET = 0.5
 CONSTANT_SEED = 67280421310721
 
 
-def serve(descriptor: int) -> None:
-    """Make a worker for every request on this socket; returns in the workers, and only there."""
+def serve(descriptor: int, *, careful: bool = False) -> None:
+    """Make a worker for every request on this socket; returns in the workers, and only there.
+
+    A careful zygote preloads only what can be in a process that forks.
+    """
     signal.setitimer(signal.ITIMER_PROF, 0)  # see `zygote_client._stop_the_wrong_program`
     helper_signals.block()
     agent = os.getppid()
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
     linux.write_command_line([TITLE])
-    config = json.loads(control.recv(MESSAGE_LIMIT))
-    env_changes = _warm_up(control, config["preload"])
+    # It stays there for a second start (`_start_over`).
+    config = json.loads(control.recv(MESSAGE_LIMIT, socket.MSG_PEEK))
+    env_changes = _warm_up(control, config["preload"], careful)
+    control.recv(MESSAGE_LIMIT)
     linux.outlive_parent()  # the closed socket tells, and leaves time to clean up
     descriptors = _Server(control, agent, config["blanks"]).run()
     become(descriptors, agent, env_changes)
@@ -82,6 +88,10 @@ def _send(control: socket.socket, **answer: Any) -> None:
 
 def _step_aside(control: socket.socket, reason: str) -> NoReturn:
     _send(control, error=reason, aside=True)
+    # The agent could not read that if a message to us were left unread.
+    with contextlib.suppress(OSError):
+        while control.recv(MESSAGE_LIMIT, socket.MSG_DONTWAIT):
+            pass
     os._exit(0)
 
 
@@ -141,7 +151,7 @@ class _Server:
 
     def _answer(self, number: int, descriptors: list[int]) -> list[int] | None:
         if reason := unfit_to_fork():
-            _step_aside(self._control, reason)
+            _step_aside(self._control, f"an imported module {reason}")
         answer: dict[str, Any] = {"number": number}
         try:
             answer["pid"] = self._use_prefork(descriptors) or fork_orphan()
@@ -217,7 +227,9 @@ class _Server:
 # --- importing -----------------------------------------------------------------------------------
 
 
-def _warm_up(control: socket.socket, preload: Iterable[str]) -> dict[str, str | None]:
+def _warm_up(
+    control: socket.socket, preload: Sequence[str], careful: bool
+) -> dict[str, str | None]:
     """Import everything; return the changes that preloaded modules made to the environment."""
     began = time.monotonic()
     env.update({NVML_CHECK: "1"})
@@ -230,10 +242,16 @@ def _warm_up(control: socket.socket, preload: Iterable[str]) -> dict[str, str | 
     told += filter(None, (torch_versions.too_old(version), torch_versions.too_new(version)))
     before = env.snapshot()
     with _path_of_main():
-        told += import_all(preload)
+        told += (
+            [line for name in preload for line in _import_safe(name)]
+            if careful
+            else (import_all(preload))
+        )
     _prepare_to_fork()
     if reason := unfit_to_fork():
-        _step_aside(control, reason)
+        if preload and not careful:
+            _start_over(control, before)
+        _step_aside(control, f"an imported module {reason}")
     _send(control, seconds=time.monotonic() - began, warnings=told)
     return changes(before, env.snapshot())
 
@@ -247,6 +265,34 @@ def import_all(names: Iterable[str]) -> list[str]:
         except (Exception, SystemExit) as error:
             told.append(f"{name} cannot be imported: {type(error).__name__}: {error}")
     return told
+
+
+def _start_over(control: socket.socket, environ: Mapping[str, str]) -> NoReturn:
+    """Become a careful zygote: nothing else ends the threads of a module."""
+    control.set_inheritable(True)
+    role = f"{startup.CAREFUL_ZYGOTE}:{control.fileno()}"
+    os.execve(sys.executable, sys.orig_argv, startup.environment(environ, role))
+
+
+def _import_safe(name: str) -> list[str]:
+    """Import a module, or as much of it as can be forked; return a sentence if that is not all."""
+    found = preload_probe.probe(name, _unfit_after_fork)
+    if not found.culprit:
+        return import_all([name])
+    complete = preload_probe.safe(found, sys.modules)
+    import_all(complete)  # one that fails alone is imported by the worker
+    rest = preload_probe.probe(name, str).seconds
+    return [
+        f"--preload {name}: {found.culprit} {found.reason}. {len(complete)} modules that it "
+        f"imports before are preloaded; every worker imports the rest when it starts ({rest:.1f} s)"
+        "."
+    ]
+
+
+def _unfit_after_fork() -> str:
+    if len(linux.thread_names()) > 1:
+        _fork_once()
+    return unfit_to_fork()
 
 
 @contextlib.contextmanager
@@ -279,17 +325,19 @@ def changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, st
 
 
 def _prepare_to_fork() -> None:
-    """Make copies cheap and whole.
+    """Make copies cheap and whole."""
+    _fork_once()
+    _spare_pages()
 
-    One throw-away fork makes OpenBLAS, which starts threads when it is imported, give them up.
-    """
+
+def _fork_once() -> None:
+    """Make OpenBLAS, which starts threads when it is imported, give them up."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python 3.12 warns of a fork with threads, rightly
         pid = os.fork()
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    _spare_pages()
 
 
 def _spare_pages() -> None:
@@ -302,16 +350,16 @@ def _spare_pages() -> None:
 
 
 def unfit_to_fork() -> str:
-    """Why a copy of this process would be broken; empty if it would not."""
+    """What a module has done that breaks copies of this process; empty if none has."""
     threads = linux.thread_names()
     if len(threads) > 1:
         return (
-            f"an imported module has started threads, which do not survive a fork: {len(threads)} "
+            f"has started threads, which do not survive a fork: {len(threads)} "
             f"({', '.join(sorted(set(threads)))})"
         )
     if sys.modules["torch"].cuda.is_initialized() or _devices():
         return (
-            "an imported module has used the GPU driver, which does not survive a fork"
+            "has used the GPU driver, which does not survive a fork"
             f" ({', '.join(_devices()) or 'torch.cuda is initialized'})"
         )
     return ""

@@ -346,6 +346,8 @@ class WorkerPool:
                 self._erred(local_rank, erred)
             case orders.Begins() as begins:
                 self._reporter.begins(begins, in_process=record.in_process)
+            case orders.Returned():
+                self._tell_event(script.WorkerReturned(record.generation, local_rank))
             case orders.Stored() as stored:
                 self._sampling.stored(*record.place, stored)
             case orders.Up() as up:

@@ -295,7 +295,7 @@ class SnapshotStream:
 
     def _decrypted(self, tls: TlsPipe, room: memoryview) -> int:
         while not self._plain:
-            data = self._connection.recv(CHUNK)
+            data = b"" if tls.ended else self._connection.recv(CHUNK)
             if not data:
                 return 0
             self._plain += tls.decrypt(data)

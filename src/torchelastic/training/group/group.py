@@ -37,6 +37,7 @@ from torchelastic.training.group import gloo, native_groups, parked, sockets
 from torchelastic.training.group.abortable_waits import GenerationOver, PeerLostError, Waits
 from torchelastic.training.group.gloo import OwnedGloo
 from torchelastic.training.group.replica import Replica
+from torchelastic.worker import store_sockets
 from torchelastic.worker.collective_log import NO_ROW
 
 if TYPE_CHECKING:
@@ -434,7 +435,9 @@ class _Connecting:
     def connect(self, host: str, port: int, timeout: timedelta) -> Store:
         address = host, port
         store: Store = self._waits.call(
-            lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
+            lambda: store_sockets.connect(
+                TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=timeout
+            ),
             b"connecting to the store",
             find_fault=lambda: gloo.no_answer(address) if sockets.is_silent(address) else "",
         )

@@ -442,6 +442,18 @@ def test_a_world_that_counts_on_a_dead_worker_is_told_what_it_died_of(events, me
     assert failure.message.startswith(message)
 
 
+def test_failures_are_reported_until_the_generation_after_them_is_over():
+    """Older ones count for nothing, and a job may lose thousands of workers."""
+    node = training()
+    for generation in range(5):
+        node.feed(see(generation))
+        said = reported(node.feed(dies(1)))["failures"]
+        assert [one.generation for one in said] == [generation - 1, generation][-generation - 1 :]
+        node.feed(see(generation, phase="over", ending="failure"))
+        node.feed(WorkerMessage(0, Stopped(generation, 7)))
+        node.feed(WorkerMessage(1, Enlisted()))
+
+
 def test_workers_that_die_before_they_train_are_not_started_for_ever():
     """A node of many leaves when none of its workers can start."""
     node = training()

@@ -21,6 +21,7 @@ from torchelastic.agent.lifecycle.script import (
     WorkerCanSave,
     WorkerEnlisted,
     WorkerFailed,
+    WorkerReturned,
     WorkerSaved,
     WorkersGone,
     WorkerSucceeded,
@@ -163,6 +164,41 @@ STORIES = {
     ),
     "done nodes start again when another node failed": story(
         DONE, (OVER, [ReportMember({"gone": 0})]), (seen(1), [StartWorkers(world(1))])
+    ),
+    "the first program that returns is reported, and no other": story(
+        RUNNING,
+        (WorkerReturned(0, 1), [ReportMember({"returned": 0})]),
+        (WorkerReturned(0, 0), []),
+        (WorkerSucceeded(0, 1), []),
+        (WorkerSucceeded(0, 0), [Stop(15)]),
+        (WorkersGone(), [gone(0, done=0)]),
+    ),
+    "programs that had returned when their world was over, and then succeed, are done": story(
+        (*RUNNING, WorkerReturned(0, 0), WorkerReturned(0, 1)),
+        (OVER, [Stop(15)]),
+        (WorkerSucceeded(0, 0), []),
+        (WorkerSucceeded(0, 1), []),
+        (WorkersGone(), [gone(0, done=0), ReportMember({"gone": 0})]),
+    ),
+    "a program that exits with 0 because it was told to stop is not done": story(
+        (*RUNNING, WorkerReturned(0, 0), OVER, WorkerReturned(0, 1)),
+        (WorkerSucceeded(0, 0), []),
+        (WorkerSucceeded(0, 1), []),
+        (WorkersGone(), [gone(0), ReportMember({"gone": 0})]),
+    ),
+    "a node that leaves lets programs end that have returned, and reports it": story(
+        (*RUNNING, WorkerReturned(0, 0), WorkerReturned(0, 1)),
+        (LeaveRequested(15), [LEAVES[0], Stop(15, told=frozenset({0, 1}))]),
+        (WorkerSucceeded(0, 0), []),
+        (WorkerSucceeded(0, 1), []),
+        (WorkersGone(), [ReportMember({"gone": 0, "done": 0})]),
+        phase=ScriptPhase.ENDED,
+        exitcode=143,
+    ),
+    "a world begins with programs that have not returned": story(
+        (*RUNNING, WorkerReturned(0, 0), OVER, WorkersGone(), seen(1)),
+        (WorkerReturned(0, 1), []),
+        (WorkerReturned(1, 1), [ReportMember({"returned": 1})]),
     ),
     "closed ends with the job's exit code after the workers are gone": story(
         RUNNING,

@@ -378,6 +378,31 @@ async def test_a_stream_held_open_by_a_stranger_does_not_hold_up_the_end(tmp_pat
 
 
 @in_loop
+async def test_streams_of_a_worker_that_ended_are_closed_while_others_run(tmp_path):
+    """In `train` the others may run for weeks."""
+    filters = {"duplicate_stdout_filters": ("x",), "duplicate_stderr_filters": ("x",)}
+    with console_file(tmp_path / "console") as fd:
+        run = Run(config_for(tmp_path / "logs", tee=ALL, **filters), fd)
+        before = len(os.listdir("/proc/self/fd"))
+        logs = run.logs.open(0, {0: 0, 1: 1})
+        other = os.dup(logs.streams[1].stdout)
+        os.write(logs.streams[0].stdout, b"last words")
+        logs.started()
+
+        async def closed(held: int) -> None:
+            while len(os.listdir("/proc/self/fd")) > before + held:
+                await asyncio.sleep(0.001)
+
+        # The other's end of the pipe, ours, its log, and the file with its matching lines.
+        await asyncio.wait_for(closed(4), 10)
+        assert logs.last_lines(0) == ("last words",)
+        os.close(other)
+        await asyncio.wait_for(closed(0), 10)
+        await logs.drained(10)
+        run.logs.close(True)
+
+
+@in_loop
 async def test_a_generation_that_never_started_is_closed_too(tmp_path):
     run = Run(config_for(tmp_path / "logs", tee=ALL))
     before = len(os.listdir("/proc/self/fd"))

@@ -21,10 +21,13 @@ from torchelastic import env as environ
 
 DIRECTORY = os.path.dirname(os.path.abspath(__file__))
 VARIABLE = "TORCHELASTIC_STARTUP"
+#: Roles of a Python, with a descriptor.
+ZYGOTE, CAREFUL_ZYGOTE = "zygote", "careful-zygote"
 
 
 def environment(env: Mapping[str, str], role: str) -> dict[str, str]:
-    """The environment for a Python that is to be a `worker`, or the `zygote:<descriptor>`."""
+    """The environment for a Python that is to be a `worker`, or a zygote with its descriptor:
+    `zygote:5`."""
     path = env.get("PYTHONPATH")
     return {
         **env,
@@ -69,10 +72,12 @@ def _import_theirs() -> bool:
 def _become(role: str) -> None:
     """A failure here ends the process: the zygote must never run the user's program itself."""
     try:
-        if role.startswith("zygote:"):
+        kind, _, descriptor = role.partition(":")
+        if kind in (ZYGOTE, CAREFUL_ZYGOTE):
             from torchelastic.agent.spawn import zygote_server
 
-            zygote_server.serve(int(role.removeprefix("zygote:")))  # returns in workers only
+            # Returns in workers only.
+            zygote_server.serve(int(descriptor), careful=kind == CAREFUL_ZYGOTE)
         elif role == "worker":
             from torchelastic.worker import bootstrap
 
