@@ -171,6 +171,9 @@ class LaunchConfig:
     #: Identifies this start of this node, if the platform tells: only an agent with the same one
     #: resumes the node's vote.
     incarnation: str = ""
+    #: A scheduler gave the job its id: a node that starts after the job's end is too late. False:
+    #: it starts the job again.
+    scheduled: bool = False
     #: Directory that `torchelastic submit` made for the job on storage that all nodes share; empty:
     #: there is none.
     job_dir: str = ""

@@ -116,6 +116,11 @@ class Roll:
         return tuple(each for each in (*self.before, self.latest) if each.nodes)
 
 
+def voters(roll: Roll) -> frozenset[str]:
+    """All voters of a roll."""
+    return frozenset().union(*(each.voters for each in roll.electorates))
+
+
 def formed(
     roll: Roll,
     generation: int,
