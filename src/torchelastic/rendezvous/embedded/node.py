@@ -88,10 +88,9 @@ class EmbeddedNode:
         witness: Witness | None = None,
         file: VoterFile | None = None,
     ) -> None:
-        """`own`: the endpoint that is this node's. `joins_closed`: a new node joins a job that has
-        ended, and ends, too; otherwise it waits for that job's host to exit. `passes_workers_on`:
-        workers reach their store through this node's port, as with torchrun's static rendezvous.
-        `file`: where this node keeps its vote."""
+        """`own`: the endpoint that is this node's. `joins_closed`: as a new node, join a job that
+        has ended instead of waiting for its host to exit. `passes_workers_on`: workers reach their
+        store through this node's port (torchrun's static rendezvous). `file` keeps its vote."""
         self._node = node
         self._clock = clock
         self._lease = lease
@@ -337,9 +336,8 @@ class EmbeddedNode:
     def _may_start_job(self) -> bool:
         """Return whether no other node can know of the job: no world here, ours is the only
         endpoint, and no peer has mentioned a host."""
-        latest = max(self._stepped_down_for, self._elector.term)
-        is_first = latest <= FIRST_TERM and self._holding.roll.generation < 0
-        is_alone = self._endpoints.places == [self._endpoints.ours]
+        is_first = max(self._stepped_down_for, self._elector.term) <= FIRST_TERM
+        is_alone = self._endpoints.places == [self._endpoints.ours] and not self._poll.has_world
         return is_first and is_alone and self._founding.is_allowed
 
     # Asking others
@@ -367,8 +365,7 @@ class EmbeddedNode:
 
     async def _ask(self, term: int, *, binding: bool, of: Collection[str] | None = None) -> Returns:
         generation, is_confirmed = self._elector.generation, self._holding.is_confirmed
-        has_file = self._file is not None and self._file.resumed is not None
-        is_resumed = has_file and self._store is None
+        is_resumed = self._poll.has_world and self._store is None
         asked = VoteRequest(term, self._node, generation, binding, is_confirmed, is_resumed)
         places = {key: at for key, at in self._peers().items() if of is None or key in of}
         return await ask_for_votes(places, asked, enough=self._poll.suffices)
@@ -469,6 +466,9 @@ class EmbeddedNode:
     async def _announce(self) -> None:
         """As host, announce that to nodes that may not know it: missing nodes and the endpoints."""
         while self.server is not None:
+            if self._tie_breaker.is_abandoned:
+                self._tasks.start(self._step_down(self.term), "step down")
+                return
             members = self.server.rows(MEMBER_PREFIX)
             connected = {row.key.removeprefix(MEMBER_PREFIX) for row in members}
             missing = list(self._peers(but=connected).values())

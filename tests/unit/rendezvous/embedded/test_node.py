@@ -475,6 +475,7 @@ async def test_a_witness_out_of_reach_is_said_to_be_waited_for(tmp_path):
 async def test_an_earlier_run_that_was_not_closed_keeps_a_job_from_beginning(tmp_path):
     async with nodes_at() as table:
         (a,) = await with_witness(table, tmp_path, "a")
+        await a.witness.claim(majority.FIRST_VOTE, a.term)
         await end(a)
     async with nodes_at() as table:
         again = table.node(
