@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 from torchelastic.errors import ConfigError
 
-DEFAULT_PORT = 29400
-DEFAULT_STATIC_PORT = 29500
-DEFAULT_ETCD_PORT = 2379
+DEFAULT_PORT, DEFAULT_STATIC_PORT, DEFAULT_ETCD_PORT = 29400, 29500, 2379
 #: Endpoint of an etcd that the only node of a job starts for itself.
 OWN_ETCD = "localhost:0"
 #: The dashboard uses its default port, or a free one.
 PAGE_ANYWHERE = "auto"
+#: Object stores whose fsspec drivers create a key atomically; all others look, and then write.
+WITNESS_SCHEMES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
 #: Three names of one rendezvous, which always uses etcd's v3 API.
 ETCD_BACKENDS = ("etcd", "etcd-v2", "etcd-v3")
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
@@ -171,6 +171,8 @@ class LaunchConfig:
     #: Identifies this start of this node, if the platform tells: only an agent with the same one
     #: resumes the node's vote.
     incarnation: str = ""
+    #: A scheduler gave the job its id: a node that starts after the end does not start it again.
+    scheduled: bool = False
     #: Directory that `torchelastic submit` made for the job on storage that all nodes share; empty:
     #: there is none.
     job_dir: str = ""
@@ -399,6 +401,12 @@ class LaunchConfig:
             raise ConfigError(
                 f"--witness and {given[0]} both decide which nodes continue when others are lost: "
                 "remove one of them."
+            )
+        scheme, is_url, _ = self.witness.partition("://")
+        if is_url and scheme not in ("file", "local", *WITNESS_SCHEMES):
+            raise ConfigError(
+                f"--witness {self.witness}: '{scheme}' storage cannot create a key atomically. Use "
+                "a directory that all nodes share, or an object store (s3://, gs://, abfs://)."
             )
 
     @property

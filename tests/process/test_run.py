@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.light import with_light_torch
-from tests.process.jobs import alive, job
+from tests.process.jobs import Node, alive, job
 from tests.support import poll_for
 
 
@@ -413,16 +413,43 @@ def test_a_join_and_a_leave_while_scripts_are_ending_repeat_nothing(tmp_path):
         assert len(it.lines(event="start")) == 2, it.said()
 
 
-def test_a_node_that_comes_after_the_end_begins_nothing(tmp_path):
-    """A job that has failed may be started again; one that has finished is not begun once more."""
-    with job(tmp_path, "--nnodes=1:2 --settle=0.1 --no-zygote --max-restarts=0") as it:
+def test_the_same_command_runs_the_job_again(tmp_path):
+    """After a failure, and after success."""
+    with job(tmp_path, "--nnodes=1:2 --settle=0.1 --lease=1 --no-zygote --max-restarts=0") as it:
         it.order("exit 3")
         assert it.start().wait() == 1
         it.order("finish")
-        assert it.start().wait() == 0, it.said()
-        late = it.start()
-        assert late.wait() == 0
-        assert f"Job 'job{it.port}' finished " in late.stderr
-        assert "this node is too late" in late.stderr
-        assert late.events() == []
-    assert len(it.lines(event="finish")) == 1
+        for _ in range(2):
+            assert it.start().wait() == 0, it.said()
+    assert len(it.lines(event="finish")) == 2
+
+
+@pytest.mark.parametrize(
+    "killed",
+    ["endpoint", *(pytest.param(one, marks=pytest.mark.slow) for one in ("none", "other"))],
+)
+def test_the_same_commands_run_a_job_of_three_nodes_again(tmp_path, monkeypatch, killed):
+    """Each node has its own runtime directory, as if on its own machine. One was killed before the
+    end, and its voter file is left; the next nodes start while the last host still answers."""
+    flags = "--nnodes=2:3 --settle=0.3 --lease=1.5 --no-zygote"
+    with job(tmp_path / "job", flags) as it:
+
+        def start(machine: str) -> Node:
+            (tmp_path / machine).mkdir(mode=0o700, exist_ok=True)
+            monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / machine))
+            return it.start("--settle=60")
+
+        machines = ["endpoint", "another", "other"]
+        nodes = {name: start(name) for name in machines}
+        it.world(0, 3)
+        if killed != "none":
+            nodes.pop(killed).kill()
+            poll_for(lambda: it.lines(event="start", world_size=2), what="the others continue")
+        it.order("finish")
+        poll_for(
+            lambda: any(node.process.poll() is not None for node in nodes.values()),
+            what="the first node ends",
+        )
+        again = [start(name) for name in machines]
+        assert {node.wait() for node in (*nodes.values(), *again)} == {0}, it.said()
+        assert len(it.lines(event="finish")) == len(nodes) + len(again)

@@ -47,6 +47,25 @@ def test_either_of_two_nodes_may_be_lost(tmp_path, lost):
         assert json.loads(marker.read_text())["closed"]
 
 
+@pytest.mark.slow
+def test_a_job_that_was_killed_while_it_started_starts_again(tmp_path, monkeypatch):
+    """Two nodes are needed: the first had no world when it was killed, its files included."""
+    with job(tmp_path / "job", f"--nnodes=2 --lease=1 --witness={tmp_path}/witness") as it:
+        for name in ("first", "second"):
+            (tmp_path / name).mkdir(mode=0o700)
+            monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / name))
+            node = it.start()
+            poll_for(lambda node=node: node.events("joined"), what="the node hosts")
+            if name == "first":
+                node.kill()
+        other = it.start()
+        it.world(0, 2)
+        it.order("finish")
+        assert [node.wait(), other.wait()] == [0, 0], it.said()
+    markers = sorted((tmp_path / "witness" / f"job{it.port}").iterdir())
+    assert [json.loads(one.read_text())["closed"] for one in markers] == [True, True]
+
+
 @pytest.mark.needs("namespaces")
 @pytest.mark.timeout(300)
 def test_a_cut_between_two_nodes_never_makes_two_jobs(tmp_path):

@@ -38,6 +38,7 @@ FILLED = LaunchConfig(
     rdzv_tls_ca="ca.pem",
     node_rank=1,
     incarnation="1234.0-0-1",
+    scheduled=True,
     job_dir="/shared/job",
     shared_signals=("SIGTERM",),
     local_addr="10.0.0.2",
@@ -91,6 +92,11 @@ def test_doctests_hold():
 @pytest.mark.parametrize("made", [LaunchConfig(), FILLED], ids=["defaults", "every field set"])
 def test_a_config_survives_json(made):
     assert LaunchConfig.from_json(json.loads(json.dumps(made.to_json()))) == made
+
+
+@pytest.mark.parametrize("scheme", ["", "file://", "s3://", "gs://", "abfs://", "az://"])
+def test_a_witness_may_be_storage_with_an_atomic_create(scheme):
+    assert LaunchConfig(witness=f"{scheme}/a").witness == f"{scheme}/a"
 
 
 def test_every_field_is_set_in_the_filled_example():
@@ -220,6 +226,10 @@ def test_truth():
     [
         ({"witness": "/shared", "quorum": "none"}, "--witness and --quorum none both decide"),
         ({"witness": "/shared", "two_node_takeover": True}, "--two-node-takeover both decide"),
+        *(
+            ({"witness": f"{scheme}://a/b"}, f"'{scheme}' storage cannot create a key atomically")
+            for scheme in ("sftp", "smb", "webhdfs", "hdfs", "ftp", "dbfs", "simplecache::s3")
+        ),
         (
             {"witness": "/shared", "rdzv_backend": "etcd", "rdzv_endpoint": "etcd1"},
             "--witness and --rdzv-backend etcd both decide",

@@ -350,8 +350,7 @@ class Parts:
     def _note_end(self, exitcode: int) -> None:
         """Record how the job ended, for nodes that start too late and for the scheduler."""
         step = self.session.member.step
-        if exitcode == 0:
-            self._registration.note_finished(step)
+        self._registration.note_closed(step, finished=exitcode == 0)
         if not self.config.job_dir:
             return
         directory = JobDirectory(Path(self.config.job_dir))

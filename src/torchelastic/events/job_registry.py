@@ -58,6 +58,8 @@ class AgentEntry:
     exitcode: int | None = None
     #: The directory of its workers' logs, if any.
     logs: Path | None = None
+    #: It saw the job end.
+    closed: bool = False
     #: It saw the job finish: every worker of every node succeeded, at this step; -1: unknown.
     finished: bool = False
     step: int = -1
@@ -120,9 +122,9 @@ class Registration:
         self._entry = entry
         self._write()
 
-    def note_finished(self, step: int) -> None:
-        """Record that the job finished at this step (-1: unknown); the agent is about to end."""
-        self._entry = replace(self._entry, finished=True, step=step)
+    def note_closed(self, step: int, *, finished: bool) -> None:
+        """Record that the job ended at this step (-1: unknown); the agent is about to end."""
+        self._entry = replace(self._entry, closed=True, finished=finished, step=step)
         self._write()
 
     def close(self, exitcode: int | None = None) -> None:

@@ -168,6 +168,7 @@ class NodeActor:
                 "rdzv_configs": {**config["rdzv_configs"], "own_endpoint": self._state.endpoint},
                 "local_addr": address.strip("[]"),
                 "incarnation": self._state.node,
+                "scheduled": True,  # an actor that Ray starts late must not run the job again
                 "preemption": _with_file(config["preemption"], self._notice),
             }
         )

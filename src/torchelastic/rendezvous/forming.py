@@ -133,8 +133,13 @@ def _ask_witness(
     nodes that it cannot reach may still take steps. It does not wait here for a node that trained
     alone: such a node counts as lost only after its lease has ended.
     """
-    world = the_world(state)
-    if world.place(state.host) is None and not world.steps_without(state.host):
+    world = state.world
+    if (
+        world is not None
+        and world.count
+        and world.place(state.host) is None
+        and not world.steps_without(state.host)
+    ):
         ended = state.since + rules.lease if world.phase == "waiting" else math.inf
         if now < ended:
             waiting = _wait(rules, state, now)
@@ -278,6 +283,8 @@ def _missing_for_world(rules: RoundRules, state: RoundState) -> tuple[str, bool]
     missing = to_claim(state)
     if missing and state.witness.silent:
         return f"waiting for the witness at {state.witness.url}: {state.witness.silent}", False
+    if majority.FIRST_VOTE in state.witness.refused:
+        return "another node has started the job again", False
     if missing is None:
         return f"waiting for a majority: {_who_agrees(state)} (--quorum){_tie(state)}", False
     every = [item.member for item in state.members.values() if not item.member.leaving]

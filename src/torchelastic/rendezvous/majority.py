@@ -34,6 +34,9 @@ from typing import Any
 
 from torchelastic.records import replace
 
+#: The vote that the node which starts a job claims from the witness before its first world. Whoever
+#: starts the job again claims it instead: then the run has no world, and never gets one.
+FIRST_VOTE = "first"
 #: Seconds between the attempts of failover candidates, by their place in the world.
 CANDIDACY_STAGGER = 0.25
 
@@ -114,6 +117,11 @@ class Roll:
     @property
     def electorates(self) -> tuple[Electorate, ...]:
         return tuple(each for each in (*self.before, self.latest) if each.nodes)
+
+
+def voters(roll: Roll) -> frozenset[str]:
+    """All voters of a roll."""
+    return frozenset().union(*(each.voters for each in roll.electorates))
 
 
 def formed(

@@ -346,6 +346,9 @@ def to_claim(state: RoundState) -> tuple[str, ...] | None:
     if state.roll is None:
         return ()
     missing = majority.to_claim(state.roll.electorates, votes(state) | state.witness.held)
+    is_first = state.roll.generation < 0 and bool(state.witness.url)
+    if is_first and majority.FIRST_VOTE not in state.witness.held:
+        missing = (majority.FIRST_VOTE,)
     return None if missing is None or state.witness.refused.keys() & set(missing) else missing
 
 

@@ -8,7 +8,7 @@ import logging
 import math
 import re
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from torchelastic.clock import Clock
@@ -50,6 +50,8 @@ class Endpoint:
     job: str
     #: This node's credentials.
     credentials: Credentials = field(default=ANONYMOUS, repr=False, compare=False)
+    #: Nodes of this machine that saw the end of their run of the job.
+    ended: Collection[str] = field(default=(), repr=False, compare=False)
 
     @classmethod
     def at(cls, address: str, job: str, credentials: Credentials = ANONYMOUS) -> Endpoint:
@@ -237,7 +239,10 @@ async def connect_once(
     tls = TlsPipe(shown.client_tls, server=False) if shown.client_tls is not None else None
     link = Link(tls=tls, limit=frames.GREETING_LIMIT)
     nonce = new_nonce() if shown.secret is not None else ""
-    hello = frames.Hello(frames.PROTOCOL, frames.VERSION, endpoint.job, lease, purpose, term, nonce)
+    hello = frames.Hello(
+        *(frames.PROTOCOL, frames.VERSION, endpoint.job, lease, purpose, term, nonce),
+        ended=list(endpoint.ended),
+    )
     try:
         await asyncio.wait_for(_connect(link, endpoint), timeout)
         return link, await _greet(link, endpoint, hello, timeout)

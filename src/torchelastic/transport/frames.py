@@ -96,6 +96,8 @@ class Hello(Message):
     term: int = 0
     #: See `secret`; empty: this node has none.
     nonce: str = ""
+    #: Nodes of the client's machine that saw the end of their run of the job.
+    ended: list[str] = field(default_factory=list)
 
 
 class OtherVersion(NamedTuple):

@@ -12,6 +12,7 @@ import pytest
 from torchelastic import __version__, cli
 from torchelastic.cli import commands
 from torchelastic.cli.options.command_table import BY_NAME
+from torchelastic.cluster.platform import PlatformFacts
 from torchelastic.config import Entry
 from torchelastic.events import job_registry
 
@@ -51,8 +52,12 @@ def test_a_job_reaches_the_agent_whose_code_comes_back(started, main, argv, rest
     assert entry == Entry("script", "train.py", ("--lr", "1"))
 
 
-def test_a_node_that_comes_too_late_starts_nothing(started, capsys):
+def test_a_node_that_comes_too_late_starts_nothing_if_a_scheduler_gave_the_id(
+    started, capsys, monkeypatch
+):
     command = ["run", "--nnodes=1:2", "--rdzv-endpoint=n1:1", "--rdzv-id=job-1", "train.py", "7"]
+    scheduler = PlatformFacts(platform="test", run_id="job-1")
+    monkeypatch.setattr(commands.run, "detect", lambda environ, read: scheduler)
     directory = job_registry.directory_for("job-1", "node")
     job_registry.register(
         "job-1",
@@ -62,16 +67,18 @@ def test_a_node_that_comes_too_late_starts_nothing(started, capsys):
         endpoint="n1:1",
         command=["train.py", "7"],
         events=directory / "events.jsonl",
-    ).note_finished(50)
+    ).note_closed(50, finished=True)
     assert cli.main(command) == 0
     assert "torchelastic run: Job 'job-1' finished at step 50, " in capsys.readouterr().err
     assert started == []
     for other in (
         [*command[:-1], "8"],  # another job
         ["run", "--nnodes=1", *command[2:]],  # of one node: there is nothing to come late for
-        [*command[:3], "train.py", "7"],  # without --rdzv-id
+        [*command[:3], "--rdzv-id=job-2", "train.py", "7"],  # not the scheduler's id
     ):
         assert cli.main(other) == 7, other
+    monkeypatch.setattr(commands.run, "detect", lambda environ, read: None)
+    assert cli.main(command) == 7, "started by hand: the job runs again"
 
 
 @pytest.mark.parametrize("main", [cli.main, distributed_run, distributed_launch])

@@ -252,7 +252,7 @@ def test_who_comes_too_late_is_rejected_with_a_reason():
     assert job_registry.too_late("job", command) == ""
     registration = register("job")
     assert job_registry.too_late("job", command) == "", "it runs"
-    registration.note_finished(1200)
+    registration.note_closed(1200, finished=True)
     registration.close(0)
     assert re.fullmatch(
         r"Job 'job' finished at step 1200, \d s ago: this node is too late. To run the same "
@@ -260,7 +260,7 @@ def test_who_comes_too_late_is_rejected_with_a_reason():
         job_registry.too_late("job", command),
     )
     assert job_registry.too_late("another", command) == ""
-    register("job").note_finished(-1)
+    register("job").note_closed(-1, finished=True)
     assert "Job 'job' finished " in job_registry.too_late("job", command)
     register("job").close(1)
     assert job_registry.too_late("job", command) == ""

@@ -465,6 +465,21 @@ def with_witness(*nodes: str, **tokens: str) -> Job:
     return job
 
 
+def test_the_first_world_needs_the_first_vote_of_the_witness():
+    job = hosted()
+    witnessed(job)
+    for node in "ab":
+        job.come(node, witness="token")
+    job.wait(2.0)
+    assert job.claims == (majority.FIRST_VOTE,)
+    witnessed(job, refused={majority.FIRST_VOTE: "c"})
+    job.wait(10.0)
+    assert (job.world.phase, job.claims) == ("waiting", ())
+    assert "another node has started the job again" in job.world.reason
+    witnessed(job, held=frozenset({majority.FIRST_VOTE}))
+    assert (job.world.phase, job.names) == ("running", ["a", "b"])
+
+
 @pytest.mark.parametrize(
     ("nodes", "tokens", "votes"),
     [

@@ -33,10 +33,7 @@ def main(parsed: Parsed, perform: Callable[[LaunchConfig, Entry], int] | None = 
     # The other entry points have their own defaults for the rendezvous.
     found = detect(environ, read_file) if parsed.prog == RUN.prog else None
     config, entry = job(parsed, environ, found)
-    # Without an id of its own, a job has that of all jobs at its endpoint.
-    named = parsed.given("rdzv_id") or (found is not None and bool(found.run_id))
-    late = too_late(config, entry) if named else ""
-    if late:
+    if late := too_late(config, entry):
         print(f"{parsed.prog}: {late}", file=sys.stderr)
         return EXIT_OK
     if config.job_dir:
@@ -110,9 +107,13 @@ def job(
 
 
 def too_late(config: LaunchConfig, entry: Entry) -> str:
-    """Return why this node need not start, because the job has finished; empty: it may."""
+    """Return why this node need not start, because the job has finished; empty: it may.
+
+    The same command a second time runs the job again, unless a scheduler gave the id: then a node
+    that comes late has the command of the others.
+    """
     if config.job_dir:
         return JobDirectory(Path(config.job_dir)).why_too_late(config.run_id)
-    if config.max_nodes == 1:
+    if config.max_nodes == 1 or not config.scheduled:
         return ""
     return job_registry.too_late(config.run_id, [entry.target, *entry.args])

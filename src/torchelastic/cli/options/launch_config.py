@@ -74,11 +74,12 @@ def launch_config(
     rendezvous = rules.arrange(parsed, shape.max_nodes)
     patience = rules.patience(parsed)
     job_dir = _job_dir(environ, found)
+    run_id = parsed["rdzv_id"] if parsed.given("rdzv_id") else ""
     config = LaunchConfig(
         min_nodes=shape.min_nodes,
         max_nodes=shape.max_nodes,
         nproc_per_node=workers_for(shape.workers, environ, root),
-        run_id=parsed["rdzv_id"] if parsed.given("rdzv_id") else "",
+        run_id=run_id,
         rdzv_backend=rendezvous.backend,
         rdzv_endpoint=rendezvous.endpoint,
         rdzv_configs=parsed["rdzv_conf"],
@@ -96,14 +97,15 @@ def launch_config(
         # Pods of an ElasticJob are of no platform that is detected, and have their UID.
         incarnation=(found.node if found is not None else "") or environ.get("POD_UID", ""),
         shared_signals=found.leave_signals if found is not None and found.signals_all else (),
+        scheduled=bool(job_dir) or (found is not None and run_id == found.run_id != ""),
         job_dir=job_dir,
         **_files(parsed, environ, job_dir),
         **{name: parsed[name] for name in _SAME_NAME},
     )
     if config.run_id:
         return config
-    run_id = default_run_id(config.max_nodes, config.rdzv_endpoint)
-    return dataclasses.replace(config, run_id=run_id)
+    made = default_run_id(config.max_nodes, config.rdzv_endpoint)
+    return dataclasses.replace(config, run_id=made)
 
 
 def _job_dir(environ: Mapping[str, str], found: PlatformFacts | None) -> str:

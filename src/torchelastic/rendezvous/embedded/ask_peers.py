@@ -61,6 +61,11 @@ class Returns:
         return max((ballot.term for ballot in self.ballots.values()), default=0)
 
     @property
+    def ended(self) -> set[str]:
+        """Nodes that saw the end of their run of the job, as the peers say."""
+        return {node for ballot in self.ballots.values() for node in ballot.ended}
+
+    @property
     def granted(self) -> dict[str, Ballot]:
         """The votes that were given."""
         return {key: ballot for key, ballot in self.ballots.items() if ballot.granted}

@@ -18,6 +18,7 @@ import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 
 from torchelastic.clock import Clock, SystemClock
+from torchelastic.config import format_endpoint
 from torchelastic.errors import (
     LeaseExpired,
     RendezvousError,
@@ -31,6 +32,7 @@ from torchelastic.transport import frames
 from torchelastic.transport.addresses import reachable_address
 from torchelastic.transport.connect import Endpoint, connect_to_host
 from torchelastic.transport.frames import Row
+from torchelastic.transport.interfaces import can_be_told
 from torchelastic.transport.link import Link
 
 log = logging.getLogger(__name__)
@@ -88,6 +90,8 @@ class EmbeddedStore:
         #: The term of the store's host; 0: a server that no node would replace.
         self.term = 0
         self._local_addr = ""
+        #: The address at which the last connection reached the host, unless only this machine can.
+        self._reached_at: list[str] = []
         #: Why the store is lost; None while it is not.
         self._lost: str | None = None
         self._connector: asyncio.Task[None] | None = None
@@ -100,6 +104,12 @@ class EmbeddedStore:
         self.lease_lost = asyncio.Event()
         #: Called when the store is lost.
         self.on_lost: Callable[[], None] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The host's address as this node knows it, and as the connection has it: to another node,
+        a name may mean another machine, or an address may be out of reach."""
+        return [*dict.fromkeys([str(self.place), *self._reached_at])]
 
     @classmethod
     async def connect(
@@ -407,6 +417,8 @@ class EmbeddedStore:
         self._link = link
         self._heard_at = self._loop.time()
         self._local_addr = reachable_address(link.local_addr, self.place.host)
+        if link.remote_addr and can_be_told(link.remote_addr):
+            self._reached_at = [format_endpoint(link.remote_addr, self.place.port)]
         link.deliver_to(self._hear)
         self._catching_up.clear()
         for _, frame in self._reports.values():

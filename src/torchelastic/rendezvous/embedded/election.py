@@ -10,6 +10,11 @@ from torchelastic.rendezvous.embedded.ask_peers import Returns
 from torchelastic.rendezvous.embedded.failover_state import FailoverState
 from torchelastic.rendezvous.majority import Elector, Electorate, Roll
 
+#: What a node without a world does while a node that has one looks for its host.
+OTHERS_CONTINUE = (
+    "this node does not start the job anew. It joins when the nodes of that generation have "
+    "elected a host; to start the job anew, stop them"
+)
 #: Stands for the newest world of a dead node.
 DEAD = -2
 #: The limit on how often the time to let others try first doubles.
@@ -41,6 +46,10 @@ class Poll:
     own_place: str = ""
     two_node_takeover: bool = False
     witness: WitnessView = WitnessView()
+    #: Nodes that saw the end of their run of the job, as far as other agents have said.
+    ended: Set[str] = frozenset()
+    #: A node that has a world has lost its host and asks for votes.
+    gives_way: bool = False
 
     @property
     def has_world(self) -> bool:
@@ -85,6 +94,8 @@ class Poll:
         """The witness's votes that would elect this node; None if they are not enough."""
         if self.has_world and not self.holding.rows:
             return None  # there is nothing to host the store from
+        if self.gives_way and not self.has_world:
+            return None  # that node's workers may have the only copy of the newest state
         votes = self.votes(returns)
         electorates = majority.confirmed(self.roll, votes).electorates
         missing = majority.to_claim(electorates, votes)
@@ -126,22 +137,30 @@ class Poll:
             if ballot.node not in (key, self.elector.node)
         }
 
-    def is_outdated(self, returns: Returns, *, waited: bool) -> bool:
-        """Return whether the job of this node's world has ended and was started again without it.
+    @property
+    def has_ended(self) -> bool:
+        """Return whether a voter of this node's world saw the end of the job."""
+        return self.has_world and bool(majority.voters(self.roll) & self.ended)
 
-        Either other agents have replaced too many of its nodes for a majority; or a host answers
-        that this node cannot follow, and the others had time to elect another one.
+    def why_outdated(self, returns: Returns, *, waited: bool) -> str:
+        """Return why the job of this node's world does not continue; empty if it may.
+
+        Either it has ended; or it was started again without this node: other agents have replaced
+        too many of its nodes for a majority, or a host answers that this node cannot follow, and
+        the others had time to elect another one.
         """
+        if self.has_ended:
+            return "that run of the job has ended"
         electorates = self.roll.electorates
-        there = frozenset().union(*(each.voters for each in electorates))
-        there -= self._replaced_in(returns)
+        there = majority.voters(self.roll) - self._replaced_in(returns)
         named = [ballot for ballot in returns.ballots.values() if ballot.hosts]
         # A host of an earlier term than this node's vote yields to it, and the others elect again.
         has_other_host = bool(named) and not any(
             self._knows_more(ballot.term, ballot.generation) for ballot in named
         )
         is_hopeless = not majority.agreed(electorates, there)
-        return self.has_world and (is_hopeless or (has_other_host and waited))
+        is_outdated = self.has_world and (is_hopeless or (has_other_host and waited))
+        return "the job has been restarted since" if is_outdated else ""
 
     def _is_other_of_two(self, node: str) -> bool:
         latest = self.roll.latest.nodes
@@ -179,6 +198,8 @@ class Poll:
     def waiting_reason(self, returns: Returns) -> str:
         """The sentence for users that says what a node without a host waits for."""
         gone = "the rendezvous host is unreachable"
+        if self.gives_way and not self.has_world:
+            return f"another node has a generation of this job: {OTHERS_CONTINUE}"
         if obstacle := self.witness.obstacle:
             return f"{gone}: {obstacle}" if self.has_world else obstacle
         if self.has_world and not self.holding.rows:
@@ -196,6 +217,8 @@ class Poll:
             )
         elif wanted.witness in self.witness.refused:
             hint = ", and the witness voted for them"
+        if forgot := len(wanted.nodes & self._replaced_in(returns)) if self.has_world else 0:
+            hint += f" ({forgot} of them restarted without its vote: its voter file is lost)"
         return f"{gone}, and {there} are not a majority: waiting for the others{hint}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torchelastic.records import replace
@@ -67,7 +67,9 @@ class LeasedRows:
     rows: Callable[[], Mapping[str, Json]] = dict
     lease: str = field(default_factory=lambda: secrets.token_hex(16))
 
-    def ballot(self, elector: Elector, hosts: list[str], refusal: str) -> Ballot:
+    def ballot(
+        self, elector: Elector, hosts: list[str], ended: Collection[str], refusal: str
+    ) -> Ballot:
         """The answer to a request for this node's vote; a vote carries the node's rows."""
         granted = not refusal
         rows = [Row(key, json.dumps(value), 0, 0) for key, value in self.rows().items()]
@@ -81,6 +83,7 @@ class LeasedRows:
             lease=self.lease if granted and rows else "",
             seconds=self.seconds,
             rows=rows if granted else [],
+            ended=sorted(ended),
         )
 
 

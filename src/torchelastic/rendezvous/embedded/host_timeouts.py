@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from torchelastic.rendezvous.embedded.server import RECONNECT_GRACE
+from torchelastic.rendezvous.embedded.failover_state import FailoverState
+from torchelastic.rendezvous.embedded.server import RECONNECT_GRACE, EmbeddedServer
 from torchelastic.rendezvous.store import Json
-from torchelastic.rendezvous.world import MEMBER_PREFIX, World
+from torchelastic.rendezvous.world import MEMBER_PREFIX, WORLD_KEY, World
 from torchelastic.transport import frames
 from torchelastic.transport.connect import Endpoint
 from torchelastic.transport.frames import Row
@@ -28,6 +29,14 @@ async def grace_of(
     if address:
         grace = 0.0 if await lives(at(address)) is False else None
     return None if records and alone else grace
+
+
+def newest_summary(server: EmbeddedServer | None, holding: FailoverState) -> Json:
+    """The summary of the newest world; a host has it first."""
+    if server is None:
+        return holding.rows.get(WORLD_KEY, {})
+    texts = {row.key: row.text for row in server.rows(WORLD_KEY)}
+    return frames.decode_value(texts.get(WORLD_KEY) or "{}")
 
 
 def trains_alone(summary: Json, parts: Iterable[Row], host: str) -> bool:

@@ -22,13 +22,15 @@ from functools import partial
 
 from torchelastic.clock import Clock
 from torchelastic.config import format_endpoint
-from torchelastic.errors import RendezvousLost, RendezvousRefused
+from torchelastic.errors import RendezvousLost
 from torchelastic.rendezvous import majority
+from torchelastic.rendezvous.embedded import host_timeouts
 from torchelastic.rendezvous.embedded.ask_peers import Returns, announce, ask_for_votes, unless
 from torchelastic.rendezvous.embedded.client import EmbeddedStore
+from torchelastic.rendezvous.embedded.dial_host import dial, wait_for_host
 from torchelastic.rendezvous.embedded.election import Poll, Search
 from torchelastic.rendezvous.embedded.failover_state import FailoverState, LeasedRows, table_of
-from torchelastic.rendezvous.embedded.host_timeouts import grace_of, others_stay, trains_alone
+from torchelastic.rendezvous.embedded.founding import Founding
 from torchelastic.rendezvous.embedded.server import EmbeddedServer
 from torchelastic.rendezvous.embedded.tie_breaker import TieBreaker
 from torchelastic.rendezvous.embedded.voter_file import Voter, VoterFile
@@ -42,7 +44,7 @@ from torchelastic.rendezvous.embedded.votes import (
 from torchelastic.rendezvous.majority import Candidacy, Elector
 from torchelastic.rendezvous.store import Json
 from torchelastic.rendezvous.witness.vote_keys import Witness
-from torchelastic.rendezvous.world import MEMBER_PREFIX, PART_PREFIX, WORLD_KEY
+from torchelastic.rendezvous.world import MEMBER_PREFIX, PART_PREFIX
 from torchelastic.side_tasks import TaskSet
 from torchelastic.transport import frames
 from torchelastic.transport.auth import Credentials
@@ -55,9 +57,6 @@ from torchelastic.transport.ring import answer_that_we_live
 
 logger = logging.getLogger(__name__)
 
-#: Seconds for a host that others named to answer. For the host that this node has just given up:
-#: this many times the search pause, because peers may name it shortly before they give it up too.
-HOST_TIMEOUT, RETRY_FACTOR = 1.0, 5.0
 #: How many times per lease a host announces itself.
 ANNOUNCEMENTS_PER_LEASE = 3
 LOOPBACK = "127.0.0.1"
@@ -66,10 +65,6 @@ FIRST_TERM = 1
 HOST_REPLACED = "Another node hosts the rendezvous now."
 #: Seconds after which a node without a host repeats what it waits for.
 REPEAT_INTERVAL = 60.0
-
-
-class _EndpointIsOurs(Exception):
-    """The name of the endpoint now resolves to this machine."""
 
 
 class EmbeddedNode:
@@ -88,13 +83,14 @@ class EmbeddedNode:
         own: tuple[str, int] | None = None,
         two_node_takeover: bool = False,
         may_be_remembered: bool = True,
+        joins_closed: bool = False,
         passes_workers_on: bool = False,
         witness: Witness | None = None,
         file: VoterFile | None = None,
     ) -> None:
-        """`own`: the endpoint that is this node's. `passes_workers_on`: workers reach their store
-        through this node's port, as with torchrun's static rendezvous. `file`: where this node
-        keeps its vote."""
+        """`own`: the endpoint that is this node's. `joins_closed`: as a new node, join a job that
+        has ended instead of waiting for its host to exit. `passes_workers_on`: workers reach their
+        store through this node's port (torchrun's static rendezvous). `file` keeps its vote."""
         self._node = node
         self._clock = clock
         self._lease = lease
@@ -102,6 +98,7 @@ class EmbeddedNode:
         self._two_node_takeover = two_node_takeover
         #: Others may know this job at our endpoint, from an earlier agent.
         self._may_be_known = may_be_remembered and places[0].port != 0
+        self._founding = Founding(places[0].job, clock, lease, joins_closed=joins_closed)
         shown = places[0].credentials
         self._listener = Listener(places[0].job, secret=shown.secret, tls=shown.server_tls)
         if passes_workers_on:
@@ -251,7 +248,7 @@ class EmbeddedNode:
         `rows` as in `regain`. Waits up to `seconds` to be asked.
         """
         server = self.server
-        if server is None or not others_stay(server.rows(MEMBER_PREFIX), self._node):
+        if server is None or not host_timeouts.others_stay(server.rows(MEMBER_PREFIX), self._node):
             return
         await self._leave("The host is leaving the job.")
         self._leased_rows = LeasedRows(self._lease, rows)
@@ -279,33 +276,24 @@ class EmbeddedNode:
     async def _find_host(self, timeout: float | None, say: Callable[[str], None]) -> None:
         """Find a host, or become it. A node without a vote can only wait for one."""
         if self._endpoints.ours is None and not self._holding.roll.latest.nodes:
-            await self._wait_for_host(timeout, say)
-        else:
-            await self._search_host(timeout, say)
-
-    async def _wait_for_host(self, timeout: float | None, say: Callable[[str], None]) -> None:
-
-        async def look() -> None:
-            await self._endpoints.look()
-            if self._endpoints.ours is not None:
-                raise _EndpointIsOurs
-
-        try:
-            store = await EmbeddedStore.connect(
-                [
-                    *self._endpoints.places,
-                    *map(self._endpoint_at, filter(None, self._known_agents)),
-                ],
+            store = await wait_for_host(
+                self._endpoints,
+                map(self._endpoint_at, filter(None, self._known_agents)),
                 term=self._elector.term,
                 timeout=timeout,
                 clock=self._clock,
-                meanwhile=look,
+                is_over=self._is_over,
                 say=say,
             )
-        except _EndpointIsOurs:
-            await self._search_host(timeout, say)
-            return
-        self._follow(store)
+            if store is not None:
+                self._follow(store)
+                return
+        await self._search_host(timeout, say)
+
+    async def _is_over(self, store: EmbeddedStore) -> bool:
+        """Return whether this is the store of a run that has ended, and not for a new node."""
+        is_new = self._store is None and not self._poll.has_world
+        return is_new and await self._founding.is_over(store)
 
     async def _search_host(self, timeout: float | None, say: Callable[[str], None]) -> None:
         """Ask peers until this node has a host, or is host."""
@@ -319,6 +307,7 @@ class EmbeddedNode:
             term = self._tie_breaker.next_term(self._elector, search.heard)
             returns = await self._ask(term, binding=False)
             search.hear(returns)
+            self._founding.ended |= returns.ended
             announced, self._announced_hosts = self._announced_hosts, []
             self._news.clear()
             now = self._clock.now()
@@ -328,6 +317,8 @@ class EmbeddedNode:
                 return
             if self._file is not None and self._store is None:
                 self._file.check(self._poll, returns, waited=waited)
+            if self._poll.has_ended:
+                raise RendezvousLost(f"Job '{self.job}' ended while this node was cut off from it.")
             if search.is_our_turn(self._poll, term, now):
                 before = self._elector
                 if await self._run_for_election(returns, waited):
@@ -345,8 +336,9 @@ class EmbeddedNode:
     def _may_start_job(self) -> bool:
         """Return whether no other node can know of the job: no world here, ours is the only
         endpoint, and no peer has mentioned a host."""
-        is_first = self._stepped_down_for <= FIRST_TERM and self._holding.roll.generation < 0
-        return is_first and self._endpoints.places == [self._endpoints.ours]
+        is_first = max(self._stepped_down_for, self._elector.term) <= FIRST_TERM
+        is_alone = self._endpoints.places == [self._endpoints.ours] and not self._poll.has_world
+        return is_first and is_alone and self._founding.is_allowed
 
     # Asking others
 
@@ -360,6 +352,8 @@ class EmbeddedNode:
             own_place="" if ours is None else str(ours),
             two_node_takeover=self._two_node_takeover,
             witness=self._tie_breaker.view(self._tie_breaker.next_term(self._elector)),
+            ended=self._founding.ended,
+            gives_way=not self._founding.is_allowed,
         )
 
     def _peers(self, but: Set[str] = frozenset()) -> dict[str, Endpoint]:
@@ -371,30 +365,26 @@ class EmbeddedNode:
 
     async def _ask(self, term: int, *, binding: bool, of: Collection[str] | None = None) -> Returns:
         generation, is_confirmed = self._elector.generation, self._holding.is_confirmed
-        asked = VoteRequest(term, self._node, generation, binding, is_confirmed)
+        is_resumed = self._poll.has_world and self._store is None
+        asked = VoteRequest(term, self._node, generation, binding, is_confirmed, is_resumed)
         places = {key: at for key, at in self._peers().items() if of is None or key in of}
         return await ask_for_votes(places, asked, enough=self._poll.suffices)
 
     # Becoming a client
 
     async def _join_one_of(self, hosts: Sequence[str], pause: float) -> bool:
-        given_up = str(self._store.place) if self._store is not None else ""
-        for address in hosts:
-            timeout = RETRY_FACTOR * pause if address == given_up else HOST_TIMEOUT
-            try:
-                store = await EmbeddedStore.connect(
-                    [self._endpoint_at(address)],
-                    term=self._elector.term,
-                    timeout=min(timeout, HOST_TIMEOUT),
-                    lease=(self._leased_rows.lease, self._leased_rows.seconds),
-                    clock=self._clock,
-                )
-            except (RendezvousLost, RendezvousRefused) as error:
-                logger.debug("no host at %s: %s", address, error)
-                continue
+        store = await dial(
+            map(self._endpoint_at, hosts),
+            given_up=self._store.names if self._store is not None else (),
+            pause=pause,
+            term=self._elector.term,
+            lease=(self._leased_rows.lease, self._leased_rows.seconds),
+            clock=self._clock,
+            is_over=self._is_over,
+        )
+        if store is not None:
             self._follow(store)
-            return True
-        return False
+        return store is not None
 
     def _follow(self, store: EmbeddedStore) -> None:
         self._store = store
@@ -476,6 +466,9 @@ class EmbeddedNode:
     async def _announce(self) -> None:
         """As host, announce that to nodes that may not know it: missing nodes and the endpoints."""
         while self.server is not None:
+            if self._tie_breaker.is_abandoned:
+                self._tasks.start(self._step_down(self.term), "step down")
+                return
             members = self.server.rows(MEMBER_PREFIX)
             connected = {row.key.removeprefix(MEMBER_PREFIX) for row in members}
             missing = list(self._peers(but=connected).values())
@@ -490,11 +483,23 @@ class EmbeddedNode:
         """Stop being host, and tell the clients why."""
         logger.info("this node no longer hosts the rendezvous (term %d)", term)
         self._stepped_down_for = max(self._stepped_down_for, term)
+        if (server := self._resign()) is not None:
+            await server.close(told)
+
+    def _resign(self) -> EmbeddedServer | None:
+        """Stop being host at once; return the server, to be closed."""
         self._host_lost()
         server, self.server = self.server, None
         self._listener.serve(frames.STORE, self._redirect)
-        if server is not None:
-            await server.close(told)
+        return server
+
+    def _give_way(self, request: VoteRequest, address: str) -> None:
+        """As a node that would start the job: let nodes that have a world elect their host."""
+        is_founder = self._endpoints.ours is not None and self.is_host == self._elector.has_host
+        if not is_founder or self._elector.generation >= 0:
+            return
+        if self._founding.asked_by(request, address) and (server := self._resign()) is not None:
+            self._tasks.start(server.close(HOST_REPLACED), "step down")
 
     async def _leave(self, told: str = HOST_REPLACED) -> None:
         """Drop the connection to the last host, or the server if this node was host."""
@@ -520,29 +525,24 @@ class EmbeddedNode:
     async def _grace_of(self, rows: Sequence[Row]) -> float | None:
         """As host: seconds to wait for the agent of these rows after its connection ended."""
         parts = self.server.rows(PART_PREFIX) if self.server is not None else []
-        alone = trains_alone(self._world_summary(), parts, self._node)
-        return await grace_of(rows, at=self._endpoint_at, alone=alone)
+        newest = host_timeouts.newest_summary(self.server, self._holding)
+        alone = host_timeouts.trains_alone(newest, parts, self._node)
+        return await host_timeouts.grace_of(rows, at=self._endpoint_at, alone=alone)
 
     def _redirect(self, link: Link, hello: frames.Hello) -> None:
         """Tell a client of the store where the host is."""
+        self._founding.ended |= {*hello.ended}
         link.send(frames.Elsewhere(self._known_hosts(), self._elector.term))
         link.close()
 
     def _store_of_workers(self) -> str:
         """The worker store of the newest world; empty if there is none."""
-        return str(self._world_summary().get("store", ""))
-
-    def _world_summary(self) -> Json:
-        """The summary of the newest world; a host has it first."""
-        if self.server is None:
-            return self._holding.rows.get(WORLD_KEY, {})
-        texts = {row.key: row.text for row in self.server.rows(WORLD_KEY)}
-        return frames.decode_value(texts.get(WORLD_KEY) or "{}")
+        return str(host_timeouts.newest_summary(self.server, self._holding).get("store", ""))
 
     def _known_hosts(self) -> list[str]:
         if not self._elector.has_host:
             return []
-        return [self.peer] if self.is_host else [str(self.store.place)]
+        return [self.peer] if self.is_host else self.store.names
 
     def _serve_election(self, link: Link, hello: frames.Hello) -> None:
         link.send(frames.Welcome(frames.PROTOCOL, frames.VERSION, "", False, self._elector.term))
@@ -550,7 +550,8 @@ class EmbeddedNode:
 
     def _on_message(self, link: Link, payload: bytes) -> None:
         match frames.parse(payload, QUESTIONS):
-            case VoteRequest(term, node, generation, binding, confirmed):
+            case VoteRequest(term, node, generation, binding, confirmed) as request:
+                self._give_way(request, link.remote_addr)
                 asked = Candidacy(term, node, generation, binding, confirmed)
                 self._tasks.start(self._vote(link, asked), "vote")
             case HostAnnouncement() as announcement:
@@ -575,7 +576,8 @@ class EmbeddedNode:
         return self._ballot(why)
 
     def _ballot(self, refusal: str = "") -> Ballot:
-        return self._leased_rows.ballot(self._elector, self._known_hosts(), refusal)
+        ended = self._endpoints.places[0].ended
+        return self._leased_rows.ballot(self._elector, self._known_hosts(), ended, refusal)
 
     def _on_announcement(self, link: Link, announcement: HostAnnouncement) -> None:
         """Note that another node says it is host."""

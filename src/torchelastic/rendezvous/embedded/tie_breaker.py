@@ -97,6 +97,11 @@ class TieBreaker:
                 return False
         return missing is not None and (poll.has_world or await self.begins_job())
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether another node has given up the run of the job that this node started."""
+        return self._witness is not None and self._witness.is_abandoned
+
     def became_host(self) -> None:
         """Note that the node is host: it never asks for votes in that term again."""
         self._unclear = 0

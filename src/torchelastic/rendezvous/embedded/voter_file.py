@@ -18,7 +18,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,20 +109,23 @@ def why_void(
     said: Mapping[str, Any],
     ours: Mapping[str, Any],
     *,
-    gone: Sequence[str] = (),
+    gone: Collection[str] = (),
+    ended: Collection[str] = (),
     is_late: bool = False,
 ) -> str:
     """Return why an agent must not, or need not, continue as this voter; empty if it does. Pure.
 
     `said` and `ours` are the machine and the job, in the file and here; `gone` are nodes that never
-    come back.
+    come back, `ended` those that saw the end of their run of the job.
     """
     differing = [key for key in ours if said.get(key) != ours[key]]
     if differing:
         return f"it has another {differing[0]}"
     if is_late:
         return "the other nodes stopped waiting for this node (--wait-for-nodes)"
-    voters = frozenset().union(*(each.voters for each in voter.holding.roll.electorates))
+    voters = majority.voters(voter.holding.roll)
+    if voters & {*ended}:
+        return "its run of the job has ended"
     if not majority.agreed(voter.holding.roll.electorates, voters - {*gone}):
         return "too many nodes of its world are gone for good"
     return ""
@@ -132,11 +135,19 @@ class VoterFile:
     """The file of one node, and the node's id; written by threads, used by one loop."""
 
     def __init__(
-        self, path: Path, node: str, identity: Mapping[str, Any], *, is_off: bool = False
+        self,
+        path: Path,
+        node: str,
+        identity: Mapping[str, Any],
+        *,
+        ended: Collection[str] = (),
+        is_off: bool = False,
     ) -> None:
-        """`is_off`: never write anything."""
+        """`ended`: nodes of this machine that saw the end of their run of the job. `is_off`: never
+        write anything."""
         self.path = path
         self.node = node
+        self.ended = frozenset(ended)
         #: The state that this node's last agent left; None: it is a new node.
         self.resumed: Voter | None = None
         self._identity = {**identity, "node": node}
@@ -182,8 +193,9 @@ class VoterFile:
                 self._put(wanted)
             except (OSError, ConfigError) as error:
                 log.warning(
-                    "Cannot write %s (%s): if this agent restarts, it joins as a new node "
-                    "without a vote.",
+                    "Cannot write %s (%s): this node's vote is lost if its agent restarts. The "
+                    "next agent then waits for the nodes that still run this job, and joins "
+                    "them as a new node.",
                     self.path,
                     error,
                 )
@@ -206,12 +218,12 @@ class VoterFile:
 
     def check(self, poll: Poll, returns: Returns, *, waited: bool) -> None:
         """End this node, to be restarted as a new one, if its resumed vote is outdated."""
-        if self.resumed is not None and poll.is_outdated(returns, waited=waited):
+        why = poll.why_outdated(returns, waited=waited) if self.resumed is not None else ""
+        if why:
             self.discard()
             raise VoteOutdated(
                 f"This node resumed generation {self.generation} of job "
-                f"'{self._identity['job']}', but the job has been restarted since; it joins as a "
-                "new node."
+                f"'{self._identity['job']}', but {why}; it joins as a new node."
             )
 
     def discard(self) -> None:
@@ -242,7 +254,7 @@ class VoterFile:
             self._is_off = True
             self._file.close()
 
-    def resume(self, *, gone: Sequence[str], is_late: bool) -> bool:
+    def resume(self, *, gone: Collection[str] = (), is_late: bool = False) -> bool:
         """Lock the file for this process and continue from it; False if it is in use or void."""
         try:
             kept = _last(self._file.read())
@@ -253,7 +265,7 @@ class VoterFile:
             self._file.close()
             return False
         voter, said = kept
-        why = why_void(voter, said, self._identity, gone=gone, is_late=is_late)
+        why = why_void(voter, said, self._identity, gone=gone, ended=self.ended, is_late=is_late)
         if not why:
             self.resumed = self._written = voter
             return True
@@ -290,14 +302,15 @@ def claim(config: LaunchConfig, command: Sequence[str]) -> VoterFile:
     if config.incarnation:
         ours["incarnation"] = config.incarnation
     agents = job_registry.agents_of(config.run_id)
-    ended = sorted((one for one in agents if not one.alive), key=lambda one: one.started)
-    gone = [one.node for one in ended if not _path(config, one.node).exists()]
-    for agent in ended:
-        file = VoterFile(_path(config, agent.node), agent.node, ours)
+    saw_end = [one.node for one in agents if one.closed]
+    past = sorted((one for one in agents if not one.alive), key=lambda one: one.started)
+    gone = [one.node for one in past if not _path(config, one.node).exists()]
+    for agent in past:
+        file = VoterFile(_path(config, agent.node), agent.node, ours, ended=saw_end)
         idle = time.time() - agent.last_seen
         if file.resume(gone=gone, is_late=idle > (config.wait_for_nodes or math.inf)):
             return file
-    return VoterFile(_path(config, node), node, ours)
+    return VoterFile(_path(config, node), node, ours, ended=saw_end)
 
 
 def _path(config: LaunchConfig, node: str) -> Path:

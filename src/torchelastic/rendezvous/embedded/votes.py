@@ -9,7 +9,7 @@ reign (from the host)      ->
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchelastic.transport.frames import Message, Row, by_kind
 
@@ -24,6 +24,8 @@ class VoteRequest(Message):
     generation: int
     binding: bool
     settled: bool
+    #: Its agent was started again since that world: the state of its workers is lost.
+    resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class Ballot(Message):
     lease: str
     seconds: float
     rows: list[Row]
+    #: Nodes of its machine that saw the end of their run of the job.
+    ended: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

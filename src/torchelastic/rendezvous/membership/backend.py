@@ -274,8 +274,9 @@ def _embedded_node(
         asking = WitnessClient(config.witness, on_child)
         witness = Witness(asking, config.witness, config.run_id, node)
     shown = credentials.load(config)
+    ended = file.ended if file is not None else ()
     places = [
-        Endpoint(host, port, config.run_id, shown)
+        Endpoint(host, port, config.run_id, shown, ended)
         for host, port in parse_endpoints(config.rdzv_endpoint or PRIVATE_ENDPOINT)
     ]
     return EmbeddedNode(
@@ -288,6 +289,7 @@ def _embedded_node(
         own=config.own_endpoint,
         two_node_takeover=config.two_node_takeover,
         may_be_remembered=config.max_nodes > 1,
+        joins_closed=config.scheduled,
         passes_workers_on=config.rdzv_backend == "static",
         witness=witness,
         file=file,

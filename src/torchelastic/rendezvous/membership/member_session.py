@@ -246,6 +246,8 @@ class MemberSession:
 
     async def _keep_formed(self, world: World, rows: Mapping[str, Json]) -> None:
         """As host: hold a world before others see it."""
+        if not self.backend.is_host:
+            raise RendezvousLost("This node no longer hosts the rendezvous.")
         if world.count:
             self.backend.hold(self._failover.formed(world, rows))
             await self.backend.kept()

@@ -1,6 +1,8 @@
 """The witness of one job: the run of the job, and the holders of its votes.
 
     <url>/<job>/incarnation-<k>      {token}, made by the starting node; {token, closed} at the end
+    <url>/<job>/<k>/first            {node, term, nonce}: the starting node, before its first world;
+                                     or {abandoned}: the run was given up before it had one
     <url>/<job>/<k>/after-<g>        {node, term, nonce}: has the vote in the electorate of world g
 
 A node claims a vote by creating its key, which storage allows only one node to do, and never
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from torchelastic.errors import RendezvousRefused
+from torchelastic.rendezvous.majority import FIRST_VOTE
 from torchelastic.rendezvous.witness.witness_client import WitnessClient, WitnessSilent
 from torchelastic.rendezvous.witness.witness_storage import Json
 
@@ -56,8 +59,9 @@ class Witness:
         #: The run of the job, and the random token that all its nodes read there; empty: unknown.
         self._incarnation = -1
         self.token = ""
-        #: The token of the run that this node starts, if it does.
+        #: The token of the run that this node starts, and its number, if it does.
         self._own_token = secrets.token_hex(8)
+        self._founded = -1
         #: The token of the run that this node's last agent was in; empty: it is a new node.
         self.expected = ""
         self._is_tested = False
@@ -66,11 +70,16 @@ class Witness:
     # The run of the job
 
     async def found(self) -> str:
-        """Start the job, unless an earlier run was not closed; return the obstacle, or ""."""
+        """Start the job, unless an earlier run is not closed and has had a world; return the
+        obstacle, or ""."""
         newest, marker = await self._newest()
-        if marker.get("token") == self._own_token:
+        is_open = newest >= 0 and not marker.get("closed")
+        if self.is_abandoned or (marker.get("token") == self._own_token and not is_open):
+            self._own_token = secrets.token_hex(8)
+            self._holders.pop(FIRST_VOTE, None)
+        if is_open and marker.get("token") == self._own_token:
             newest -= 1  # started by this node before; the answer was lost
-        elif newest >= 0 and not marker.get("closed"):
+        elif is_open and not await self._abandon(newest, marker):
             return (
                 "an earlier run of this job was not closed at the witness: waiting for its "
                 f"nodes (if none is left, remove {self._path(newest)})"
@@ -79,9 +88,30 @@ class Witness:
         made = await self._asking.ask("create", self._marker(newest + 1), ours)
         if made.get("value") != ours:
             return "another node is starting the job"
-        self._incarnation, self.token = newest + 1, self._own_token
+        self._incarnation = self._founded = newest + 1
+        self.token, self.expected = self._own_token, ""
         await self._test()
         return ""
+
+    async def _abandon(self, run: int, marker: Json) -> bool:
+        """Close a run that never had a world; return whether it had none, and will have none.
+
+        Its starting node claims its first vote before its first world, so nobody needs to wait for
+        a run whose first vote is refused to it. A node's own last run had no world if the node,
+        which keeps each world before it shows it, has none.
+        """
+        if marker.get("node") != self._node or marker.get("token") != self.expected:
+            key = f"{self._job}/{run}/{FIRST_VOTE}"
+            made = await self._asking.ask("create", key, {"abandoned": self._node})
+            if "abandoned" not in (made.get("value") or {}):
+                return False
+        await self._close_run(run, str(marker.get("token")))
+        return True
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the run that this node started was given up by another node."""
+        return FIRST_VOTE in self.refused(0)
 
     async def confirm(self) -> str:
         """The token of the running job; tests the storage first."""
@@ -107,9 +137,11 @@ class Witness:
         In this order, because a claim is checked against the marker afterwards.
         """
         if self.token:
-            closed = {"token": self.token, "closed": True}
-            await self._asking.ask("replace", self._marker(self._incarnation), closed)
-            await self._asking.ask("remove", f"{self._job}/{self._incarnation}")
+            await self._close_run(self._incarnation, self.token)
+
+    async def _close_run(self, run: int, token: str) -> None:
+        await self._asking.ask("replace", self._marker(run), {"token": token, "closed": True})
+        await self._asking.ask("remove", f"{self._job}/{run}")
 
     async def close(self) -> None:
         await self._asking.close()
@@ -149,36 +181,38 @@ class Witness:
     async def claim(self, vote: str, term: int) -> bool:
         """Claim a vote for this node's term; True if it is this node's, forever."""
         if vote not in self._holders:
-            await self._find_run()
-            ours = Holder(self._node, term, self._nonce)
-            key = f"{self._job}/{self._incarnation}/{vote}"
+            run = self._founded if vote == FIRST_VOTE else await self._find_run()
+            ours = self._ours(vote, term)
+            key = f"{self._job}/{run}/{vote}"
             made = await self._asking.ask("create", key, dataclasses.asdict(ours))
             if "value" not in made:
                 raise WitnessSilent("it does not return what was written")
             holder = Holder.read(made["value"])
-            if holder == ours and not await self._is_open():
+            if holder == ours and not await self._is_open(run):
                 holder = Holder("", 0, "")
             self._holders[vote] = holder
             if holder == ours:
                 logger.info("the witness gave this node its vote %s in term %d", vote, term)
         return vote in self.votes(term)
 
-    async def _find_run(self) -> None:
-        """For a restarted node: find the run of its last agent, which has its votes."""
+    async def _find_run(self) -> int:
+        """The run of this node; a restarted node looks for that of its last agent, which has its
+        votes."""
         if self._incarnation < 0:
             await self.confirm()
+        return self._incarnation
 
-    async def _is_open(self) -> bool:
-        """Return whether the job is not closed. The votes of a closed job are gone, and could be
+    async def _is_open(self, run: int) -> bool:
+        """Return whether a run is not closed. The votes of a closed one are gone, and could be
         claimed again."""
-        marker = await self._read_marker(self._incarnation)
+        marker = await self._read_marker(run)
         return marker.get("token") == self.token and not marker.get("closed")
 
     async def look(self, vote: str) -> None:
         """Look up the holder of a vote, before other nodes are asked for theirs."""
         if vote not in self._holders:
-            await self._find_run()
-            found = await self._asking.ask("read", f"{self._job}/{self._incarnation}/{vote}")
+            run = await self._find_run()
+            found = await self._asking.ask("read", f"{self._job}/{run}/{vote}")
             if "value" in found:
                 holder = Holder.read(found["value"])
                 if (holder.node, holder.nonce) != (self._node, self._nonce):
@@ -186,8 +220,12 @@ class Witness:
 
     def votes(self, term: int) -> frozenset[str]:
         """The votes that this node has in a term."""
-        ours = Holder(self._node, term, self._nonce)
-        return frozenset(vote for vote, holder in self._holders.items() if holder == ours)
+        held = self._holders.items()
+        return frozenset(vote for vote, holder in held if holder == self._ours(vote, term))
+
+    def _ours(self, vote: str, term: int) -> Holder:
+        """This node as the holder of a vote; the first one counts in every term."""
+        return Holder(self._node, 0 if vote == FIRST_VOTE else term, self._nonce)
 
     def refused(self, term: int) -> Mapping[str, str]:
         """The votes that this node can no longer get in a term, and their holders."""

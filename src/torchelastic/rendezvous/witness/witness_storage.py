@@ -7,6 +7,7 @@ answers are lines of JSON, one answer for each request, in order.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -21,6 +22,8 @@ from torchelastic.errors import ConfigError
 from torchelastic.system import helper_signals
 
 Json = dict[str, Any]
+#: `link` on a file system without hard links: FUSE mounts of buckets, FAT, some SMB servers.
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class WitnessStorage(Protocol):
@@ -63,6 +66,14 @@ class Directory:
                 os.link(new, target)
             except FileExistsError:
                 return False
+            except OSError as error:
+                if error.errno not in NO_LINKS:
+                    raise
+                raise ConfigError(
+                    f"Cannot use --witness {self._root}: its file system has no hard links "
+                    f"({error.strerror}), which a witness needs to create a key atomically. Use "
+                    "a directory on NFS or another shared file system, or an object store."
+                ) from error
         _sync(target.parent)
         return True
 
@@ -116,7 +127,8 @@ def _sync(directory: Path) -> None:
 
 
 class ObjectStore:
-    """A prefix in an object store that fsspec supports; S3 creates with `If-None-Match: *`."""
+    """A prefix in an object store (`config.WITNESS_SCHEMES`). Its fsspec driver creates with
+    `If-None-Match: *` (s3fs, adlfs) or `ifGenerationMatch=0` (gcsfs)."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -187,6 +199,8 @@ def answer(storage: WitnessStorage, request: Json) -> Json:
             case "remove":
                 storage.remove(key)
                 return {}
+    except ConfigError as error:
+        return {"refused": str(error)}
     except Exception as error:  # of any library that accesses the storage
         return {"error": f"{type(error).__name__}: {error}"}
     return {"error": f"unknown request {request['do']}"}

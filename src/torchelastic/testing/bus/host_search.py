@@ -17,14 +17,10 @@ from torchelastic.rendezvous.embedded.ask_peers import (
     STOPPING_TIMEOUT,
     Returns,
 )
+from torchelastic.rendezvous.embedded.dial_host import HOST_TIMEOUT, RETRY_FACTOR
 from torchelastic.rendezvous.embedded.election import Poll, Search
 from torchelastic.rendezvous.embedded.failover_state import FailoverState
-from torchelastic.rendezvous.embedded.node import (
-    ANNOUNCEMENTS_PER_LEASE,
-    FIRST_TERM,
-    HOST_TIMEOUT,
-    RETRY_FACTOR,
-)
+from torchelastic.rendezvous.embedded.node import ANNOUNCEMENTS_PER_LEASE, FIRST_TERM
 from torchelastic.rendezvous.embedded.votes import AnnouncementReply, Ballot, HostAnnouncement
 from torchelastic.rendezvous.leader import ROLL_KEY
 from torchelastic.rendezvous.majority import Candidacy, Elector
@@ -201,7 +197,7 @@ class SimulatedEmbeddedNode:
 
     def _run_or_wait(self, term: int, returns: Returns) -> None:
         waited = self._agent.bus.now - self._search.begun
-        if self._resumed and self.poll.is_outdated(returns, waited=waited > self._agent.lease):
+        if self._resumed and self.poll.why_outdated(returns, waited=waited > self._agent.lease):
             self._agent.simulation.start_anew(self._agent)
             return
         is_our_turn = self._search.is_our_turn(self.poll, term, self._agent.bus.now)

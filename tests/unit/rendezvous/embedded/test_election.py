@@ -68,8 +68,12 @@ def test_a_resumed_node_is_outdated_where_the_host_knows_less(generation, term, 
     asker = Poll(Elector("a", term=5, generation=3), FailoverState(roll), places=("x:1",))
     ballot = Ballot("b", False, "its host answers", term, generation, ["b:1"], "", 3.0, [])
     returns = Returns(ballots={"b": ballot})
-    assert asker.is_outdated(returns, waited=True) is outdated
-    assert not asker.is_outdated(returns, waited=False)
+    why = asker.why_outdated(returns, waited=True)
+    assert why == ("the job has been restarted since" if outdated else "")
+    assert not asker.why_outdated(returns, waited=False)
+    seen = replace(asker, ended=frozenset("b"))
+    assert seen.why_outdated(Returns(), waited=False) == "that run of the job has ended"
+    assert not replace(asker, ended=frozenset("x")).why_outdated(Returns(), waited=False)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.unit.rendezvous.embedded.test_node import (
     Table,
     end,
     enlist,
+    lost,
     name_of,
     unused_port,
 )
@@ -222,6 +224,91 @@ async def test_who_resumes_a_job_that_has_been_started_again_joins_it_as_a_new_n
         assert not (tmp_path / "b").exists()
         if place == "replaced":
             await other.close()
+
+
+# --- starting the job again ----------------------------------------------------------------------
+
+
+@story
+async def test_an_endpoint_without_its_file_waits_for_nodes_that_have_a_world(tmp_path, caplog):
+    """Its disk was full, for example: the others have the newest state, and elect a host."""
+    async with nodes_at() as table:
+        a, b, c = await three_with_files(table, tmp_path)
+        table.form(5, [a, b, c])
+        for node in (b, c):
+            await node.kept()
+        await kill(table, a)
+        await kill(table, b)
+        surviving = asyncio.create_task(table.regain(c))
+        again = table.node("a2")
+        await within(PATIENCE, again.open(PATIENCE))
+        await within(PATIENCE, lost(again))
+        assert (
+            "has generation 5 of job 'job-1' and has lost its host: this node does" in caplog.text
+        )
+        joining = asyncio.create_task(table.regain(again))
+        b2 = table.restart("b", tmp_path)
+        await within(PATIENCE, asyncio.gather(b2.open(PATIENCE), surviving, joining))
+        assert sum(node.is_host for node in (b2, c)) == 1
+        assert again.term == b2.term == c.term > 5
+
+
+@pytest.mark.parametrize("who", ["survives", "is started again"])
+@story
+async def test_a_node_of_an_ended_run_does_not_keep_the_job_from_starting_again(who, tmp_path):
+    """It was cut off, or killed, before the end, which `a` saw."""
+    async with nodes_at() as table:
+        a, b, c = await three_with_files(table, tmp_path)
+        table.form(5, [a, b, c])
+        await c.kept()
+        for node in (a, b, *([c] if who == "is started again" else [])):
+            await kill(table, node)
+        table.places = [replace(place, ended=("a",)) for place in table.places]
+        again = table.node("a2")
+        await within(PATIENCE, again.open(PATIENCE))
+        if who == "survives":
+            with pytest.raises(RendezvousLost, match="ended while this node was cut off"):
+                await table.regain(c)
+        else:
+            stale = table.restart("c", tmp_path)
+            with pytest.raises(VoteOutdated, match=r"generation 5 .* but that run of the job has"):
+                await within(PATIENCE, stale.open(PATIENCE))
+
+
+@story
+async def test_an_endpoint_of_an_ended_run_hears_from_newcomers_that_it_has_ended(tmp_path):
+    async with nodes_at() as table:
+        nodes = await three_with_files(table, tmp_path)
+        for node in nodes:
+            await kill(table, node)
+        stale = table.restart("a", tmp_path)
+        opening = asyncio.create_task(stale.open(PATIENCE))
+        table.places = [replace(place, ended=("c",)) for place in table.places]
+        newcomer = asyncio.create_task(table.node("c2").open(PATIENCE))
+        with pytest.raises(VoteOutdated, match="that run of the job has ended"):
+            await within(PATIENCE, opening)
+        await stale.close()
+        again = table.node("a2")
+        await within(PATIENCE, asyncio.gather(again.open(PATIENCE), newcomer))
+        assert again.is_host
+
+
+@pytest.mark.parametrize("joins_closed", [False, True])
+@story
+async def test_a_new_node_waits_for_the_host_of_an_ended_run_to_exit(joins_closed):
+    async with nodes_at() as table:
+        (old,) = await table.sit("a")
+        await old.store.put(WORLD_KEY, {"phase": "closed", "generation": 0})
+        new = table.node("b", joins_closed=joins_closed)
+        opening = asyncio.create_task(new.open(PATIENCE))
+        if joins_closed:
+            await within(PATIENCE, opening)
+            assert not new.is_host
+            return
+        closing = asyncio.create_task(old.close(PATIENCE))
+        await within(PATIENCE, opening)
+        assert new.is_host
+        await closing
 
 
 # --- with a witness ------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import inspect
 import json
 import os
 import signal
@@ -10,6 +12,7 @@ import pytest
 
 from tests.unit.rendezvous.embedded_support import story, within
 from torchelastic.errors import ConfigError, RendezvousRefused
+from torchelastic.rendezvous.majority import FIRST_VOTE
 from torchelastic.rendezvous.witness import witness_client as asking_module
 from torchelastic.rendezvous.witness.reachability import WitnessWatch
 from torchelastic.rendezvous.witness.vote_keys import Witness
@@ -62,6 +65,24 @@ def test_what_storage_cannot_do_and_what_is_no_value_are_reported(tmp_path):
         "value": None,
     }
     assert "torn" in answer(storage, {"do": "create", "key": "torn/a"})["error"]
+
+
+@story
+async def test_a_directory_without_hard_links_is_refused(tmp_path, monkeypatch):
+    def no_links(source, target):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    found = answer(Directory(tmp_path), {"do": "create", "key": "a", "value": {}})
+    assert f"Cannot use --witness {tmp_path}: its file system has no hard links" in found["refused"]
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_driver_of_s3_creates_with_a_conditional_write():
+    """As those of gs (`ifGenerationMatch`) and abfs (`overwrite=False`) do, which are not installed
+    here; the default of fsspec looks and then writes."""
+    s3fs = pytest.importorskip("s3fs")
+    assert '"IfNoneMatch": "*"' in inspect.getsource(s3fs.S3FileSystem._pipe_file)
 
 
 @story
@@ -172,6 +193,8 @@ async def test_after_the_job_is_closed_nobody_gets_a_vote_of_it_again(tmp_path):
 @story
 async def test_a_job_begins_again_only_when_the_run_before_is_closed(tmp_path):
     a, _ = await two(tmp_path)
+    assert await a.claim(FIRST_VOTE, 1)
+    assert a.votes(7) == {FIRST_VOTE}
     again = witness(tmp_path, "c")
     why = await again.found()
     assert "was not closed" in why
@@ -182,6 +205,47 @@ async def test_a_job_begins_again_only_when_the_run_before_is_closed(tmp_path):
     assert await again.claim("after-0", 1)
     late = witness(tmp_path, "d")
     assert await late.confirm() == again.token
+
+
+@story
+async def test_a_run_that_was_killed_before_its_first_world_does_not_keep_the_job_waiting(tmp_path):
+    a, b = await two(tmp_path)
+    again = witness(tmp_path, "c")
+    assert await again.found() == ""
+    assert not await a.claim(FIRST_VOTE, 1), "it was only slow"
+    assert a.is_abandoned
+    with pytest.raises(WitnessSilent, match="does not know the job"):
+        await b.confirm()
+    assert await again.claim(FIRST_VOTE, 1)
+    assert not again.is_abandoned
+    assert await b.confirm() == again.token
+    assert "was not closed" in await a.found()
+    assert sorted(os.listdir(tmp_path / "a%2Fjob")) == ["0", "1", "incarnation-0", "incarnation-1"]
+    await again.close_job()
+    assert await a.found() == ""
+    assert await a.claim(FIRST_VOTE, 1)
+
+
+@story
+async def test_a_taker_that_dies_half_way_leaves_no_obstacle(tmp_path):
+    a, _ = await two(tmp_path)
+    Directory(tmp_path).create("a%2Fjob/0/first", b'{"abandoned": "c"}')
+    assert not await a.claim(FIRST_VOTE, 1)
+    assert await a.found() == ""
+    assert await a.claim(FIRST_VOTE, 1)
+    assert "was not closed" in await witness(tmp_path, "d").found()
+
+
+@story
+async def test_an_agent_that_is_started_again_without_a_world_takes_up_its_own_start(tmp_path):
+    """It was killed between its claim and the first world, which its file would have."""
+    a, _ = await two(tmp_path)
+    assert await a.claim(FIRST_VOTE, 1)
+    again = witness(tmp_path, "a")
+    again.expected = a.token
+    assert await again.found() == ""
+    assert await again.claim(FIRST_VOTE, 1)
+    assert await again.confirm() == again.token != a.token
 
 
 @story
