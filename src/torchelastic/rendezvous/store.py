@@ -93,8 +93,8 @@ class Store(Protocol):
         """Set a key whose last change was at revision `expected` (0: it is absent).
 
         `beside` are other keys, set in the same change and under the same lease: no reader sees one
-        of them new and another old. `provided` names a key and the revision that created it, as a
-        second condition: nothing is set if that key is gone or was created again.
+        of them new and another old. `provided` names a key and the revision of its last
+        change, as a second condition: nothing is set if that key is gone or has changed.
 
         Returns the new revision of `key`, None if a condition does not hold. Raises as `put` does.
         """

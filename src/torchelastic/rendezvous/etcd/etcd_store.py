@@ -380,8 +380,8 @@ class EtcdStore:
     def _fence(self, provided: tuple[str, int] | None) -> list[Json]:
         if provided is None:
             return []
-        key, created = provided
-        return [etcd_messages.if_created(self._keys.full(key), created)]
+        key, modified = provided
+        return [etcd_messages.if_modified(self._keys.full(key), modified)]
 
     async def _news(self, events: WatchEvents, message: Json) -> list[Change]:
         self._check_lease()
