@@ -32,8 +32,14 @@ from collections.abc import Callable
 from torchelastic.errors import EXIT_FAILED, EXIT_USAGE
 from torchelastic.events.failure import Failure, node_failure
 from torchelastic.records import replace
-from torchelastic.rendezvous import replicas, root_cause, suspects
-from torchelastic.rendezvous.choosing import candidates, choose, in_order, workers
+from torchelastic.rendezvous import reach, replicas, root_cause, suspects
+from torchelastic.rendezvous.choosing import (
+    candidates,
+    choose,
+    holders_left_out,
+    in_order,
+    workers,
+)
 from torchelastic.rendezvous.forming import REPEAT_INTERVAL, form, newcomers_to, settled_at
 from torchelastic.rendezvous.restart_policy import (
     Ending,
@@ -49,6 +55,7 @@ from torchelastic.rendezvous.round_state import (
     RoundState,
     can_be_confirmed,
     failed_alike,
+    failed_nodes,
     follows_later_host,
     has_trained,
     names_of,
@@ -71,6 +78,11 @@ def decide(rules: RoundRules, state: RoundState, now: float) -> RoundDecision:
     """Decide what to do in this state."""
     state = with_holds(state, now)
     decision = _wake_at_hold_end(state, _decide(rules, state, now))
+    if decision.world is None and (drop := _to_drop(rules, state)):
+        return replace(decision, drop=drop)
+    if decision.world is not None and _calls_for_probe(rules, state, decision.world):
+        probe = decision.world.generation + 1
+        decision = replace(decision, world=replace(decision.world, probe=probe))
     if decision.world is not None and decision.world.base != state.base:
         return replace(decision, world=replace(decision.world, base=state.base))
     if decision.world is None and _is_base_news(state):
@@ -83,7 +95,26 @@ def _wake_at_hold_end(state: RoundState, decision: RoundDecision) -> RoundDecisi
     at = next_hold_end(state)
     if at is None or decision.world is not None:
         return decision
-    return RoundDecision(wake_at=at if decision.wake_at is None else min(at, decision.wake_at))
+    return replace(decision, wake_at=at if decision.wake_at is None else min(at, decision.wake_at))
+
+
+def _to_drop(rules: RoundRules, state: RoundState) -> tuple[str, ...]:
+    """The members whose machines refuse connections, and without which no state is lost. If one is
+    in a world, that world ends first."""
+    refused = state.refused & state.members.keys()
+    world = state.world
+    if world is not None and (world.is_under_way or (world.phase == "over" and _busy(state))):
+        refused -= world.members
+    left = state.members.keys() - refused
+    return tuple(
+        sorted(refused.difference(holders_left_out(rules, state, left)) if refused else ())
+    )
+
+
+def _busy(state: RoundState) -> list[str]:
+    """The nodes whose workers of the ended world the leader waits for."""
+    world = the_world(state)
+    return [node.node for node in world.nodes if _holds_up(state, node.node, world.generation)]
 
 
 def _is_base_news(state: RoundState) -> bool:
@@ -189,9 +220,11 @@ def _script_ended(state: RoundState) -> RoundDecision | None:
         return _close_as_succeeded(state)
     cause, _ = _first_failure(state)
     if cause is None:
-        return None
+        return _end_by_silence(state)
     if cause.is_node:
-        return _end_generation(state, "node-failure", f"{names_of(state, state.lost)} failed")
+        return _end_generation(
+            state, "node-failure", f"{names_of(state, failed_nodes(state))} failed"
+        )
     return _end_generation(state, "failure", cause.sentence())
 
 
@@ -204,9 +237,15 @@ def _in_process_ended(state: RoundState) -> RoundDecision | None:
     if state.failures:
         kind, cause, _ = _classify(state)
         return _end_generation(state, kind, _reason_for(state, kind, cause))
-    if state.lost:
-        return _end_generation(state, "node-failure", f"{names_of(state, state.lost)} failed")
-    return None
+    if failed := failed_nodes(state):
+        return _end_generation(state, "node-failure", f"{names_of(state, failed)} failed")
+    return _end_by_silence(state)
+
+
+def _end_by_silence(state: RoundState) -> RoundDecision | None:
+    """End a world whose nodes cannot reach each other; they stay members."""
+    pairs = reach.silent_pairs(state)
+    return _end_generation(state, "node-failure", reach.sentence(state, pairs)) if pairs else None
 
 
 def _departed(state: RoundState) -> list[str]:
@@ -344,9 +383,14 @@ def _go_on_after(rules: RoundRules, state: RoundState, step: int, now: float) ->
 def _continue_or_close(rules: RoundRules, state: RoundState, now: float) -> RoundDecision:
     """Form the next world, wait, or close the job, once the old workers are gone on all nodes."""
     world = the_world(state)
-    slow = [node.node for node in world.nodes if _holds_up(state, node.node, world.generation)]
-    if slow:
-        return _wait_for_stop(state, slow, now)
+    if _calls_for_probe(rules, state, world):
+        return RoundDecision(world, world.ending)  # with the probe
+    late = state.since + rules.lease
+    busy = _busy(state)
+    if busy and (now < late or not _may_go_without(rules, state, busy)):
+        return _wait_for_stop(rules, state, busy, now)
+    if rules.probes and now < late and _is_probing(state):
+        return RoundDecision(wake_at=late)
     kind, cause, consequences = _classify(state)
     failure = cause if cause is None or not cause.is_node else None
     found = suspects.find(rules, state, failure, consequences)
@@ -404,9 +448,50 @@ def _wait_before_restart(
     return RoundDecision(wake_at=state.since + pause(restart.history))
 
 
-def _wait_for_stop(state: RoundState, slow: list[str], now: float) -> RoundDecision:
+def _calls_for_probe(rules: RoundRules, state: RoundState, world: World) -> bool:
+    """Return whether the end of a world makes all members probe each other: its nodes may not reach
+    each other."""
+    if not rules.probes or world.phase != "over" or world.probe > world.generation:
+        return False
+    if reach.silent_pairs(state) or state.contested & the_world(state).members:
+        return True
+    return any(suspects.is_unconnected(failure) for failure in state.failures)
+
+
+def _is_probing(state: RoundState) -> bool:
+    """Return whether nodes of the last world still find out which others they can reach."""
+    return any(
+        present.member.probed < reach.required_probe(state, node.node)
+        for node in the_world(state).nodes
+        if (present := state.members.get(node.node)) is not None
+        and not present.member.leaving
+        and node.node not in state.refused
+    )
+
+
+def _may_go_without(rules: RoundRules, state: RoundState, busy: list[str]) -> bool:
+    """Return whether the next world need not wait for these nodes: their agents have not even
+    reported that they know of the world's end, and their workers cannot take a step because those
+    of another node are gone."""
+    world = the_world(state)
+    stopped = any(
+        node.node in state.members and state.members[node.node].member.gone >= world.generation
+        for node in world.nodes
+    )
+    return rules.probes and stopped and not any(_knows_end(state, node) for node in busy)
+
+
+def _knows_end(state: RoundState, node: str) -> bool:
+    return state.members[node].member.stopping >= the_world(state).generation
+
+
+def _wait_for_stop(
+    rules: RoundRules, state: RoundState, slow: list[str], now: float
+) -> RoundDecision:
     """Wait, and repeat which nodes have workers that have not stopped."""
-    at = state.said_at + REPEAT_INTERVAL
+    at, late = state.said_at + REPEAT_INTERVAL, state.since + rules.lease
+    if rules.probes and now < late:
+        return RoundDecision(wake_at=min(at, late))
     if now < at:
         return RoundDecision(wake_at=at)
     reason = f"waiting for the workers of {names_of(state, slow)} to stop"
@@ -421,6 +506,8 @@ def _holds_up(state: RoundState, node: str, generation: int) -> bool:
     """
     present = state.members.get(node)
     if present is None or present.member.gone >= generation or follows_later_host(state):
+        return False
+    if node in state.refused:
         return False
     if not present.member.leaving:
         return True
@@ -515,7 +602,7 @@ def _first_failure(state: RoundState) -> tuple[Failure | None, tuple[Failure, ..
 
 def _lost(state: RoundState) -> list[Failure]:
     generation = the_world(state).generation
-    gone = state.lost[:CONSEQUENCES_LIMIT]
+    gone = failed_nodes(state)[:CONSEQUENCES_LIMIT]
     return [node_failure(names_of(state, [node]), generation, _GONE) for node in gone]
 
 
@@ -547,8 +634,8 @@ def _has_leaver(state: RoundState) -> bool:
 
 def _reason_for(state: RoundState, kind: Kind, cause: Failure | None) -> str:
     """The sentence for users about the end of a generation."""
-    if kind == "node-failure" and state.lost:
-        return f"{names_of(state, state.lost)} failed"
+    if kind == "node-failure" and (failed := failed_nodes(state)):
+        return f"{names_of(state, failed)} failed"
     if kind in ("failure", "error") and cause is not None:
         if cause.alive and root_cause.waited_for_others(cause):
             return f"rank {cause.rank} on {cause.node} lost a peer"  # the peer is not known yet

@@ -192,7 +192,7 @@ class KeepAlive(Message):
 
 @dataclass(frozen=True, slots=True)
 class GiveUp(Message):
-    """Ends the lease of a key that was created at this revision, if `provided` holds, as in `Put`."""
+    """Ends the lease of a key that was created at this revision. `provided` is as in `Put`."""
 
     kind = "give_up"
     id: int

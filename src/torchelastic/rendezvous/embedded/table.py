@@ -185,8 +185,8 @@ class Table:
         stamp: str = "",
     ) -> list[Row]:
         """Set a key, and others beside it. With `expected`, only if its last change was at that
-        revision (0: it is absent); with `provided`, only if that key exists and last changed at that
-        revision.
+        revision (0: it is absent); with `provided`, only if that key exists and last changed at
+        that revision.
 
         Returns the changes, the key's own last; none if a condition does not hold. Raises
         `LeaseExpired` if its lease has ended.
