@@ -6,7 +6,7 @@ ends: when it has not been kept alive for its time to live, or when it is revoke
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -54,6 +54,8 @@ class Store(Protocol):
     #: Set when the lease has ended, according to the store or to our own clock, before any other
     #: operation succeeds; cleared by `open_lease`.
     lease_lost: asyncio.Event
+    #: Called with the time until which the lease is held, again after every renewal.
+    on_lease: Callable[[float], None]
     #: The most keys that one `compare_and_set` can set beside its own.
     most_beside: int
 

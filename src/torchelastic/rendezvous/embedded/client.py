@@ -98,6 +98,7 @@ class EmbeddedStore:
         self._heard_at = self._asked_at = 0.0
         #: Set when this connection's lease has ended; cleared by `open_lease`.
         self.lease_lost = asyncio.Event()
+        self.on_lease: Callable[[float], None] = lambda until: None
         #: Called when the store is lost.
         self.on_lost: Callable[[], None] | None = None
 
@@ -265,6 +266,7 @@ class EmbeddedStore:
             sent=sent,
             clock=self._clock,
             lost=self.lease_lost,
+            on_until=lambda until: self.on_lease(until),
         )
         if self._given_timeout is None:
             self._loss_timeout = seconds

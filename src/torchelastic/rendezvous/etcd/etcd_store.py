@@ -66,6 +66,7 @@ class EtcdStore:
         self._keeper: asyncio.Task[None] | None = None
         #: Set when this connection's lease has ended; cleared by `open_lease`.
         self.lease_lost = asyncio.Event()
+        self.on_lease: Callable[[float], None] = lambda until: None
         pool.lost.add_done_callback(lambda _: self._lose_lease())
 
     @classmethod
@@ -210,6 +211,7 @@ class EtcdStore:
             sent=sent,
             clock=self._clock,
             lost=self.lease_lost,
+            on_until=lambda until: self.on_lease(until),
         )
         renewing = self._lease.keep(self.keep_alive, lasting / RENEWALS_PER_LEASE)
         self._keeper = asyncio.create_task(renewing, name="rendezvous lease")

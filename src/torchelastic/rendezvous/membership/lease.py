@@ -38,7 +38,9 @@ class HeldLease:
         sent: float,
         clock: Clock,
         lost: asyncio.Event,
+        on_until: Callable[[float], None] = lambda until: None,
     ) -> None:
+        """`on_until` receives the time until which it is held, again after every renewal."""
         self.id = id
         self.is_held = True
         self._seconds = seconds
@@ -47,14 +49,17 @@ class HeldLease:
         self._until = sent + seconds
         self._clock = clock
         self._lost = lost
+        self._on_until = on_until
         #: When the loop was last seen to run.
         self._seen = clock.now()
         self._timer = self._set_timer()
         lost.clear()
+        on_until(self._until)
 
     def renewed(self, sent: float) -> None:
         """Note that the store has renewed it, asked at `sent`."""
         self._until = max(self._until, sent + self._seconds)
+        self._on_until(self._until)
 
     def check(self) -> bool:
         """Return whether it is still held; ends it if it may be over."""

@@ -64,12 +64,14 @@ class MemberSession:
         background: Background,
         on_world: Callable[[World], None],
         on_lease_lost: Callable[[], None],
+        on_lease: Callable[[float], None] = lambda until: None,
         on_place: Callable[[int], None] = lambda place: None,
         host: str = "",
         on_child: Callable[[int], None] = lambda pid: None,
         file: VoterFile | None = None,
     ) -> None:
-        """`on_place` receives the place in a replica that the leader allots, if replicas span
+        """`on_lease` receives the time until which the lease is held, again after every renewal.
+        `on_place` receives the place in a replica that the leader allots, if replicas span
         nodes. `host` is the displayed name of this node; the default is its host name. `on_child`
         is called with every process that this starts; `file` keeps the node's vote for its next
         agent."""
@@ -84,6 +86,7 @@ class MemberSession:
         self._background = background
         self._on_world = on_world
         self._on_lease_lost = on_lease_lost
+        self._on_lease = on_lease
         self._on_place = on_place
         self._backend: RendezvousBackend | None = None
         self._membership: MemberRecord | None = None
@@ -168,6 +171,7 @@ class MemberSession:
         assert self._membership is not None
         while True:
             store = self.backend.store
+            store.on_lease = self._on_lease
             try:
                 await store.open_lease(self._config.lease)
                 await self._membership.enlist(store, self._host, self.backend.kept)
@@ -213,6 +217,7 @@ class MemberSession:
         ends."""
         assert self._membership is not None
         store = self.backend.store
+        store.on_lease = self._on_lease
         self.update()
         work = {
             "membership": self._membership.run(store, self.backend.kept),
