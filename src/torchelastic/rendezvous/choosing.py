@@ -246,13 +246,20 @@ def choose(
     with the newest whole state, the one with the most workers, the one with the lowest old rank.
     """
     cut = reach.cut_pairs(state) if rules.probes else frozenset()
+    if not cut:
+        return _choose_on_side(ordered, rules, state, awaits_starts)
+    world = state.world
+    staying = world.members if world is not None and world.is_under_way else frozenset()
+    best_first = sorted(
+        ordered, key=lambda offer: (offer.node in staying, offer.member.holds), reverse=True
+    )
     found = [
         _choose_on_side(
             [offer for offer in ordered if offer.node in side], rules, state, awaits_starts
         )
-        for side in reach.sides([offer.node for offer in ordered], cut)
+        for side in reach.sides([offer.node for offer in best_first], cut)
     ]
-    return found[0] if len(found) == 1 else max(found, key=partial(_merit, rules, state))
+    return max(found, key=partial(_merit, rules, state))
 
 
 def _merit(rules: RoundRules, state: RoundState, chosen: list[Offer]) -> tuple[int, bool, int, int]:

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence, Set
 
 from torchelastic.rendezvous.round_state import REASON_NAMES_LIMIT, RoundState, names_of
 
-#: The most members that each one probes, and the most nodes from which sides are built.
+#: The most members that each one probes, and the most sides of a cut that are considered.
 PROBED_LIMIT = 256
-SEEDS_LIMIT = 64
+SIDES_LIMIT = 64
 
 Pair = frozenset[str]
 
@@ -72,7 +72,8 @@ def _apart(cut: Iterable[Pair]) -> dict[str, set[str]]:
 
 
 def sides(nodes: Sequence[str], cut: Set[Pair]) -> list[frozenset[str]]:
-    """The largest groups of nodes in which all reach each other, earlier nodes preferred.
+    """Groups of nodes in which all reach each other, and to which none can be added. Each node is
+    in one of them; earlier nodes are preferred.
 
     >>> [sorted(side) for side in sides("abcde", {frozenset("ad"), frozenset("bd")})]
     [['a', 'b', 'c', 'e'], ['c', 'd', 'e']]
@@ -83,7 +84,9 @@ def sides(nodes: Sequence[str], cut: Set[Pair]) -> list[frozenset[str]]:
     torn = [node for node in nodes if not apart.get(node, set()).isdisjoint(nodes)]
     whole = frozenset(nodes).difference(torn)
     found: dict[frozenset[str], None] = {}
-    for seed in torn[:SEEDS_LIMIT]:
+    for seed in torn:
+        if len(found) == SIDES_LIMIT or any(seed in side for side in found):
+            continue
         side, out = {seed}, set(apart[seed])
         for node in torn:
             if node not in out:

@@ -228,28 +228,6 @@ async def test_a_slow_node_is_replaced_when_a_spare_is_there_and_else_that_is_re
         assert [node.name for node in (await c.world(1)).nodes] == ["a", "c"]
 
 
-@story
-async def test_who_is_given_up_while_a_world_is_published_is_held_out_too(monkeypatch):
-    async with cluster(RoundRules(min_nodes=1, max_nodes=2), "a", "b") as (a, b):
-        await asyncio.wait_for(a.told.leads.wait(), DEADLINE)
-        await a.say()
-        await b.say()
-        await b.world(0)
-        publish = a.store.compare_and_set
-
-        async def publish_meanwhile(key, value, **conditions):
-            if value["phase"] == "over":
-                await a.leader._give_up("b", True)
-            return await publish(key, value, **conditions)
-
-        monkeypatch.setattr(a.store, "compare_and_set", publish_meanwhile)
-        await a.say(failures=(failure("a", message="lost a peer: b"),))
-        while "b" not in a.told.lost:
-            await asyncio.sleep(0.01)
-        await a.say(gone=0, store="a:2")
-        assert [(one.name, one.seconds) for one in (await a.world(1)).held] == [("b", FIRST_HOLD)]
-
-
 def test_a_checkpoint_counts_once_it_is_written(tmp_path):
     directory = tmp_path / "checkpoints"
     (directory / "old").mkdir(parents=True)
