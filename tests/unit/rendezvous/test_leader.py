@@ -9,9 +9,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 
 from tests.unit.rendezvous.embedded_support import connected, serving, story
-from tests.unit.rendezvous.round_support import failure
 from torchelastic.clock import SystemClock
-from torchelastic.rendezvous.held_out import FIRST_HOLD
 from torchelastic.rendezvous.job_settings import JobSettings
 from torchelastic.rendezvous.leader import CHECKPOINT_QUIET_POLLS, ROLL_KEY, CheckpointPath, Leader
 from torchelastic.rendezvous.majority import Electorate, Roll
