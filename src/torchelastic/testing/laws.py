@@ -7,7 +7,9 @@ and reads `violations` after every event. The laws, by their numbers in the desi
        step or a later one. A node that leaves may finish the agreed last step late: it is earlier
        than the first step of the world that follows, which began with its result
     2  generations only grow, on every node; no number is given twice
-    3  a step that all nodes of a world have finished is not repeated while a copy of it is left
+    3  a step that all nodes of a world have finished is not repeated while a copy of it is left.
+       With an external arbiter (etcd), a node has its copy while its lease there is alive, whether
+       or not other nodes reach it
     7  an agent that ends says why, and a job that fails names one of its first failures
     8  when enough machines are up and can talk to each other, and a majority of the last electorate
        is among them, the job trains again within one lease plus one round
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from math import inf
 from typing import Any, NamedTuple
@@ -92,6 +95,22 @@ class PathRestored(NamedTuple):
     at: float
     source: str
     target: str
+
+
+class LeaseOpened(NamedTuple):
+    """A node has a lease at the external arbiter. An observer that reports this for one node
+    reports it for all."""
+
+    at: float
+    node: str
+
+
+class LeaseEnded(NamedTuple):
+    """A node's lease has expired, or the node has given it back. A lease that another node has
+    revoked is alive until it would have expired."""
+
+    at: float
+    node: str
 
 
 class JobDisturbed(NamedTuple):
@@ -215,6 +234,8 @@ Event = (
     | NodeLeaves
     | PathCut
     | PathRestored
+    | LeaseOpened
+    | LeaseEnded
     | JobDisturbed
     | WorldPublished
     | WorldTakenUp
@@ -267,6 +288,8 @@ class _Known:
     host: str = ""
     electorates: tuple[LawElectorate, ...] = ()
     present: frozenset[str] | None = None
+    #: The nodes that had a lease when it was published; None: there is no arbiter.
+    leased: frozenset[str] | None = None
     #: The first step that it has made; infinity: none.
     first: float = inf
     #: The nodes that have finished each step.
@@ -294,6 +317,8 @@ class Laws:
         self._frozen: set[str] = set()
         self._leaving: set[str] = set()
         self._cut: set[tuple[str, str]] = set()
+        #: The nodes with a lease at an external arbiter; None: there is none.
+        self._leased: set[str] | None = None
         self._failures = 0
         #: The time of the last disturbance, and of the last step.
         self._quiet_since = 0.0
@@ -338,6 +363,7 @@ class Laws:
         known = self._world(event.generation)
         known.nodes, known.host = event.nodes, event.host
         known.electorates, known.present = event.electorates, event.present
+        known.leased = None if self._leased is None else frozenset(self._leased)
         self._latest = max(self._latest, event.generation)
         self._able = None
 
@@ -372,7 +398,11 @@ class Laws:
         self._held.hold(node, event.ranks, event.step - 1)
 
     def _holders(self, world: _Known, node: str) -> frozenset[str]:
-        """The nodes that have the last finished state and could hand it to the nodes of a world."""
+        """The nodes that have the last finished state and could hand it to the nodes of a world.
+        With an arbiter, silence between nodes is no excuse: the world has to wait, or to be
+        another one."""
+        if self._leased is not None and world.leased is not None:
+            return self._held.holders(self._leased & world.leased, self._finished)
         there = self._up - self._frozen if self._up else self._held.nodes
         if world.present is not None:
             there &= world.present
@@ -470,9 +500,18 @@ class Laws:
     def _are_enough(self, group: frozenset[str]) -> bool:
         return (
             len(group) >= self._rules.min_nodes
+            and self._has_state(group)
             and all(self._agrees(each, group) for each in self._electorates_for(group))
             and all(self._are_linked(one, other) for one, other in combinations(group, 2))
         )
+
+    def _has_state(self, group: frozenset[str]) -> bool:
+        """Return whether these nodes need not wait for the state of others, whose leases are
+        alive."""
+        if self._leased is None or self._finished < self._rules.redone:
+            return True
+        has_it = partial(self._held.holders, step=self._finished)
+        return bool(has_it(group)) or not has_it(self._leased)
 
     def _agrees(self, electorate: LawElectorate, group: frozenset[str]) -> bool:
         """Return whether an electorate agrees, counting leaving nodes that can be reached. One of
@@ -525,6 +564,8 @@ class Laws:
         self._frozen.discard(event.node)
         self._leaving.discard(event.node)
         self._held.forget(event.node)
+        if self._leased is not None:
+            self._leased.discard(event.node)
         self._disturbed(event)
 
     def _freeze(self, event: NodeFrozen) -> None:
@@ -545,6 +586,14 @@ class Laws:
 
     def _mend(self, event: PathRestored) -> None:
         self._cut.discard((event.source, event.target))
+        self._disturbed(event)
+
+    def _opened_lease(self, event: LeaseOpened) -> None:
+        self._leased = (self._leased or set()) | {event.node}
+        self._disturbed(event)
+
+    def _ended_lease(self, event: LeaseEnded) -> None:
+        self._leased = (self._leased or set()) - {event.node}
         self._disturbed(event)
 
     def _disturbed(self, event: Event) -> None:
@@ -570,6 +619,8 @@ _HANDLERS: Mapping[type, Callable[[Laws, Any], None]] = {
     NodeLeaves: Laws._leave,
     PathCut: Laws._cut_off,
     PathRestored: Laws._mend,
+    LeaseOpened: Laws._opened_lease,
+    LeaseEnded: Laws._ended_lease,
     JobDisturbed: Laws._disturbed,
     WorldPublished: Laws._formed,
     WorldTakenUp: Laws._took_up,
