@@ -12,7 +12,7 @@ join, leave       a machine that was not there before; an agent is asked to go
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 MACHINES = "abcde"
@@ -56,6 +56,8 @@ class Schedule(NamedTuple):
     #: Workers on each machine, and the number of workers in a replica; 0: it is not sharded.
     workers: int = 1
     replica: int = 0
+    #: Whether the store is an etcd, which every machine always reaches.
+    etcd: bool = False
 
     @property
     def spanned(self) -> int:
@@ -71,6 +73,8 @@ class Schedule(NamedTuple):
         kind = "train" if self.resident else "script"
         head = f"seed {self.seed}: {kind}, {len(self.machines)} machines, "
         head += f"--nnodes {self.min_nodes}:{self.max_nodes}"
+        if self.etcd:
+            head += ", etcd"
         if self.replica:
             head += f", {self.workers} workers each, replicas of {self.replica}"
         if self.remembers:
@@ -129,6 +133,19 @@ def sharded_from(seed: int, faults: int = 10, machines: int | None = None) -> Sc
     return made._replace(min_nodes=min(made.min_nodes, most))
 
 
+#: The kinds of faults of a job with etcd: mostly cuts between its machines.
+PEER_KINDS = {**KINDS, "cut": 14, "mend": 7, "freeze": 1, "thaw": 1, "join": 2}
+
+
+def peers_from(seed: int, faults: int = 10, machines: int | None = None) -> Schedule:
+    """Make the schedule of a seed for a job with etcd, whose machines are cut from each other."""
+    chance = random.Random(f"peers of {seed}")
+    made = made_from(seed, faults, machines or chance.choice((2, 3, 4, 5, 5, 5)))
+    chosen = tuple(_fault(chance, fault.at, made.machines, PEER_KINDS) for fault in made.faults)
+    # Every agent is a new node: with etcd, none has a vote to remember.
+    return made._replace(etcd=True, remembers=False, faults=chosen)
+
+
 def _times(chance: random.Random, count: int) -> list[float]:
     """The times of faults: single, or in bursts, so that rare combinations happen within a
     lease."""
@@ -142,8 +159,10 @@ def _times(chance: random.Random, count: int) -> list[float]:
     return [round(at, 3) for at in sorted(times)]
 
 
-def _fault(chance: random.Random, at: float, machines: str) -> ScheduledFault:
-    kind = chance.choices([*KINDS], [*KINDS.values()])[0]
+def _fault(
+    chance: random.Random, at: float, machines: str, kinds: Mapping[str, int] = KINDS
+) -> ScheduledFault:
+    kind = chance.choices([*kinds], [*kinds.values()])[0]
     if kind in ("cut", "slow"):
         return _between(chance, at, kind, machines)
     if kind == "mend":
