@@ -133,17 +133,25 @@ def sharded_from(seed: int, faults: int = 10, machines: int | None = None) -> Sc
     return made._replace(min_nodes=min(made.min_nodes, most))
 
 
-#: The kinds of faults of a job with etcd: mostly cuts between its machines.
-PEER_KINDS = {**KINDS, "cut": 14, "mend": 7, "freeze": 1, "thaw": 1, "join": 2}
+#: The kinds of faults of a job with etcd: mostly cuts between its machines. A flap is a cut that
+#: soon heals.
+PEER_KINDS = {**KINDS, "cut": 9, "flap": 6, "mend": 7, "freeze": 1, "thaw": 1, "join": 2}
 
 
 def peers_from(seed: int, faults: int = 10, machines: int | None = None) -> Schedule:
     """Make the schedule of a seed for a job with etcd, whose machines are cut from each other."""
     chance = random.Random(f"peers of {seed}")
     made = made_from(seed, faults, machines or chance.choice((2, 3, 4, 5, 5, 5)))
-    chosen = tuple(_fault(chance, fault.at, made.machines, PEER_KINDS) for fault in made.faults)
+    chosen: list[ScheduledFault] = []
+    for at in _times(chance, faults):
+        fault = _fault(chance, at, made.machines, PEER_KINDS)
+        if fault.kind == "flap":
+            healed = round(at + chance.choice((0.1, 0.7, 2.0, 4.0)), 3)
+            chosen += [fault._replace(kind="cut"), ScheduledFault(healed, "mend")]
+        else:
+            chosen.append(fault)
     # Every agent is a new node: with etcd, none has a vote to remember.
-    return made._replace(etcd=True, remembers=False, faults=chosen)
+    return made._replace(etcd=True, remembers=False, faults=tuple(sorted(chosen)))
 
 
 def _times(chance: random.Random, count: int) -> list[float]:
@@ -163,7 +171,7 @@ def _fault(
     chance: random.Random, at: float, machines: str, kinds: Mapping[str, int] = KINDS
 ) -> ScheduledFault:
     kind = chance.choices([*kinds], [*kinds.values()])[0]
-    if kind in ("cut", "slow"):
+    if kind in ("cut", "flap", "slow"):
         return _between(chance, at, kind, machines)
     if kind == "mend":
         return ScheduledFault(at, kind)

@@ -12,7 +12,8 @@ and reads `violations` after every event. The laws, by their numbers in the desi
        or not other nodes reach it
     7  an agent that ends says why, and a job that fails names one of its first failures
     8  when enough machines are up and can talk to each other, and a majority of the last electorate
-       is among them, the job trains again within one lease plus one round
+       is among them, the job trains again within one lease plus one round. With an arbiter, the
+       newest state must be among them: they wait for holders whose leases are alive
     9  a world of a sharded model has whole replicas only, and a worker keeps its coordinate; law 3
        holds while a whole replica has the step
 
@@ -24,11 +25,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations
 from math import inf
 from typing import Any, NamedTuple
 
 from torchelastic.testing.held_state import HeldState
+from torchelastic.testing.reach import all_linked, are_linked, groups
 
 
 class LawElectorate(NamedTuple):
@@ -409,7 +410,7 @@ class Laws:
         linked = (
             holder
             for holder in there
-            if all(self._are_linked(holder, other) for other in world.nodes | {node})
+            if all(are_linked(holder, other, self._cut) for other in world.nodes | {node})
         )
         return self._held.holders(linked, self._finished)
 
@@ -494,15 +495,16 @@ class Laws:
     def _is_able(self) -> bool:
         """Return whether one group of connected nodes is enough to train."""
         if self._able is None:
-            self._able = any(self._are_enough(group) for group in self._groups())
+            there = self._up - self._frozen - self._leaving
+            self._able = any(self._are_enough(group) for group in groups(there, self._cut))
         return self._able
 
     def _are_enough(self, group: frozenset[str]) -> bool:
         return (
             len(group) >= self._rules.min_nodes
+            and all_linked(group, self._cut)
             and self._has_state(group)
             and all(self._agrees(each, group) for each in self._electorates_for(group))
-            and all(self._are_linked(one, other) for one, other in combinations(group, 2))
         )
 
     def _has_state(self, group: frozenset[str]) -> bool:
@@ -519,7 +521,7 @@ class Laws:
         leaving = {
             node
             for node in self._leaving - self._frozen
-            if all(self._are_linked(node, other) for other in group)
+            if all(are_linked(node, other, self._cut) for other in group)
         }
         stay = not electorate.nodes or bool(electorate.nodes & group)
         return stay and electorate.agrees(group | leaving)
@@ -533,27 +535,6 @@ class Laws:
         if newest < 0:
             return self._rules.founders if self._latest < 0 else [NOBODY]
         return self._world(newest).electorates
-
-    def _groups(self) -> list[frozenset[str]]:
-        """The nodes that are up, in groups that can reach each other."""
-        left, groups = self._up - self._frozen - self._leaving, []
-        while left:
-            group, edge = set[str](), {left.pop()}
-            while edge:
-                group |= edge
-                edge = {
-                    node
-                    for node in left
-                    if any(
-                        (node, one) not in self._cut or (one, node) not in self._cut for one in edge
-                    )
-                }
-                left -= edge
-            groups.append(frozenset(group))
-        return groups
-
-    def _are_linked(self, one: str, other: str) -> bool:
-        return (one, other) not in self._cut and (other, one) not in self._cut
 
     def _came_up(self, event: NodeUp) -> None:
         self._up.add(event.node)

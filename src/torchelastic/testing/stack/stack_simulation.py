@@ -274,12 +274,25 @@ class StackSimulation:
                 self.scheduler.run_until(self.now + CHECK_INTERVAL)
                 if not self._is_over:
                     self.laws.look(self.now)
+            left_out = self._left_out()
             self._is_over = True
             errors = [
                 each for loop in (*self.loops, self.scheduler.outside) for each in loop.errors
             ]
             self.scheduler.close(self.loops)
-        return [*self.laws.violations, *(laws.Violation(0, END, error) for error in errors)]
+        uncaught = [laws.Violation(0, END, error) for error in errors]
+        return [*self.laws.violations, *left_out, *uncaught]
+
+    def _left_out(self) -> list[laws.Violation]:
+        """With etcd, all nodes train in the end: no hold for lack of reach outlives the contact."""
+        if self._is_over or self._etcd is None or self.laws.is_closed or self._last is None:
+            return []
+        there = frozenset(host.node for host in self.hosts.values() if host.loop is not None)
+        nodes, out = self._last.nodes, sorted(there - self._last.nodes)
+        if len(nodes & there) >= min(len(there), self.schedule.max_nodes):
+            return []
+        sentence = f"{' '.join(out)} does not train, {END - HEALED_AT:g} s after the last fault"
+        return [laws.Violation(8, END, sentence)]
 
     def _connect_to_etcd(self, addresses: Sequence[Address], **given: Any) -> VirtualPool:
         """Replace the connections of the running process to etcd."""
