@@ -2,6 +2,7 @@
 
 kill, restart     an agent and its workers end; restart: another agent starts on the machine
 freeze, thaw      all that runs on a machine
+stall             the agent of a machine alone is frozen: its workers run on
 worker            the worker of a machine is killed
 cut               nothing gets from some machines to others: {a b} {c d e}, both ways or one
 mend              all ways are clear again, and none is slow
@@ -135,7 +136,7 @@ def sharded_from(seed: int, faults: int = 10, machines: int | None = None) -> Sc
 
 #: The kinds of faults of a job with etcd: mostly cuts between its machines. A flap is a cut that
 #: soon heals.
-PEER_KINDS = {**KINDS, "cut": 9, "flap": 6, "mend": 7, "freeze": 1, "thaw": 1, "join": 2}
+PEER_KINDS = {**KINDS, "cut": 9, "flap": 6, "mend": 7, "freeze": 1, "stall": 1, "join": 2}
 
 
 def peers_from(seed: int, faults: int = 10, machines: int | None = None) -> Schedule:

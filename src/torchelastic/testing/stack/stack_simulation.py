@@ -146,14 +146,19 @@ class VirtualHost:
         if not self._stack.schedule.remembers:
             self._disk.clear()
 
-    def freeze(self) -> None:
+    def freeze(self, *, workers: bool = True) -> None:
+        """Freeze the agent, and its workers if asked."""
         if self.loop is not None and not self._is_frozen:
             self.loop.freeze()
+            if self._parts is not None:
+                self._parts.workers.are_frozen = workers
             self._stack.note(laws.NodeFrozen(self._stack.now, self.node))
 
     def thaw(self) -> None:
         if self.loop is not None and self._is_frozen:
             self.loop.thaw()
+            if self._parts is not None:
+                self._parts.workers.are_frozen = False
             self._stack.note(laws.NodeThawed(self._stack.now, self.node))
 
     def leave(self) -> None:
@@ -322,6 +327,8 @@ class StackSimulation:
                     host.start()
                 case "freeze":
                     host.freeze()
+                case "stall":  # nothing keeps a script from its next step
+                    host.freeze(workers=not self.schedule.resident)
                 case "thaw":
                     host.thaw()
                 case "leave":
