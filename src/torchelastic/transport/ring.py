@@ -112,6 +112,7 @@ class Ring:
         self._tasks = TaskSet()
         #: The last one of each.
         self._callers: dict[str, Link] = {}
+        self._is_closed = False
 
     def turn_to(self, generation: int, nodes: Sequence[tuple[str, str]]) -> None:
         """Take the place of this node among the nodes of a world and their addresses, in order.
@@ -152,6 +153,9 @@ class Ring:
 
     def admit(self, link: Link, hello: frames.Hello) -> None:
         """Serve a connection of a neighbour, or of an agent that asks whether we are alive."""
+        if self._is_closed:
+            link.abort()
+            return
         link.send(frames.Welcome(frames.PROTOCOL, frames.VERSION, "", False, 0))
         self._visitors.add(link)
         self._tasks.start(self._receive(link), "ring visitor")
@@ -162,6 +166,7 @@ class Ring:
         return await lives(Endpoint.at(address, self._job.job, self._job.credentials))
 
     async def close(self) -> None:
+        self._is_closed = True
         self._expect(None)
         self._tasks.cancel()
         for link in list(self._visitors):
