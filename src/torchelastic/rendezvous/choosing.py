@@ -9,7 +9,7 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 from torchelastic.records import replace
-from torchelastic.rendezvous import held_out, reach, replicas
+from torchelastic.rendezvous import connectivity, held_out, replicas
 from torchelastic.rendezvous.round_state import RoundRules, RoundState, the_world
 from torchelastic.rendezvous.world import Member, World
 
@@ -91,7 +91,7 @@ def candidates(rules: RoundRules, state: RoundState, *, soon: bool = False) -> l
 def _is_at_hand(state: RoundState, member: Member) -> bool:
     """Return whether a member knows which others it can reach, and no worker of an ended world is
     left on it."""
-    if member.probed < reach.required_probe(state, member.node):
+    if member.probed < connectivity.required_probe(state, member.node):
         return False
     world = state.world
     if world is None or not world.has_ended or world.place(member.node) is None:
@@ -245,7 +245,7 @@ def choose(
     Of nodes that cannot reach each other, one side is chosen: that of the running world, the one
     with the newest whole state, the one with the most workers, the one with the lowest old rank.
     """
-    cut = reach.cut_pairs(state) if rules.probes else frozenset()
+    cut = connectivity.cut_pairs(state) if rules.probes else frozenset()
     if not cut:
         return _choose_on_side(ordered, rules, state, awaits_starts)
     world = state.world
@@ -257,7 +257,7 @@ def choose(
         _choose_on_side(
             [offer for offer in ordered if offer.node in side], rules, state, awaits_starts
         )
-        for side in reach.sides([offer.node for offer in best_first], cut)
+        for side in connectivity.sides([offer.node for offer in best_first], cut)
     ]
     return max(found, key=partial(_merit, rules, state))
 

@@ -32,14 +32,8 @@ from collections.abc import Callable
 from torchelastic.errors import EXIT_FAILED, EXIT_USAGE
 from torchelastic.events.failure import Failure, node_failure
 from torchelastic.records import replace
-from torchelastic.rendezvous import reach, replicas, root_cause, suspects
-from torchelastic.rendezvous.choosing import (
-    candidates,
-    choose,
-    holders_left_out,
-    in_order,
-    workers,
-)
+from torchelastic.rendezvous import connectivity, ended_world, replicas, root_cause, suspects
+from torchelastic.rendezvous.choosing import candidates, choose, in_order, workers
 from torchelastic.rendezvous.forming import REPEAT_INTERVAL, form, newcomers_to, settled_at
 from torchelastic.rendezvous.restart_policy import (
     Ending,
@@ -56,12 +50,10 @@ from torchelastic.rendezvous.round_state import (
     can_be_confirmed,
     failed_alike,
     failed_nodes,
-    follows_later_host,
     has_trained,
     names_of,
     next_hold_end,
     the_world,
-    to_claim,
     with_holds,
 )
 from torchelastic.rendezvous.world import Member, World
@@ -78,9 +70,9 @@ def decide(rules: RoundRules, state: RoundState, now: float) -> RoundDecision:
     """Decide what to do in this state."""
     state = with_holds(state, now)
     decision = _wake_at_hold_end(state, _decide(rules, state, now))
-    if decision.world is None and (drop := _to_drop(rules, state)):
+    if decision.world is None and (drop := ended_world.to_drop(rules, state)):
         return replace(decision, drop=drop)
-    if decision.world is not None and _calls_for_probe(rules, state, decision.world):
+    if decision.world is not None and ended_world.calls_for_probe(rules, state, decision.world):
         probe = decision.world.generation + 1
         decision = replace(decision, world=replace(decision.world, probe=probe))
     if decision.world is not None and decision.world.base != state.base:
@@ -96,25 +88,6 @@ def _wake_at_hold_end(state: RoundState, decision: RoundDecision) -> RoundDecisi
     if at is None or decision.world is not None:
         return decision
     return replace(decision, wake_at=at if decision.wake_at is None else min(at, decision.wake_at))
-
-
-def _to_drop(rules: RoundRules, state: RoundState) -> tuple[str, ...]:
-    """The members whose machines refuse connections, and without which no state is lost. If one is
-    in a world, that world ends first."""
-    refused = state.refused & state.members.keys()
-    world = state.world
-    if world is not None and (world.is_under_way or (world.phase == "over" and _busy(state))):
-        refused -= world.members
-    left = state.members.keys() - refused
-    return tuple(
-        sorted(refused.difference(holders_left_out(rules, state, left)) if refused else ())
-    )
-
-
-def _busy(state: RoundState) -> list[str]:
-    """The nodes whose workers of the ended world the leader waits for."""
-    world = the_world(state)
-    return [node.node for node in world.nodes if _holds_up(state, node.node, world.generation)]
 
 
 def _is_base_news(state: RoundState) -> bool:
@@ -244,8 +217,12 @@ def _in_process_ended(state: RoundState) -> RoundDecision | None:
 
 def _end_by_silence(state: RoundState) -> RoundDecision | None:
     """End a world whose nodes cannot reach each other; they stay members."""
-    pairs = reach.silent_pairs(state)
-    return _end_generation(state, "node-failure", reach.sentence(state, pairs)) if pairs else None
+    pairs = connectivity.silent_pairs(state)
+    return (
+        _end_generation(state, "node-failure", connectivity.sentence(state, pairs))
+        if pairs
+        else None
+    )
 
 
 def _departed(state: RoundState) -> list[str]:
@@ -383,14 +360,17 @@ def _go_on_after(rules: RoundRules, state: RoundState, step: int, now: float) ->
 def _continue_or_close(rules: RoundRules, state: RoundState, now: float) -> RoundDecision:
     """Form the next world, wait, or close the job, once the old workers are gone on all nodes."""
     world = the_world(state)
-    if _calls_for_probe(rules, state, world):
+    if ended_world.calls_for_probe(rules, state, world):
         return RoundDecision(world, world.ending)  # with the probe
     late = state.since + rules.lease
-    busy = _busy(state)
-    if busy and (now < late or not _may_go_without(rules, state, busy)):
+    busy = ended_world.busy_nodes(state)
+    if busy and (now < late or not ended_world.may_go_without(rules, state, busy)):
         return _wait_for_stop(rules, state, busy, now)
-    if rules.probes and now < late and _is_probing(state):
-        return RoundDecision(wake_at=late)
+    if busy:
+        state = replace(state, lost=(*state.lost, *busy))
+    probed = state.said_at + rules.lease
+    if rules.probes and now < probed and ended_world.is_probing(state):
+        return RoundDecision(wake_at=probed)
     kind, cause, consequences = _classify(state)
     failure = cause if cause is None or not cause.is_node else None
     found = suspects.find(rules, state, failure, consequences)
@@ -448,43 +428,6 @@ def _wait_before_restart(
     return RoundDecision(wake_at=state.since + pause(restart.history))
 
 
-def _calls_for_probe(rules: RoundRules, state: RoundState, world: World) -> bool:
-    """Return whether the end of a world makes all members probe each other: its nodes may not reach
-    each other."""
-    if not rules.probes or world.phase != "over" or world.probe > world.generation:
-        return False
-    if reach.silent_pairs(state) or state.contested & the_world(state).members:
-        return True
-    return any(suspects.is_unconnected(failure) for failure in state.failures)
-
-
-def _is_probing(state: RoundState) -> bool:
-    """Return whether nodes of the last world still find out which others they can reach."""
-    return any(
-        present.member.probed < reach.required_probe(state, node.node)
-        for node in the_world(state).nodes
-        if (present := state.members.get(node.node)) is not None
-        and not present.member.leaving
-        and node.node not in state.refused
-    )
-
-
-def _may_go_without(rules: RoundRules, state: RoundState, busy: list[str]) -> bool:
-    """Return whether the next world need not wait for these nodes: their agents have not even
-    reported that they know of the world's end, and their workers cannot take a step because those
-    of another node are gone."""
-    world = the_world(state)
-    stopped = any(
-        node.node in state.members and state.members[node.node].member.gone >= world.generation
-        for node in world.nodes
-    )
-    return rules.probes and stopped and not any(_knows_end(state, node) for node in busy)
-
-
-def _knows_end(state: RoundState, node: str) -> bool:
-    return state.members[node].member.stopping >= the_world(state).generation
-
-
 def _wait_for_stop(
     rules: RoundRules, state: RoundState, slow: list[str], now: float
 ) -> RoundDecision:
@@ -496,26 +439,6 @@ def _wait_for_stop(
         return RoundDecision(wake_at=at)
     reason = f"waiting for the workers of {names_of(state, slow)} to stop"
     return RoundDecision(replace(the_world(state), reason=reason), the_world(state).ending)
-
-
-def _holds_up(state: RoundState, node: str, generation: int) -> bool:
-    """Return whether a node is a member, stays, and still has workers of the old generation.
-
-    The leader waits for a leaving node only if no node stays or its vote is needed: after one node
-    has stopped, the others of the world cannot make a step without it.
-    """
-    present = state.members.get(node)
-    if present is None or present.member.gone >= generation or follows_later_host(state):
-        return False
-    if node in state.refused:
-        return False
-    if not present.member.leaving:
-        return True
-    stays = any(
-        other.node in state.members and not state.members[other.node].member.leaving
-        for other in the_world(state).nodes
-    )
-    return not stays or to_claim(state) is None
 
 
 # --- over: in-process workers --------------------------------------------------------------------

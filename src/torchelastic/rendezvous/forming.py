@@ -9,7 +9,7 @@ from itertools import islice
 from torchelastic.errors import EXIT_NOT_ENOUGH_NODES
 from torchelastic.events import words
 from torchelastic.records import replace
-from torchelastic.rendezvous import held_out, majority, reach, replicas
+from torchelastic.rendezvous import connectivity, held_out, majority, replicas
 from torchelastic.rendezvous.choosing import (
     Offer,
     are_in_process,
@@ -313,14 +313,14 @@ def _missing_for_world(rules: RoundRules, state: RoundState) -> tuple[str, bool]
 def _kept_apart(rules: RoundRules, state: RoundState, found: list[Offer]) -> str:
     """Say who cannot reach whom, and where the newest state is, if that is in the way of a world;
     empty if not."""
-    cut = reach.cut_pairs(state) if rules.probes else frozenset()
+    cut = connectivity.cut_pairs(state) if rules.probes else frozenset()
     chosen = choose(rules, in_order(found, state.world), state)
     if not chosen:
         apart = bool(cut) and choose(
             replace(rules, probes=False), in_order(found, state.world), state
         )
         return (
-            f"waiting for nodes that reach each other: {reach.sentence(state, cut)}"
+            f"waiting for nodes that reach each other: {connectivity.sentence(state, cut)}"
             if apart
             else ""
         )
@@ -329,7 +329,7 @@ def _kept_apart(rules: RoundRules, state: RoundState, found: list[Offer]) -> str
         return ""
     parts = {state.members[node].member.place for node in holders}
     part = f"part {', '.join(map(str, sorted(parts)))} of " if max(parts) >= 0 else ""
-    about = f"; {reach.sentence(state, cut)}" if cut else ""
+    about = f"; {connectivity.sentence(state, cut)}" if cut else ""
     return (
         f"waiting for {part}the newest state, which only {names_of(state, holders)} may have{about}"
     )

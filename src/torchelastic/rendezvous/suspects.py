@@ -16,7 +16,7 @@ Workers may fail to connect while their agents see nothing wrong: the agents use
 a firewall blocks the workers' ports. The workers' errors name the pairs of nodes: gloo and TCPStore
 give the address they tried, `train` gives the rank. A pair does not show which of its two nodes is
 to blame. The node with the most pairs is, counting those of earlier worlds (`HeldOut.other`); of
-several, the newest. If agents cannot reach each other either, no node is held out: `reach` decides.
+several, the newest. If agents cannot reach each other either, no node is held out: `connectivity` decides.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from torchelastic.errors import UnfitError
 from torchelastic.events.failure import Failure
-from torchelastic.rendezvous import held_out, reach, root_cause
+from torchelastic.rendezvous import connectivity, held_out, root_cause
 from torchelastic.rendezvous.choosing import candidates, enough_without, only_holders
 from torchelastic.rendezvous.held_out import HeldOutNodes
 from torchelastic.rendezvous.restart_policy import is_from_outside
@@ -88,11 +88,13 @@ def find(
     decision = None
     if cause is not None and _may_be_caused_by_node(cause):
         failed_alone = _failed_alone(cause, others)
-        early = _failed_early(state)
+        early = failed_early(state)
         pairs = _pairs(state, cause, others, early=early)
-        if _sides_of_cut(state, pairs):
-            # The sides of the cut decide who continues (`reach.sides`), as long as it lasts.
-            why = f"{reach.sentence(state, reach.cut_pairs(state))}: {cause.sentence()}"
+        if _is_explained_by_cut(state, cause, pairs):
+            # The sides of the cut decide who continues (`connectivity.sides`), as long as it lasts.
+            why = (
+                f"{connectivity.sentence(state, connectivity.cut_pairs(state))}: {cause.sentence()}"
+            )
             return HoldDecision(held, instead=why)
         decision = (
             _hold_newcomers(rules, state, held, cause, failed_alone, pairs) if early else None
@@ -130,7 +132,7 @@ def _failed_alone(cause: Failure, others: Iterable[Failure]) -> frozenset[str]:
     return frozenset((cause.node, *(other.node for other in others if other.by_itself)))
 
 
-def _failed_early(state: RoundState) -> bool:
+def failed_early(state: RoundState) -> bool:
     """Return whether the world ended before its first step, if steps are known."""
     if has_stepped(state):
         return False
@@ -243,9 +245,13 @@ def _hold_unconnected(
     return HoldDecision(held, sentence=said)
 
 
-def _sides_of_cut(state: RoundState, found: Iterable[Unconnected]) -> bool:
-    """Return whether agents cannot reach each other either, as they found out."""
-    cut = reach.cut_pairs(state)
+def _is_explained_by_cut(state: RoundState, cause: Failure, found: Sequence[Unconnected]) -> bool:
+    """Return whether agents of the world cannot reach each other, as they found out, and that is
+    why its workers failed."""
+    members = the_world(state).members
+    cut = {pair for pair in connectivity.cut_pairs(state) if pair <= members}
+    if not found:
+        return bool(cut) and root_cause.waited_for_others(cause)
     return any(_sides(pair) in cut for pair in found)
 
 

@@ -4,7 +4,7 @@ agent before it.
 
 An agent *doubts* a neighbour whose connection has ended or fallen silent, and asks it until it
 answers. This is only a hint: the leader asks the neighbour itself (`membership.suspicion`). A
-neighbour that has not answered for a lease is *silent*: the world ends (`rendezvous.reach`). Only
+neighbour that has not answered for a lease is *silent*: the world ends (`rendezvous.connectivity`). Only
 the agents of a world have doubts, and its end clears them.
 """
 
@@ -167,6 +167,7 @@ class Ring:
 
     async def close(self) -> None:
         self._is_closed = True
+        self._around = {}  # no more doubts
         self._expect(None)
         self._tasks.cancel()
         for link in list(self._visitors):

@@ -214,17 +214,27 @@ LOOKS = [
 
 @pytest.mark.parametrize(("who", "said", "is_heard_of", "refused"), LOOKS)
 @story
-async def test_the_leader_asks_whom_others_doubt(who, said, is_heard_of, refused):
+async def test_the_leader_asks_whom_others_doubt_as_long_as_they_do(
+    monkeypatch, who, said, is_heard_of, refused
+):
+    monkeypatch.setattr("torchelastic.rendezvous.membership.suspicion.ASK_AGAIN", 0.0)
+    asked = []
+
     async def ask(address):
+        asked.append(address)
         if is_heard_of:
-            suspicion.heard(member("b", "a"))
-        return said if address == "b:1" else True
+            suspicion.heard(member("b"))
+        if len(asked) == 3:
+            for node in "abc":
+                suspicion.heard(member(node))
+        return said
 
     suspicion = Suspicion(ask, lambda: None)
     for node in "abc":
         suspicion.heard(member(node, *who.get(node, "")))
     await asked_all(suspicion)
     assert suspicion.refused == ({"b"} if refused else set())
+    assert asked == ["b:1"] * (0 if not who else 1 if refused else 3)
     if refused:
         suspicion.heard(member("b"))
         assert (suspicion.refused, suspicion.contested) == (set(), {"b"})

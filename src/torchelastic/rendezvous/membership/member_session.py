@@ -375,8 +375,8 @@ class MemberSession:
         if self._suspecting is not None:
             self._suspecting.cancel()
         if doubted:
-            work = partial(self._while_leased, self._mind_leader(doubted, bool(silent)))
-            self._suspecting = self._background(work, "doubt")
+            minding = partial(self._mind_leader, doubted, bool(silent))
+            self._suspecting = self._background(lambda: self._while_leased(minding()), "doubt")
 
     async def _mind_leader(self, doubted: Set[str], silent: bool) -> None:
         """Lead in place of a leader that is dead, or that does not end a world whose nodes fall

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from torchelastic.rendezvous import reach
+from torchelastic.rendezvous import connectivity
 from torchelastic.rendezvous.membership.suspicion import Ask
 from torchelastic.rendezvous.store import Store
 from torchelastic.rendezvous.world import MEMBER_PREFIX, Member, World
@@ -58,7 +58,7 @@ class Prober:
                 listing = await store.get(MEMBER_PREFIX)
                 members = [Member.from_json(item.value) for item in listing.items.values()]
                 peers = {member.node: member.peer for member in members if member.peer}
-                nodes = reach.to_probe(peers) if is_new else self._unreached
+                nodes = connectivity.to_probe(peers) if is_new else self._unreached
                 unreached = await self._unreachable(
                     {node: peers[node] for node in nodes if node in peers and node != self._node}
                 )

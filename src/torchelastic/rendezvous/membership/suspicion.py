@@ -3,7 +3,7 @@
 Neighbours in the ring suspect an agent whose connection ended or fell silent. The leader asks it:
 
     it answers    nothing happens; if it does not answer its neighbours, they say so after a lease,
-                  and the world ends (`reach.silent_pairs`)
+                  and the world ends (`connectivity.silent_pairs`)
     refused       nothing listens at its port: its agent is dead, unless it writes its record
                   again, because a firewall refuses in its name. `decide` continues without it
     silence       it is frozen or cut off, on an unknown side: no membership ends by that
@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds in which news of an agent that does not answer may still come through the store.
 STORE_DELAY = 0.02
+#: Seconds before a suspected agent that has answered, or may have, is asked again.
+ASK_AGAIN = 0.5
 
 #: Asks the agent at an address: True if it lives, False if nothing listens, None if unknown.
 Ask = Callable[[str], Awaitable[bool | None]]
@@ -99,10 +101,12 @@ class Suspicion:
             self.refused.discard(node)
             self.contested.add(node)
         # Check a node now that was suspected before it joined again: no report will repeat it.
-        again = [node] if any(node in doubted for doubted in self._doubts.values()) else []
-        for other in (*member.doubts, *again):
+        for other in (*member.doubts, *([node] if self._is_doubted(node) else [])):
             if self._peers.get(other) and other not in {one.get_name() for one in self._asking}:
                 self._asking.start(self._look_into(other), other)
+
+    def _is_doubted(self, node: str) -> bool:
+        return any(node in doubted for doubted in self._doubts.values())
 
     def lost(self, node: str) -> None:
         """Note that a member is gone."""
@@ -118,11 +122,15 @@ class Suspicion:
             self.lost(node)
 
     async def _look_into(self, node: str) -> None:
-        records = self._records.get(node)
-        if await self._ask(self._peers[node]) is not False:
-            return
-        await asyncio.sleep(STORE_DELAY)
-        if records is not None and self._records.get(node) == records:
-            logger.info("node %s refuses connections", node)
-            self.refused.add(node)
-            self._on_change()
+        """Ask a node for as long as others doubt it, until it refuses the connection."""
+        while self._is_doubted(node) and (peer := self._peers.get(node)):
+            records = self._records.get(node)
+            if await self._ask(peer) is not False:
+                await asyncio.sleep(ASK_AGAIN)
+                continue
+            await asyncio.sleep(STORE_DELAY)
+            if records is not None and self._records.get(node) == records:
+                logger.info("node %s refuses connections", node)
+                self.refused.add(node)
+                self._on_change()
+                return

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from tests.unit.rendezvous.round_support import Job, failure
-from torchelastic.rendezvous import reach
+from torchelastic.rendezvous import connectivity
 from torchelastic.rendezvous.decide import decide
 
 LEASE = 3.0
@@ -303,7 +303,7 @@ def test_a_worker_that_gets_no_answer_makes_all_probe_and_no_node_is_held_out():
 def test_sides_are_groups_in_which_all_reach_each_other():
     nodes = "abcdef"
     pairs = {frozenset(pair) for pair in ("ab", "cd", "ce")}
-    for side in reach.sides(nodes, pairs):
+    for side in connectivity.sides(nodes, pairs):
         assert not any(frozenset(pair) in pairs for pair in product(side, side))
         out = set(nodes) - side
         assert all(any(frozenset((one, other)) in pairs for other in side) for one in out)
@@ -312,5 +312,5 @@ def test_sides_are_groups_in_which_all_reach_each_other():
 def test_sides_of_thousands_of_nodes_are_found_quickly():
     nodes = [f"{number:05d}" for number in range(4000)]
     pairs = {frozenset((one, other)) for one in nodes[:128] for other in nodes[2000:2300]}
-    found = reach.sides(nodes, pairs)
+    found = connectivity.sides(nodes, pairs)
     assert max(map(len, found)) == 4000 - 128
