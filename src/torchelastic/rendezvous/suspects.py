@@ -16,7 +16,7 @@ Workers may fail to connect while their agents see nothing wrong: the agents use
 a firewall blocks the workers' ports. The workers' errors name the pairs of nodes: gloo and TCPStore
 give the address they tried, `train` gives the rank. A pair does not show which of its two nodes is
 to blame. The node with the most pairs is, counting those of earlier worlds (`HeldOut.other`); of
-several, the newest. If agents cannot reach each other either, no node is held out: `connectivity` decides.
+several, the newest. If agents cannot reach each other either, no node is held out (`connectivity`).
 """
 
 from __future__ import annotations

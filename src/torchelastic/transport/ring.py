@@ -4,8 +4,8 @@ agent before it.
 
 An agent *doubts* a neighbour whose connection has ended or fallen silent, and asks it until it
 answers. This is only a hint: the leader asks the neighbour itself (`membership.suspicion`). A
-neighbour that has not answered for a lease is *silent*: the world ends (`rendezvous.connectivity`). Only
-the agents of a world have doubts, and its end clears them.
+neighbour that has not answered for a lease is *silent*: the world ends
+(`rendezvous.connectivity`). Only the agents of a world have doubts, and its end clears them.
 """
 
 from __future__ import annotations
