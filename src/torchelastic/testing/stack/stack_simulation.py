@@ -44,6 +44,8 @@ SIGTERM = 15
 CHECK_INTERVAL = 1.0
 #: The number of sequential messages in a round.
 MESSAGES_PER_ROUND = 40
+#: Seconds after which a thawed script takes its next step.
+SCRIPT_THAW_TIME = 0.5
 #: The share of cuts that reset connections, and of jobs with a list of endpoints.
 RESET_SHARE, ENDPOINT_LIST_SHARE = 0.3, 0.5
 
@@ -158,7 +160,11 @@ class VirtualHost:
         if self.loop is not None and self._is_frozen:
             self.loop.thaw()
             if self._parts is not None:
-                self._parts.workers.are_frozen = False
+                # Nothing keeps a script from its next step, which it may finish before its agent
+                # stops it.
+                wait = 0.0 if self._stack.schedule.resident else SCRIPT_THAW_TIME
+                later = self._stack.now + wait
+                self._stack.scheduler.at(later, self._parts.workers.thaw)
             self._stack.note(laws.NodeThawed(self._stack.now, self.node))
 
     def leave(self) -> None:

@@ -353,6 +353,9 @@ class VirtualWorkers:
         newest = self.newest_held
         return tuple(rank for rank, one in self._processes.items() if one.version[0] < newest)
 
+    def thaw(self) -> None:
+        self.are_frozen = False
+
     def leased_until(self, until: float) -> None:
         """Note the time until which the node holds its lease, as on the workers' status pages."""
         self.leased_till = until
