@@ -362,10 +362,10 @@ def _continue_or_close(rules: RoundRules, state: RoundState, now: float) -> Roun
     world = the_world(state)
     if ended_world.calls_for_probe(rules, state, world):
         return RoundDecision(world, world.ending)  # with the probe
-    late = state.since + rules.lease
     busy = ended_world.busy_nodes(state)
+    late = state.since + ended_world.patience(rules, state, busy)
     if busy and (now < late or not ended_world.may_go_without(rules, state, busy)):
-        return _wait_for_stop(rules, state, busy, now)
+        return _wait_for_stop(state, busy, now, late)
     if busy:
         state = replace(state, lost=(*state.lost, *busy))
     probed = state.said_at + rules.lease
@@ -428,16 +428,13 @@ def _wait_before_restart(
     return RoundDecision(wake_at=state.since + pause(restart.history))
 
 
-def _wait_for_stop(
-    rules: RoundRules, state: RoundState, slow: list[str], now: float
-) -> RoundDecision:
-    """Wait, and repeat which nodes have workers that have not stopped."""
-    at, late = state.said_at + REPEAT_INTERVAL, state.since + rules.lease
-    if rules.probes and now < late:
-        return RoundDecision(wake_at=min(at, late))
+def _wait_for_stop(state: RoundState, busy: list[str], now: float, late: float) -> RoundDecision:
+    """Wait, and repeat which nodes have workers that have not stopped. `late`: when the next world
+    may do without them."""
+    at = state.said_at + REPEAT_INTERVAL
     if now < at:
-        return RoundDecision(wake_at=at)
-    reason = f"waiting for the workers of {names_of(state, slow)} to stop"
+        return RoundDecision(wake_at=min(time for time in (at, late) if time > now))
+    reason = f"waiting for the workers of {names_of(state, busy)} to stop"
     return RoundDecision(replace(the_world(state), reason=reason), the_world(state).ending)
 
 

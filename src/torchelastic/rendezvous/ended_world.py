@@ -5,7 +5,7 @@ drops. Pure.
     reports that its workers are gone  may include it
     knows that the world is over       waits for it
     does not, for a lease              is formed without it, if another one is gone: a step needs
-                                       all; otherwise waits until its lease ends (etcd only)
+    (`patience`)                       all; otherwise waits until its lease ends (etcd only)
     refuses connections                is formed without it; then its lease is ended (etcd only)
 
 No world is formed without a node that alone may have the newest state
@@ -24,6 +24,9 @@ from torchelastic.rendezvous.round_state import (
     to_claim,
 )
 from torchelastic.rendezvous.world import World
+
+#: Seconds in which an agent that runs has reported that it knows of the end of a world.
+REPORT_TIME = 1.0
 
 
 def busy_nodes(state: RoundState) -> list[str]:
@@ -50,6 +53,20 @@ def _is_busy(state: RoundState, node: str, generation: int) -> bool:
         for other in the_world(state).nodes
     )
     return not stays or to_claim(state) is None
+
+
+def patience(rules: RoundRules, state: RoundState, busy: list[str]) -> float:
+    """Seconds after the end of a world in which these nodes must report that they know of it.
+
+    Not much, if others have not heard from them for a lease already.
+    """
+    silent = {
+        other
+        for node in the_world(state).nodes
+        if (present := state.members.get(node.node)) is not None
+        for other in present.member.silent
+    }
+    return min(rules.lease, REPORT_TIME) if silent.issuperset(busy) else rules.lease
 
 
 def may_go_without(rules: RoundRules, state: RoundState, busy: list[str]) -> bool:

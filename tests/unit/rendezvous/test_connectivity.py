@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from tests.unit.rendezvous.round_support import Job, failure
-from torchelastic.rendezvous import connectivity
+from torchelastic.rendezvous import connectivity, ended_world
 from torchelastic.rendezvous.decide import decide
 
 LEASE = 3.0
@@ -196,17 +196,27 @@ def test_the_next_world_waits_for_a_node_that_is_stopping_its_workers():
     assert job.names == ["b", "c"]
 
 
-def test_a_frozen_node_is_left_out_a_lease_after_the_end_of_its_world():
+def test_a_frozen_node_is_left_out_soon_after_the_end_of_its_world():
     job = in_process("1:3", "abc")
     fall_silent(job, "ab")
     stop(job, "ac")
     probe(job, "ac", "b")
-    job.state.members["b"]
-    job.wait(LEASE - 0.1)
+    job.wait(ended_world.REPORT_TIME - 0.1)
     assert job.world.phase == "over"
     job.wait(0.2)
     assert (job.world.phase, job.names) == ("running", ["a", "c"])
     assert "b" in job.state.members
+
+
+def test_a_node_that_no_neighbour_finds_silent_has_a_lease_to_report_the_end():
+    job = in_process("1:3", "abc")
+    fall_silent(job, "ab")
+    stop(job, "ab")
+    probe(job, "a", "b")
+    job.wait(LEASE - 0.1)
+    assert job.world.phase == "over"
+    job.wait(0.2)
+    assert (job.world.phase, job.names) == ("running", ["a"])
 
 
 def test_a_frozen_node_that_alone_may_have_the_state_is_awaited_until_its_lease_ends():

@@ -47,6 +47,8 @@ HANDING_OVER = 10.0
 RECORD_TIMEOUT = 2.0
 #: Seconds the host stays so that others learn that the job is closed.
 HOST_STAYS = 5.0
+#: Seconds that a leader has to end a world whose nodes fall silent.
+LEADER_TIME = 1.0
 #: `SideTasks.start`: runs something beside the loop; what goes wrong there is the owner's to see.
 Background = Callable[[Work, str], asyncio.Task[Any]]
 
@@ -382,7 +384,7 @@ class MemberSession:
         """Lead in place of a leader that is dead, or that does not end a world whose nodes fall
         silent."""
         assert self._ring is not None
-        every = self._config.lease / 2
+        every = min(self._config.lease / 2, LEADER_TIME)
         due = self._clock.now() + every if silent else math.inf
 
         def is_overdue() -> bool:
