@@ -40,7 +40,7 @@ NODES = 5
 MODES, STORES = ("train", "keep", "script"), ("etcd", "embedded")
 SAMPLES = 96
 #: Seconds in which all nodes train after a cut, and before the first one.
-ALL_TRAIN, FIRST = 30.0, 120.0
+ALL_TRAIN, FIRST = 30.0, 300.0
 #: Seconds of a cut, at least and at most; and of a flap: cut, and healed.
 SECONDS, FLAP = (1.0, 12.0), (0.4, 0.6)
 #: Seconds between two cuts, in which all train.

@@ -99,14 +99,13 @@ class PathRestored(NamedTuple):
 
 
 class LeaseOpened(NamedTuple):
-    """A node has a lease at the external arbiter. An observer that reports this for one node
-    reports it for all."""
+    """A node has a lease at the external arbiter."""
 
     at: float
     node: str
 
 
-class LeaseEnded(NamedTuple):
+class LeaseOver(NamedTuple):
     """A node's lease has expired, or the node has given it back. A lease that another node has
     revoked is alive until it would have expired."""
 
@@ -236,7 +235,7 @@ Event = (
     | PathCut
     | PathRestored
     | LeaseOpened
-    | LeaseEnded
+    | LeaseOver
     | JobDisturbed
     | WorldPublished
     | WorldTakenUp
@@ -273,6 +272,8 @@ class Rules:
     within: float = float("inf")
     #: How many finished steps may be repeated: copies of the state may lag by this many.
     redone: int = 0
+    #: Whether nodes have leases at an external arbiter (etcd), whose events are reported.
+    arbiter: bool = False
     #: The number of failures that the job must survive.
     endures: int = 0
     #: Two failures within this many seconds have no known order.
@@ -289,13 +290,20 @@ class _Known:
     host: str = ""
     electorates: tuple[LawElectorate, ...] = ()
     present: frozenset[str] | None = None
-    #: The nodes that had a lease when it was published; None: there is no arbiter.
-    leased: frozenset[str] | None = None
+    #: The nodes that had a lease when it was published.
+    leased: frozenset[str] = frozenset()
     #: The first step that it has made; infinity: none.
     first: float = inf
     #: The nodes that have finished each step.
     finished: dict[int, set[str]] = field(default_factory=dict)
     failures: list[NodeFailed] = field(default_factory=list)
+
+
+#: Events after which the job may need a lease and a round.
+_DISTURBING = (
+    NodeUp, NodeDown, NodeFrozen, NodeThawed, NodeLeaves, NodeFailed, AgentEnded, PathCut,
+    PathRestored, LeaseOpened, LeaseOver, JobDisturbed,
+)  # fmt: skip
 
 
 class Laws:
@@ -318,8 +326,8 @@ class Laws:
         self._frozen: set[str] = set()
         self._leaving: set[str] = set()
         self._cut: set[tuple[str, str]] = set()
-        #: The nodes with a lease at an external arbiter; None: there is none.
-        self._leased: set[str] | None = None
+        #: The nodes with a lease at the arbiter, if there is one.
+        self._leased: set[str] = set()
         self._failures = 0
         #: The time of the last disturbance, and of the last step.
         self._quiet_since = 0.0
@@ -334,6 +342,8 @@ class Laws:
         """Process an event."""
         self.look(event.at)
         _HANDLERS[type(event)](self, event)
+        if isinstance(event, _DISTURBING):
+            self._quiet_since, self._able = event.at, None
 
     def look(self, now: float) -> None:
         """Check law 8, which depends on time."""
@@ -364,7 +374,7 @@ class Laws:
         known = self._world(event.generation)
         known.nodes, known.host = event.nodes, event.host
         known.electorates, known.present = event.electorates, event.present
-        known.leased = None if self._leased is None else frozenset(self._leased)
+        known.leased = frozenset(self._leased)
         self._latest = max(self._latest, event.generation)
         self._able = None
 
@@ -402,7 +412,7 @@ class Laws:
         """The nodes that have the last finished state and could hand it to the nodes of a world.
         With an arbiter, silence between nodes is no excuse: the world has to wait, or to be
         another one."""
-        if self._leased is not None and world.leased is not None:
+        if self._rules.arbiter:
             return self._held.holders(self._leased & world.leased, self._finished)
         there = self._up - self._frozen if self._up else self._held.nodes
         if world.present is not None:
@@ -464,7 +474,6 @@ class Laws:
     def _failed(self, event: NodeFailed) -> None:
         self._world(event.generation).failures.append(event)
         self._failures += 1
-        self._disturbed(event)
 
     def _ended(self, event: AgentEnded) -> None:
         if not event.reason:
@@ -510,7 +519,7 @@ class Laws:
     def _has_state(self, group: frozenset[str]) -> bool:
         """Return whether these nodes need not wait for the state of others, whose leases are
         alive."""
-        if self._leased is None or self._finished < self._rules.redone:
+        if not self._rules.arbiter or self._finished < self._rules.redone:
             return True
         has_it = partial(self._held.holders, step=self._finished)
         return bool(has_it(group)) or not has_it(self._leased)
@@ -536,49 +545,10 @@ class Laws:
             return self._rules.founders if self._latest < 0 else [NOBODY]
         return self._world(newest).electorates
 
-    def _came_up(self, event: NodeUp) -> None:
-        self._up.add(event.node)
-        self._disturbed(event)
-
     def _down(self, event: NodeDown | AgentEnded) -> None:
-        self._up.discard(event.node)
-        self._frozen.discard(event.node)
-        self._leaving.discard(event.node)
+        for nodes in (self._up, self._frozen, self._leaving, self._leased):
+            nodes.discard(event.node)
         self._held.forget(event.node)
-        if self._leased is not None:
-            self._leased.discard(event.node)
-        self._disturbed(event)
-
-    def _freeze(self, event: NodeFrozen) -> None:
-        self._frozen.add(event.node)
-        self._disturbed(event)
-
-    def _thaw(self, event: NodeThawed) -> None:
-        self._frozen.discard(event.node)
-        self._disturbed(event)
-
-    def _leave(self, event: NodeLeaves) -> None:
-        self._leaving.add(event.node)
-        self._disturbed(event)
-
-    def _cut_off(self, event: PathCut) -> None:
-        self._cut.add((event.source, event.target))
-        self._disturbed(event)
-
-    def _mend(self, event: PathRestored) -> None:
-        self._cut.discard((event.source, event.target))
-        self._disturbed(event)
-
-    def _opened_lease(self, event: LeaseOpened) -> None:
-        self._leased = (self._leased or set()) | {event.node}
-        self._disturbed(event)
-
-    def _ended_lease(self, event: LeaseEnded) -> None:
-        self._leased = (self._leased or set()) - {event.node}
-        self._disturbed(event)
-
-    def _disturbed(self, event: Event) -> None:
-        self._quiet_since, self._able = event.at, None
 
     # --- small parts -----------------------------------------------------------------------------
 
@@ -593,16 +563,16 @@ class Laws:
 
 
 _HANDLERS: Mapping[type, Callable[[Laws, Any], None]] = {
-    NodeUp: Laws._came_up,
+    NodeUp: lambda it, event: it._up.add(event.node),
     NodeDown: Laws._down,
-    NodeFrozen: Laws._freeze,
-    NodeThawed: Laws._thaw,
-    NodeLeaves: Laws._leave,
-    PathCut: Laws._cut_off,
-    PathRestored: Laws._mend,
-    LeaseOpened: Laws._opened_lease,
-    LeaseEnded: Laws._ended_lease,
-    JobDisturbed: Laws._disturbed,
+    NodeFrozen: lambda it, event: it._frozen.add(event.node),
+    NodeThawed: lambda it, event: it._frozen.discard(event.node),
+    NodeLeaves: lambda it, event: it._leaving.add(event.node),
+    PathCut: lambda it, event: it._cut.add((event.source, event.target)),
+    PathRestored: lambda it, event: it._cut.discard((event.source, event.target)),
+    LeaseOpened: lambda it, event: it._leased.add(event.node),
+    LeaseOver: lambda it, event: it._leased.discard(event.node),
+    JobDisturbed: lambda it, event: None,
     WorldPublished: Laws._formed,
     WorldTakenUp: Laws._took_up,
     WorldConfirmed: Laws._confirmed,

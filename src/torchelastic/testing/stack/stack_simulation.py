@@ -212,6 +212,7 @@ class StackSimulation:
                 + ROUND
                 + MESSAGES_PER_ROUND * slowest,
                 redone=0 if schedule.resident else 1 << 30,
+                arbiter=schedule.etcd,
                 endures=100,
                 together=LEASE + 1.0,
                 founders=[laws.LawElectorate(frozenset(self.endpoints))] if self.endpoints else (),

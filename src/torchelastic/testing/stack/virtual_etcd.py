@@ -217,7 +217,7 @@ class VirtualEtcd:
         if found is None:
             raise _not_found()
         if found.node == node:
-            self._note(laws.LeaseEnded(self._scheduler.now, node))
+            self._note(laws.LeaseOver(self._scheduler.now, node))
         else:
             self._revoked.append(found)
         self._end(lease)
@@ -234,11 +234,11 @@ class VirtualEtcd:
         now = self._scheduler.now
         for lease, found in [*self._leases.items()]:
             if found.deadline <= now:
-                self._note(laws.LeaseEnded(now, found.node))
+                self._note(laws.LeaseOver(now, found.node))
                 self._end(lease)
         for found in self._revoked:
             if found.deadline <= now:
-                self._note(laws.LeaseEnded(now, found.node))
+                self._note(laws.LeaseOver(now, found.node))
         self._revoked = [one for one in self._revoked if one.deadline > now]
         self._scheduler.at(now + EXPIRY_INTERVAL, self._expire)
 
