@@ -10,9 +10,6 @@ from torchelastic.testing import laws, simulate
 from torchelastic.testing.fault_schedule import ENDLESS, Schedule, ScheduledFault, peers_from
 from torchelastic.testing.stack.stack_simulation import StackSimulation, violations
 
-#: Delete this mark when a cut between peers no longer ends a membership.
-until_fixed = pytest.mark.xfail(reason="silence between peers ends memberships", strict=False)
-
 pytestmark = pytest.mark.timeout(120 * SOAK)
 
 #: Seeds of one test; the suite has so many tests of them.
@@ -22,7 +19,6 @@ STEPS_DROPPED = (4, 54, 56, 79, 102)
 CUT_AT, HEALED_AT = 10.0, 25.0
 
 
-@until_fixed
 @pytest.mark.parametrize("first", range(0, SEEDS * TESTS * SOAK, SEEDS))
 def test_no_law_is_broken(first):
     for seed in range(first, first + SEEDS):
@@ -30,7 +26,6 @@ def test_no_law_is_broken(first):
         assert not violations(schedule), simulate.explained(schedule, StackSimulation)
 
 
-@until_fixed
 @pytest.mark.parametrize("seed", STEPS_DROPPED)
 def test_no_step_of_a_living_node_is_dropped(seed):
     schedule = peers_from(seed)
@@ -59,7 +54,6 @@ def steps_of(stack: StackSimulation, begin: float, end: float) -> list[laws.Step
     ]
 
 
-@until_fixed
 @pytest.mark.parametrize("resident", [True, False], ids=["train", "script"])
 @pytest.mark.parametrize("minority", ["a", "ab", "e", "de"])
 def test_the_larger_side_of_a_cut_trains_and_all_after_it_heals(minority, resident):
