@@ -133,6 +133,18 @@ class StoreContract:
         assert sorted((await reader.get("")).items) == ["part/0", "part/1", "world"]
 
     @story
+    async def test_the_end_of_the_lease_is_told_at_once_and_after_every_renewal(self, connect):
+        store = await connect()
+        told: list[float] = []
+        store.tell_lease(told.append)
+        assert told == []
+        await store.open_lease(60.0)
+        store.tell_lease(told.append)  # as of a store that was opened with a lease
+        await store.keep_alive()
+        assert len(told) >= 3
+        assert told == sorted(told)
+
+    @story
     async def test_what_is_set_beside_a_key_is_under_its_lease(self, connect):
         store = await connect()
         await store.open_lease(60.0)

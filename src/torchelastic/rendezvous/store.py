@@ -54,8 +54,6 @@ class Store(Protocol):
     #: Set when the lease has ended, according to the store or to our own clock, before any other
     #: operation succeeds; cleared by `open_lease`.
     lease_lost: asyncio.Event
-    #: Called with the time until which the lease is held, again after every renewal.
-    on_lease: Callable[[float], None]
     #: The most keys that one `compare_and_set` can set beside its own.
     most_beside: int
 
@@ -130,6 +128,11 @@ class Store(Protocol):
 
         An open lease is also renewed automatically.
         """
+        ...
+
+    def tell_lease(self, tell: Callable[[float], None]) -> None:
+        """Call `tell` with the time until which the lease is held: now, if there is one, and after
+        every renewal."""
         ...
 
     async def open_lease(self, seconds: float) -> None:

@@ -66,7 +66,7 @@ class EtcdStore:
         self._keeper: asyncio.Task[None] | None = None
         #: Set when this connection's lease has ended; cleared by `open_lease`.
         self.lease_lost = asyncio.Event()
-        self.on_lease: Callable[[float], None] = lambda until: None
+        self._tell_lease: Callable[[float], None] = lambda until: None
         pool.lost.add_done_callback(lambda _: self._lose_lease())
 
     @classmethod
@@ -190,6 +190,11 @@ class EtcdStore:
             lease.renewed(sent)
         return lease.check()
 
+    def tell_lease(self, tell: Callable[[float], None]) -> None:
+        self._tell_lease = tell
+        if (lease := self._held()) is not None:
+            tell(lease.until)
+
     async def open_lease(self, seconds: float) -> None:
         await self.end_lease()
         id = str(secrets.randbits(62) + 1)
@@ -211,7 +216,7 @@ class EtcdStore:
             sent=sent,
             clock=self._clock,
             lost=self.lease_lost,
-            on_until=lambda until: self.on_lease(until),
+            on_until=lambda until: self._tell_lease(until),
         )
         renewing = self._lease.keep(self.keep_alive, lasting / RENEWALS_PER_LEASE)
         self._keeper = asyncio.create_task(renewing, name="rendezvous lease")

@@ -173,7 +173,7 @@ class MemberSession:
         assert self._membership is not None
         while True:
             store = self.backend.store
-            store.on_lease = self._on_lease
+            store.tell_lease(self._on_lease)
             try:
                 await store.open_lease(self._config.lease)
                 await self._membership.enlist(store, self._host, self.backend.kept)
@@ -219,7 +219,7 @@ class MemberSession:
         ends."""
         assert self._membership is not None
         store = self.backend.store
-        store.on_lease = self._on_lease
+        store.tell_lease(self._on_lease)
         self.update()
         work = {
             "membership": self._membership.run(store, self.backend.kept),
