@@ -14,7 +14,6 @@ from tests.etcd import FAST, cluster, running
 from tests.process.jobs import job
 from tests.support import poll_for
 
-
 RESIDENT = Path(__file__).with_name("resident.py")
 
 
