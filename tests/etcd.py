@@ -18,6 +18,7 @@ import pytest
 
 from tests import needs
 from tests.needs import system_etcd
+from tests.netns import Host
 from tests.ports import free_port
 from tests.support import ending_with_us, poll_for
 from torchelastic.rendezvous.etcd.local_server import BINARY_VARIABLE, packaged_etcd
@@ -161,6 +162,23 @@ def running(
             yield etcd
         finally:
             etcd.stop()
+
+
+@contextlib.contextmanager
+def on_host(host: Host, directory: Path) -> Iterator[str]:
+    """One on a host of a network; where it listens."""
+    url = f"http://{host.addresses[0]}:2379"
+    command = [any_etcd(), f"--data-dir={directory}", *FAST, f"--listen-client-urls={url}"]
+    process = host.popen(
+        [*command, f"--advertise-client-urls={url}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield f"{host.addresses[0]}:2379"
+    finally:
+        process.kill()
+        process.wait()
 
 
 @contextlib.contextmanager

@@ -28,7 +28,18 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 PACKAGE = "torchelastic."
+#: Modules that matter most when nodes do not reach each other. The simulation of the whole stack
+#: with etcd runs them, that of the deciders only some.
+WITH_ETCD = (
+    "rendezvous.choosing",
+    "rendezvous.suspects",
+    "rendezvous.held_out",
+    "rendezvous.leader",
+    "rendezvous.membership.suspicion",
+    "transport.ring",
+)
 MODULES = (
+    *WITH_ETCD,
     "rendezvous.decide",
     "rendezvous.round_state",
     "rendezvous.forming",
@@ -37,13 +48,18 @@ MODULES = (
     "agent.lifecycle.script",
     "agent.lifecycle.in_process",
 )
+#: How many schedules of the deciders take as long as one of the whole stack.
+STACK_COST = 10
 #: The tables of the deciders.
 TABLES = [
     *(f"tests/unit/rendezvous/test_{name}.py" for name in (
         "decide", "decide_causes", "decide_growth", "decide_in_process", "decide_stragglers",
         "round_state", "forming", "quorum", "majority", "held_out", "suspects", "incurable",
+        "leader",
     )),
+    "tests/unit/rendezvous/membership",
     "tests/unit/rendezvous/embedded/test_election.py",
+    "tests/unit/transport/test_ring.py",
     *(f"tests/unit/agent/lifecycle/test_{name}.py" for name in ("script", "in_process")),
 ]  # fmt: skip
 #: Functions that only make words for people: tests look at some of them, the laws at none.
@@ -62,6 +78,7 @@ LEFT_OUT = {
     "_unfit": "words",
     "_missing_for_world": "words",
     "_shortened": "words",
+    "span": "words",
     "_first": "a cache",
     "_place": "ranks, which the simulation has no use for; `test_forming` has",
     "from_config": "copies the user's settings",
@@ -191,15 +208,18 @@ OPERATORS: tuple[Callable[[Any], ast.AST | None], ...] = (
 # --- finding and making them ---------------------------------------------------------------------
 
 
-def functions_of(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions_of(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
     for node in getattr(tree, "body", []):
         if isinstance(node, ast.ClassDef):
             yield from functions_of(node, f"{prefix}{node.name}.")
-        elif isinstance(node, ast.FunctionDef):
+        elif isinstance(node, Function):
             yield f"{prefix}{node.name}", node
 
 
-def places_in(function: ast.FunctionDef) -> list[ast.AST]:
+def places_in(function: Function) -> list[ast.AST]:
     """What may be changed: no annotations, no asserts, no words."""
     found: list[ast.AST] = []
 
@@ -308,19 +328,24 @@ def _noticed(mutant: Mutant, schedules: int) -> int:
     os.dup2(null, 2)
     resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT))
     apply(mutant)
-    if _breaks_a_law(range(schedules // 4)):
+    if _breaks_a_law(mutant.module, range(schedules // 4)):
         return BY_SIMULATION
     if pytest.main(["-x", "-q", "-n0", "-p", "no:cacheprovider", *TABLES]):
         return BY_TABLES
-    return BY_SIMULATION if _breaks_a_law(range(schedules // 4, schedules)) else SURVIVED
+    rest = range(schedules // 4, schedules)
+    return BY_SIMULATION if _breaks_a_law(mutant.module, rest) else SURVIVED
 
 
-def _breaks_a_law(seeds: range) -> bool:
-    from torchelastic.testing.bus.bus_simulation import violations
-    from torchelastic.testing.fault_schedule import made_from
+def _breaks_a_law(module: str, seeds: range) -> bool:
+    from torchelastic.testing.bus import bus_simulation
+    from torchelastic.testing.fault_schedule import made_from, peers_from
+    from torchelastic.testing.stack import stack_simulation
 
     try:
-        return any(violations(made_from(seed)) for seed in seeds)
+        if module in WITH_ETCD:
+            fewer = range(seeds.start // STACK_COST, seeds.stop // STACK_COST)
+            return any(stack_simulation.violations(peers_from(seed)) for seed in fewer)
+        return any(bus_simulation.violations(made_from(seed)) for seed in seeds)
     except Exception:
         return True  # a decider has raised
 

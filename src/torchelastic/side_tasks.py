@@ -33,6 +33,7 @@ POLICY: dict[str, float] = {
     "watch-confirmed": ESSENTIAL,
     "watch-lease": ESSENTIAL,
     "doubt": ESSENTIAL,
+    "probe": ESSENTIAL,
     "witness": BEST_EFFORT,  # this only watches it; votes are requested elsewhere
     # Workers.
     "preflight": ESSENTIAL,

@@ -104,7 +104,7 @@ class StoreContract:
         writer, reader = await connect(), await connect()
         await writer.open_lease(60.0)
         created = await writer.put("leader", {"n": 1}, leased=True)
-        await writer.put("leader", {"n": 2}, leased=True)
+        elected = await writer.put("leader", {"n": 2}, leased=True)
         changes = reader.watch("world", after=created)
 
         async def publish(n: int, expected: int, provided: tuple[str, int]) -> int | None:
@@ -113,24 +113,36 @@ class StoreContract:
                 "world", {"n": n}, expected=expected, beside=parts, provided=provided
             )
 
-        first = await publish(1, 0, ("leader", created))
+        first = await publish(1, 0, ("leader", elected))
         assert first is not None
-        assert await publish(2, 0, ("leader", created)) is None
-        assert await publish(2, first, ("leader", created + 1)) is None
+        assert await publish(2, 0, ("leader", elected)) is None
+        assert await publish(2, first, ("leader", created)) is None
         assert await publish(2, first, ("nobody", created)) is None
         listing = await reader.get("part/")
         values = {key: item.value for key, item in listing.items.items()}
         assert values == {"part/0": {"n": 1}, "part/1": {"n": 1}}
 
-        second = await publish(2, first, ("leader", created))
+        second = await publish(2, first, ("leader", elected))
         seen = await take(changes, 2)
         assert told(seen) == [("world", {"n": 1}), ("world", {"n": 2})]
         assert [change.revision for change in seen] == [first, second]
         assert (await reader.get("part/1")).items["part/1"].value == {"n": 2}
         # The leader goes: who holds on to its key can set nothing any more.
         await writer.open_lease(60.0)
-        assert await publish(3, second, ("leader", created)) is None
+        assert await publish(3, second, ("leader", elected)) is None
         assert sorted((await reader.get("")).items) == ["part/0", "part/1", "world"]
+
+    @story
+    async def test_the_end_of_the_lease_is_told_at_once_and_after_every_renewal(self, connect):
+        store = await connect()
+        told: list[float] = []
+        store.tell_lease(told.append)
+        assert told == []
+        await store.open_lease(60.0)
+        store.tell_lease(told.append)  # as of a store that was opened with a lease
+        await store.keep_alive()
+        assert len(told) >= 3
+        assert told == sorted(told)
 
     @story
     async def test_what_is_set_beside_a_key_is_under_its_lease(self, connect):

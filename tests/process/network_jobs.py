@@ -35,21 +35,39 @@ class NetworkJob(Job):
     """Nodes on hosts; all are given the same endpoint."""
 
     def __init__(
-        self, directory: Path, endpoint: str, flags: str, script: Path, keys: Sequence[str]
+        self,
+        directory: Path,
+        endpoint: str,
+        flags: str,
+        script: Path,
+        keys: Sequence[str],
+        hosts: Sequence[Host] = (),
     ) -> None:
         super().__init__(directory, flags, script, PORT)
         self.endpoint = endpoint
+        self.hosts = list(hosts)
         self._keys = list(keys)
 
+    def start(self, flags: str = "", *, script: list[str] | None = None) -> HostNode:
+        """Start the next node, on the next host."""
+        return self.start_on(self.hosts[len(self.nodes)], flags, script=script)
+
     def start_on(
-        self, host: Host, flags: str = "", *, endpoint: str | None = None, run_id: str = "net"
+        self,
+        host: Host,
+        flags: str = "",
+        *,
+        endpoint: str | None = None,
+        run_id: str = "net",
+        script: list[str] | None = None,
     ) -> HostNode:
         directory = self.directory / f"{host.name}-{len(self.nodes)}"
         command = [sys.executable, "-m", "torchelastic", "run", f"--log-dir={directory}/logs"]
         command += [f"--rdzv-endpoint={endpoint or self.endpoint}", f"--rdzv-id={run_id}"]
         command += [*self.flags, *flags.split()]
-        command += [str(self.script), str(self._lines), str(self._orders), *self._keys]
-        env = with_light_torch() if self.script == ROUNDS else dict(os.environ)
+        command += script or [str(self.script), str(self._lines), str(self._orders), *self._keys]
+        light = script is None and self.script == ROUNDS
+        env = with_light_torch() if light else dict(os.environ)
         node = HostNode(host, command, directory, env)
         self.nodes.append(node)
         return node
@@ -95,12 +113,14 @@ def network_job(
     *,
     endpoint: str | None = None,
     script: Path = ROUNDS,
+    hosts: Sequence[Host] = (),
     **keys: Any,
 ) -> Iterator[NetworkJob]:
-    """A job on a network; the first host's name is where it meets, unless told otherwise."""
+    """A job on a network; the first host's name is where it meets, unless told otherwise. `hosts`
+    are those of its nodes."""
     endpoint = endpoint or format_endpoint(network.hosts[0].name, PORT)
     words = [f"{key}={value}" for key, value in keys.items()]
-    made = NetworkJob(directory, endpoint, flags, script, words)
+    made = NetworkJob(directory, endpoint, flags, script, words, hosts or network.hosts)
     try:
         yield made
     finally:

@@ -14,6 +14,8 @@ from tests.etcd import FAST, cluster, running
 from tests.process.jobs import job
 from tests.support import poll_for
 
+RESIDENT = Path(__file__).with_name("resident.py")
+
 
 @pytest.fixture
 def run_id():
@@ -149,6 +151,29 @@ def test_a_leader_that_was_stopped_changes_nothing_when_it_wakes(some_etcd, run_
         assert worlds(leader) in ({0: 2, 2: 2}, worlds(other))
         it.order("finish", generation=2)
         assert [leader.wait(), other.wait()] == [0, 0], it.said()
+
+
+@pytest.mark.slow
+def test_workers_of_a_stopped_agent_enter_no_step_after_its_lease(some_etcd, run_id, tmp_path):
+    """Nothing else stops them: they train alone, and no node tells them."""
+    lease = 2.0
+    more = f"--nnodes=1 --lease={lease:g} --rdzv-conf=etcd_outage={lease:g}"
+    with job(tmp_path, flags(some_etcd.endpoint, run_id, more), script=RESIDENT) as it:
+        script = [str(it.script), str(it._lines), str(it._orders), "steps=1000000", "slow=0.02"]
+        node = it.start(script=script)
+        poll_for(lambda: it.lines(event="step"), what="a step", timeout=120)
+        os.kill(node.agent_pid, signal.SIGSTOP)
+        stopped = time.monotonic()
+        try:
+            poll_for(lambda: time.monotonic() > stopped + lease + 1, what="the end of its lease")
+            entered = [line["entered"] for line in it.lines(event="step")]
+            assert stopped < max(entered) < stopped + lease, it.said()
+        finally:
+            os.kill(node.agent_pid, signal.SIGCONT)
+        poll_for(
+            lambda: it.lines(event="step")[-1]["entered"] > stopped + lease + 1,
+            what="steps after it has joined again",
+        )
 
 
 # --- an etcd of the job's own --------------------------------------------------------------------

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.etcd import FAST, any_etcd
+from tests.etcd import on_host
 from tests.netns import Network
 from tests.process.network_jobs import PORT, NetworkJob, check_one_world_at_a_time, network_job
 
@@ -39,22 +37,6 @@ def test_a_node_that_is_cut_off_is_taken_out_and_comes_back(tmp_path):
         check_one_world_at_a_time(made)
 
 
-@contextmanager
-def etcd_on(host, directory):
-    url = f"http://{host.addresses[0]}:2379"
-    command = [any_etcd(), f"--data-dir={directory}", *FAST, f"--listen-client-urls={url}"]
-    process = host.popen(
-        [*command, f"--advertise-client-urls={url}"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        yield f"{host.addresses[0]}:2379"
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.mark.slow
 @pytest.mark.needs("etcd")
 @pytest.mark.parametrize("cut_off", [0, 2], ids=["the first", "the last"])
@@ -64,7 +46,7 @@ def test_a_node_that_reaches_etcd_but_no_peer_does_not_stop_the_others(tmp_path,
     flags = "--nnodes=1:3 --lease=2 --settle=0.5 --rdzv-backend=etcd"
     with (
         Network(4, ipv6=False) as network,
-        etcd_on(network.hosts[3], tmp_path / "etcd") as endpoint,
+        on_host(network.hosts[3], tmp_path / "etcd") as endpoint,
         network_job(tmp_path / "job", network, flags, endpoint=endpoint) as made,
     ):
         hosts = network.hosts[:3]

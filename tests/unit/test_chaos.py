@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 
+from tests.process import chaos_cuts
 from tests.process.chaos_record import compare, judge
 from tests.process.chaos_schedule import KINDS, LOSING, MOST_NODES, NEED_ENOUGH, NODES, schedule
 from tests.support import SOAK
@@ -33,6 +35,19 @@ def test_a_schedule_has_all_faults_and_keeps_enough_nodes(seed, mode):
 def test_seeds_and_modes_have_schedules_of_their_own():
     assert schedule(1, "train") != schedule(2, "train")
     assert schedule(1, "train") != schedule(1, "script")
+
+
+def test_the_cuts_of_a_seed_are_of_all_kinds_and_leave_no_host_on_two_sides():
+    made = [cut for seed in range(30) for cut in chaos_cuts.cuts(seed, 6)]
+    assert made == [cut for seed in range(30) for cut in chaos_cuts.cuts(seed, 6)]
+    hosts = [[host for side in cut.sides for host in side] for cut in made]
+    assert all(len(set(each)) == len(each) for each in hosts)
+    assert {len(each) for each in hosts} == {2, chaos_cuts.NODES}
+    assert {(cut.how, cut.one_way, cut.times > 1) for cut in made} == set(
+        itertools.product(("drop", "reset"), (True, False), (True, False))
+    )
+    # The first node, which hosts or leads at the start, is on the small and on the large side.
+    assert {len(side) for cut in made for side in cut.sides if 1 in side} == {1, 2, 3, 4}
 
 
 # --- the judge ------------------------------------------------------------------------------------

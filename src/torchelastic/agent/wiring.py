@@ -219,6 +219,7 @@ class Parts:
             background=self.tasks.start,
             on_world=owner.world_seen,
             on_lease_lost=owner.lease_lost,
+            on_lease=self.workers.leased_until,
             on_place=owner.place_allotted,
             file=self.file,
             **given,

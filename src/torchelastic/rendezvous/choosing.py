@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Set
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, chain
 from typing import NamedTuple
 
 from torchelastic.records import replace
-from torchelastic.rendezvous import held_out, replicas
+from torchelastic.rendezvous import connectivity, held_out, replicas
 from torchelastic.rendezvous.round_state import RoundRules, RoundState, the_world
 from torchelastic.rendezvous.world import Member, World
 
@@ -77,6 +77,8 @@ def candidates(rules: RoundRules, state: RoundState, *, soon: bool = False) -> l
             ranks = _in_whole_replicas(state, member, ranks, size)
         if (member.leaving and member.node not in handing_over) or not ranks:
             continue
+        if rules.probes and not _is_at_hand(state, member):
+            continue
         if member.node_rank is not None:
             if member.node_rank in taken:
                 continue
@@ -84,6 +86,17 @@ def candidates(rules: RoundRules, state: RoundState, *, soon: bool = False) -> l
         memory = InMemory(_has_whole(member, ranks, size), member.holds)
         found.append(Offer(member.node, member, present.created, ranks, memory))
     return found
+
+
+def _is_at_hand(state: RoundState, member: Member) -> bool:
+    """Return whether a member knows which others it can reach, and no worker of an ended world is
+    left on it."""
+    if member.probed < connectivity.required_probe(state, member.node):
+        return False
+    world = state.world
+    if world is None or not world.has_ended or world.place(member.node) is None:
+        return True
+    return member.gone >= world.generation
 
 
 def _in_whole_replicas(
@@ -132,6 +145,58 @@ def _parts(member: Member, ranks: Iterable[int], size: int, newest: int) -> set[
     return {(first + rank) % size for rank in ranks if rank not in member.blank}
 
 
+def holders_left_out(rules: RoundRules, state: RoundState, chosen: Iterable[str]) -> list[str]:
+    """The members that may have a newer state in memory, or part of it, than all the `chosen`: a
+    world without them would lose it.
+
+    A node of the last world that has not stopped may have taken steps since it last reported. It
+    has not if another node of that world stopped without a step: a step needs all of them.
+    """
+    size, world = replica_size(rules, state), state.world
+    unable = {one.node for one in world.held if one.unable} if world is not None else set()
+    presumed = _steps_unreported(state)
+    taken, newest = set(chosen), dict[int, int]()
+    held: dict[str, int] = {}
+    for node, present in state.members.items():
+        member = present.member
+        held[node] = max(member.holds, presumed if _may_have_stepped(world, member) else -1)
+        if node in taken:
+            newest[member.place] = max(newest.get(member.place, -1), held[node])
+    return [
+        node
+        for node, present in state.members.items()
+        if node not in taken
+        and node not in unable
+        and not present.member.leaving
+        and not present.member.unfit
+        and held[node] > newest.get(present.member.place, -1)
+        and _has_whole(present.member, present.member.standing, size)
+    ]
+
+
+def _steps_unreported(state: RoundState) -> int:
+    """The generation of which nodes may have steps that they have not reported; -1: none."""
+    world = state.world
+    if world is None or not world.nodes:
+        return -1
+    members = [present.member for present in state.members.values()]
+    if not world.resident and all(member.holds < 0 for member in members):
+        return -1  # a script without kept state
+    without_step = any(
+        member.gone >= world.generation > member.holds
+        for member in members
+        if world.place(member.node) is not None
+    )
+    return -1 if without_step else world.generation
+
+
+def _may_have_stepped(world: World | None, member: Member) -> bool:
+    """Return whether a node is in the last world and has not reported since it ended."""
+    if world is None or world.place(member.node) is None:
+        return False
+    return member.gone < world.generation
+
+
 def _handing_over(rules: RoundRules, state: RoundState) -> frozenset[str]:
     """Leaving nodes that must be in one more world to hand over their state: no staying node of the
     last world has it (per place, if replicas span nodes), and there are newcomers to receive it."""
@@ -176,7 +241,40 @@ def choose(
     Nodes that are held out are included only if there is no world without them, as few as possible,
     or if only they have the state. `awaits_starts`: they stay out while enough other workers are
     starting.
+
+    Of nodes that cannot reach each other, one side is chosen: that of the running world, the one
+    with the newest whole state, the one with the most workers, the one with the lowest old rank.
     """
+    cut = connectivity.cut_pairs(state) if rules.probes else frozenset()
+    if not cut:
+        return _choose_on_side(ordered, rules, state, awaits_starts)
+    world = state.world
+    staying = world.members if world is not None and world.is_under_way else frozenset()
+    best_first = sorted(
+        ordered, key=lambda offer: (offer.node in staying, offer.member.holds), reverse=True
+    )
+    found = [
+        _choose_on_side(
+            [offer for offer in ordered if offer.node in side], rules, state, awaits_starts
+        )
+        for side in connectivity.sides([offer.node for offer in best_first], cut)
+    ]
+    return max(found, key=partial(_merit, rules, state))
+
+
+def _merit(rules: RoundRules, state: RoundState, chosen: list[Offer]) -> tuple[int, bool, int, int]:
+    """How good a side of a cut is: more is better."""
+    world, nodes = state.world, [offer.node for offer in chosen]
+    places = [place for node in nodes if world and (place := world.place(node)) is not None]
+    under_way = len(places) if world is not None and world.is_under_way else 0
+    whole = bool(chosen) and not holders_left_out(rules, state, nodes)
+    return under_way, whole, workers(chosen), -min(places, default=1 << 30)
+
+
+def _choose_on_side(
+    ordered: list[Offer], rules: RoundRules, state: RoundState, awaits_starts: bool
+) -> list[Offer]:
+    """The members of the largest allowed world among nodes that reach each other."""
     out = state.out
     if out:
         out -= only_holders(ordered, the_world(state).held, out)

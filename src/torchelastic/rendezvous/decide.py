@@ -32,7 +32,7 @@ from collections.abc import Callable
 from torchelastic.errors import EXIT_FAILED, EXIT_USAGE
 from torchelastic.events.failure import Failure, node_failure
 from torchelastic.records import replace
-from torchelastic.rendezvous import replicas, root_cause, suspects
+from torchelastic.rendezvous import connectivity, ended_world, replicas, root_cause, suspects
 from torchelastic.rendezvous.choosing import candidates, choose, in_order, workers
 from torchelastic.rendezvous.forming import REPEAT_INTERVAL, form, newcomers_to, settled_at
 from torchelastic.rendezvous.restart_policy import (
@@ -49,12 +49,11 @@ from torchelastic.rendezvous.round_state import (
     RoundState,
     can_be_confirmed,
     failed_alike,
-    follows_later_host,
+    failed_nodes,
     has_trained,
     names_of,
     next_hold_end,
     the_world,
-    to_claim,
     with_holds,
 )
 from torchelastic.rendezvous.world import Member, World
@@ -71,6 +70,11 @@ def decide(rules: RoundRules, state: RoundState, now: float) -> RoundDecision:
     """Decide what to do in this state."""
     state = with_holds(state, now)
     decision = _wake_at_hold_end(state, _decide(rules, state, now))
+    if decision.world is None and (drop := ended_world.to_drop(rules, state)):
+        return replace(decision, drop=drop)
+    if decision.world is not None and ended_world.calls_for_probe(rules, state, decision.world):
+        probe = decision.world.generation + 1
+        decision = replace(decision, world=replace(decision.world, probe=probe))
     if decision.world is not None and decision.world.base != state.base:
         return replace(decision, world=replace(decision.world, base=state.base))
     if decision.world is None and _is_base_news(state):
@@ -83,7 +87,7 @@ def _wake_at_hold_end(state: RoundState, decision: RoundDecision) -> RoundDecisi
     at = next_hold_end(state)
     if at is None or decision.world is not None:
         return decision
-    return RoundDecision(wake_at=at if decision.wake_at is None else min(at, decision.wake_at))
+    return replace(decision, wake_at=at if decision.wake_at is None else min(at, decision.wake_at))
 
 
 def _is_base_news(state: RoundState) -> bool:
@@ -189,9 +193,11 @@ def _script_ended(state: RoundState) -> RoundDecision | None:
         return _close_as_succeeded(state)
     cause, _ = _first_failure(state)
     if cause is None:
-        return None
+        return _end_by_silence(state)
     if cause.is_node:
-        return _end_generation(state, "node-failure", f"{names_of(state, state.lost)} failed")
+        return _end_generation(
+            state, "node-failure", f"{names_of(state, failed_nodes(state))} failed"
+        )
     return _end_generation(state, "failure", cause.sentence())
 
 
@@ -204,9 +210,19 @@ def _in_process_ended(state: RoundState) -> RoundDecision | None:
     if state.failures:
         kind, cause, _ = _classify(state)
         return _end_generation(state, kind, _reason_for(state, kind, cause))
-    if state.lost:
-        return _end_generation(state, "node-failure", f"{names_of(state, state.lost)} failed")
-    return None
+    if failed := failed_nodes(state):
+        return _end_generation(state, "node-failure", f"{names_of(state, failed)} failed")
+    return _end_by_silence(state)
+
+
+def _end_by_silence(state: RoundState) -> RoundDecision | None:
+    """End a world whose nodes cannot reach each other; they stay members."""
+    pairs = connectivity.silent_pairs(state)
+    return (
+        _end_generation(state, "node-failure", connectivity.sentence(state, pairs))
+        if pairs
+        else None
+    )
 
 
 def _is_ending(state: RoundState) -> bool:
@@ -353,11 +369,19 @@ def _go_on_after(rules: RoundRules, state: RoundState, step: int, now: float) ->
 def _continue_or_close(rules: RoundRules, state: RoundState, now: float) -> RoundDecision:
     """Form the next world, wait, or close the job, once the old workers are gone on all nodes."""
     world = the_world(state)
-    slow = [node.node for node in world.nodes if _holds_up(state, node.node, world.generation)]
-    if slow:
-        return _wait_for_stop(state, slow, now)
+    if ended_world.calls_for_probe(rules, state, world):
+        return RoundDecision(world, world.ending)  # with the probe
+    busy = ended_world.busy_nodes(state)
+    late = state.since + ended_world.patience(rules, state, busy)
+    if busy and (now < late or not ended_world.may_go_without(rules, state, busy)):
+        return _wait_for_stop(state, busy, now, late)
     if state.done >= world.members:  # they finished while they were stopped
         return _close_as_succeeded(state)
+    if busy:
+        state = replace(state, lost=(*state.lost, *busy))
+    probed = state.said_at + rules.lease
+    if rules.probes and now < probed and ended_world.is_probing(state):
+        return RoundDecision(wake_at=probed)
     kind, cause, consequences = _classify(state)
     failure = cause if cause is None or not cause.is_node else None
     found = suspects.find(rules, state, failure, consequences)
@@ -423,31 +447,14 @@ def _wait_before_restart(
     return RoundDecision(wake_at=state.since + pause(restart.history))
 
 
-def _wait_for_stop(state: RoundState, slow: list[str], now: float) -> RoundDecision:
-    """Wait, and repeat which nodes have workers that have not stopped."""
+def _wait_for_stop(state: RoundState, busy: list[str], now: float, late: float) -> RoundDecision:
+    """Wait, and repeat which nodes have workers that have not stopped. `late`: when the next world
+    may do without them."""
     at = state.said_at + REPEAT_INTERVAL
     if now < at:
-        return RoundDecision(wake_at=at)
-    reason = f"waiting for the workers of {names_of(state, slow)} to stop"
+        return RoundDecision(wake_at=min(time for time in (at, late) if time > now))
+    reason = f"waiting for the workers of {names_of(state, busy)} to stop"
     return RoundDecision(replace(the_world(state), reason=reason), the_world(state).ending)
-
-
-def _holds_up(state: RoundState, node: str, generation: int) -> bool:
-    """Return whether a node is a member, stays, and still has workers of the old generation.
-
-    The leader waits for a leaving node only if no node stays or its vote is needed: after one node
-    has stopped, the others of the world cannot make a step without it.
-    """
-    present = state.members.get(node)
-    if present is None or present.member.gone >= generation or follows_later_host(state):
-        return False
-    if not present.member.leaving:
-        return True
-    stays = any(
-        other.node in state.members and not state.members[other.node].member.leaving
-        for other in the_world(state).nodes
-    )
-    return not stays or to_claim(state) is None
 
 
 # --- over: in-process workers --------------------------------------------------------------------
@@ -534,7 +541,7 @@ def _first_failure(state: RoundState) -> tuple[Failure | None, tuple[Failure, ..
 
 def _lost(state: RoundState) -> list[Failure]:
     generation = the_world(state).generation
-    gone = state.lost[:CONSEQUENCES_LIMIT]
+    gone = failed_nodes(state)[:CONSEQUENCES_LIMIT]
     return [node_failure(names_of(state, [node]), generation, _GONE) for node in gone]
 
 
@@ -566,8 +573,8 @@ def _has_leaver(state: RoundState) -> bool:
 
 def _reason_for(state: RoundState, kind: Kind, cause: Failure | None) -> str:
     """The sentence for users about the end of a generation."""
-    if kind == "node-failure" and state.lost:
-        return f"{names_of(state, state.lost)} failed"
+    if kind == "node-failure" and (failed := failed_nodes(state)):
+        return f"{names_of(state, failed)} failed"
     if kind in ("failure", "error") and cause is not None:
         if cause.alive and root_cause.waited_for_others(cause):
             return f"rank {cause.rank} on {cause.node} lost a peer"  # the peer is not known yet

@@ -9,12 +9,13 @@ from itertools import islice
 from torchelastic.errors import EXIT_NOT_ENOUGH_NODES
 from torchelastic.events import words
 from torchelastic.records import replace
-from torchelastic.rendezvous import held_out, majority, replicas
+from torchelastic.rendezvous import connectivity, held_out, majority, replicas
 from torchelastic.rendezvous.choosing import (
     Offer,
     are_in_process,
     candidates,
     choose,
+    holders_left_out,
     in_order,
     in_world_order,
     nodes_per_replica,
@@ -53,6 +54,8 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
     chosen = in_world_order(rules, state, chosen)
     missing = to_claim(state)
     if not chosen or missing is None or would_lose_parts(rules, state, chosen):
+        return _wait(rules, state, now)
+    if holders_left_out(rules, state, [offer.node for offer in chosen]):
         return _wait(rules, state, now)
     if now < state.may_begin_at and (
         _may_have_other_host(rules, state, chosen) or may_step_elsewhere(state)
@@ -294,6 +297,8 @@ def _missing_for_world(rules: RoundRules, state: RoundState) -> tuple[str, bool]
         return f"waiting for nodes: {there}", False
     starting = sum(member.starting for member in staying)
     found = candidates(rules, state)
+    if what := _kept_apart(rules, state, found):
+        return what, False
     if are_in_process(state) and (lacking := _no_replica(rules, state, staying, found)):
         return lacking, starting > 0
     if are_in_process(state) and starting:
@@ -310,6 +315,31 @@ def _missing_for_world(rules: RoundRules, state: RoundState) -> tuple[str, bool]
     if size > 1:
         limit += f" in whole replicas of {size}"
     return f"waiting for nodes: {limit}", False
+
+
+def _kept_apart(rules: RoundRules, state: RoundState, found: list[Offer]) -> str:
+    """Say who cannot reach whom, and where the newest state is, if that is in the way of a world;
+    empty if not."""
+    cut = connectivity.cut_pairs(state) if rules.probes else frozenset()
+    chosen = choose(rules, in_order(found, state.world), state)
+    if not chosen:
+        apart = bool(cut) and choose(
+            replace(rules, probes=False), in_order(found, state.world), state
+        )
+        return (
+            f"waiting for nodes that reach each other: {connectivity.sentence(state, cut)}"
+            if apart
+            else ""
+        )
+    holders = holders_left_out(rules, state, [offer.node for offer in chosen])
+    if not holders:
+        return ""
+    parts = {state.members[node].member.place for node in holders}
+    part = f"part {', '.join(map(str, sorted(parts)))} of " if max(parts) >= 0 else ""
+    about = f"; {connectivity.sentence(state, cut)}" if cut else ""
+    return (
+        f"waiting for {part}the newest state, which only {names_of(state, holders)} may have{about}"
+    )
 
 
 def _no_replica(

@@ -105,17 +105,15 @@ class Leader:
         may_begin_at: float = 0.0,
         dead: frozenset[str] = frozenset(),
         ask: Ask | None = None,
-        ask_again: float = 0.0,
         agreement: JobSettings | None = None,
         witness: Witness | None = None,
         keep: Callable[[World, Mapping[str, Json]], Awaitable[None]] | None = None,
     ) -> None:
         """`term` is the election term of a node that hosts the store itself. It forms no first
         world before `may_begin_at`, and continues without the `dead`. `ask` probes an agent that
-        others suspect, if the store would notice its end too slowly; a silent one again after
-        `ask_again` seconds. Nodes with another `agreement` are left out. `witness` has the votes
-        that break ties. `keep` receives a world, and the keys stored with it, before it is
-        published."""
+        others suspect, if the store would notice its end too slowly. Nodes with another `agreement`
+        are left out. `witness` has the votes that break ties. `keep` receives a world, and the keys
+        stored with it, before it is published."""
         self._store = store
         self._agreement = agreement
         self._term = term
@@ -127,7 +125,7 @@ class Leader:
         self._silent = ""
         self._claiming: asyncio.Task[None] | None = None
         self._suspicion = (
-            Suspicion(node, ask, self._give_up, again=ask_again) if ask is not None else None
+            Suspicion(ask, lambda: self._changes.put_nowait(None)) if ask is not None else None
         )
         self._node = node
         self._rules = rules
@@ -137,7 +135,7 @@ class Leader:
         self._world_revision = 0
         #: The revisions at which places in replicas were allotted, by node.
         self._place_revisions: dict[str, int] = {}
-        #: The revision that created our leader key.
+        #: The revision of our leader key.
         self._elected = 0
         #: Changed member records; None wakes the leader for another reason.
         self._changes: asyncio.Queue[Change | None] = asyncio.Queue()
@@ -145,8 +143,6 @@ class Leader:
         #: cannot be replaced.
         self._slow: tuple[int, frozenset[str]] | None = None
         self._told_to_stay: frozenset[str] = frozenset()
-        #: Nodes given up as unreachable for others, until the store reports their loss.
-        self._unreachable: set[str] = set()
         #: Seconds to collect further changes before the next decision.
         self._batch_pause = 0.0
         #: Watched only while newcomers wait for a checkpoint.
@@ -170,8 +166,8 @@ class Leader:
         async with contextlib.aclosing(self._store.follow(LEADER_KEY)) as holders:
             async for holder in holders:
                 if holder is not None and holder.value.get("node") == self._node:
-                    self._elected = holder.created
-                    return  # still ours: only the last publication came too late
+                    self._elected = holder.modified
+                    return  # still ours, or taken over from a leader that does not respond
                 if holder is not None:
                     continue
                 terms = self._agreement.to_json() if self._agreement is not None else {}
@@ -259,6 +255,7 @@ class Leader:
             self._note_witness()
             if not await self._allot():
                 return False
+            self._note_refused()
             decision = decide(self._rules, self._state, self._clock.now())
             self._batch_pause = BATCH_FACTOR * (asyncio.get_running_loop().time() - began)
             if decision.world is not None:
@@ -269,6 +266,8 @@ class Leader:
                 continue
             if decision.claims and (self._claiming is None or self._claiming.done()):
                 self._claiming = asyncio.create_task(self._claim(decision.claims), name="claim")
+            for node in decision.drop:
+                await self._drop(node)
             await self._next_change(decision, watching)
 
     async def _allot(self) -> bool:
@@ -338,24 +337,34 @@ class Leader:
             logger.warning("another leader has published a world: reading again")
             return False
         self._world_revision = revision
+        if self._suspicion is not None and (
+            before is None or before.generation != world.generation
+        ):
+            self._suspicion.contested.clear()
         self._state = following
         if world.phase != "agreeing":
             self._observer.decided(world, kind)
         return True
 
-    async def _give_up(self, node: str, is_unreachable: bool) -> None:
-        """Count a member as lost before the store does."""
-        present = self._state.members.get(node)
-        if present is not None:
-            if (
-                is_unreachable
-            ):  # noted when it is lost: `_publish` may be about to replace the state
-                self._unreachable.add(node)
-            await self._store.give_up(
-                MEMBER_PREFIX + node,
-                created=present.created,
-                provided=(LEADER_KEY, self._elected),
+    async def _drop(self, node: str) -> None:
+        """End the lease of a member whose machine refuses connections."""
+        await self._store.give_up(
+            MEMBER_PREFIX + node,
+            created=self._state.members[node].created,
+            provided=(LEADER_KEY, self._elected),
+        )
+
+    def _note_refused(self) -> None:
+        if self._suspicion is not None:
+            refused, contested = self._suspicion.refused, self._suspicion.contested
+            self._state = replace(
+                self._state, refused=frozenset(refused), contested=frozenset(contested)
             )
+
+    def refuses(self, node: str) -> None:
+        """Note that a node refuses connections: the last leader, as this one found before."""
+        if self._suspicion is not None:
+            self._suspicion.refused.add(node)
 
     async def _note_confirmed(self) -> None:
         """Store, for the next host too, that only the nodes of the last world have a vote from now
@@ -438,9 +447,6 @@ class Leader:
                 if self._suspicion is not None:
                     self._suspicion.heard(member)
         self._state = draft.finish()
-        for node in self._unreachable - draft.members.keys():
-            self._state = round_state.given_up(self._state, node)
-            self._unreachable.discard(node)
 
     def _has_other_settings(self, member: Member) -> bool:
         ours = self._agreement.digest if self._agreement is not None else ""

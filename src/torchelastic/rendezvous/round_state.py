@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchelastic.config import Grow, LaunchConfig, WorldSizes
+from torchelastic.config import ETCD_BACKENDS, Grow, LaunchConfig, WorldSizes
 from torchelastic.events.failure import Failure
 from torchelastic.records import replace
 from torchelastic.rendezvous import held_out, majority
@@ -38,6 +38,9 @@ class RoundRules:
     lease: float = 3.0
     #: The number of workers in a replica of a sharded model; 0: the script's mesh says it.
     replica_size: int = 0
+    #: Whether members probe each other: with etcd, nodes that cannot reach each other may all reach
+    #: the store.
+    probes: bool = False
 
     @classmethod
     def from_config(cls, config: LaunchConfig) -> RoundRules:
@@ -53,6 +56,7 @@ class RoundRules:
             quorum=config.quorum == "majority",
             lease=config.lease,
             replica_size=config.replica_size,
+            probes=config.rdzv_backend in ETCD_BACKENDS,
         )
 
 
@@ -97,8 +101,10 @@ class RoundState:
     forgiven: tuple[Failure, ...] = ()
     #: Members of the world that are gone without an announcement.
     lost: tuple[str, ...] = ()
-    #: Lost members that the leader gave up because other nodes could not reach them.
-    unreachable: frozenset[str] = frozenset()
+    #: Members whose machines refuse connections: their agents are dead, unless a firewall answers
+    #: for them; and members that have written their record since then.
+    refused: frozenset[str] = frozenset()
+    contested: frozenset[str] = frozenset()
     step: int = -1
     #: The newest base that a member has reported.
     base: Base | None = None
@@ -142,6 +148,8 @@ class RoundDecision:
     wake_at: float | None = None
     #: Votes to claim from the witness: with them a world could be formed at once.
     claims: tuple[str, ...] = ()
+    #: Members whose leases to end: their machines refuse connections.
+    drop: tuple[str, ...] = ()
 
 
 class StateUpdate:
@@ -416,11 +424,6 @@ def checkpoint_seen(state: RoundState, seen: bool) -> RoundState:
     return replace(state, checkpoint=seen)
 
 
-def given_up(state: RoundState, node: str) -> RoundState:
-    """Note that the leader dropped a node that others could not reach."""
-    return replace(state, unreachable=state.unreachable | {node})
-
-
 def allotted(state: RoundState, places: Mapping[str, int]) -> RoundState:
     """The state after nodes were told their places in replicas."""
     return replace(state, places={**state.places, **places})
@@ -470,6 +473,14 @@ def has_trained(state: RoundState) -> bool:
     return state.since - state.running_since >= TRAINED_AFTER and not reports_steps(state)
 
 
+def failed_nodes(state: RoundState) -> tuple[str, ...]:
+    """The nodes of the last world that are gone without an announcement, or refuse connections."""
+    if not state.refused:
+        return state.lost
+    refused = (node.node for node in the_world(state).nodes if node.node in state.refused)
+    return tuple(dict.fromkeys((*state.lost, *refused)))
+
+
 def failed_alike(state: RoundState, failure: Failure) -> frozenset[str]:
     """The nodes of the last world whose workers have failed with the same exception."""
     names = {one.node for one in state.failures if one.kind == failure.kind}
@@ -491,7 +502,7 @@ def published(state: RoundState, world: World, now: float) -> RoundState:
             done=frozenset(),
             finished=-1,
             lost=(),
-            unreachable=frozenset(),
+            contested=frozenset(),
             resumed=frozenset(),
             running_since=now,
             slow=_outside(state.slow, world),  # nodes in it are measured again

@@ -6,7 +6,7 @@ ends: when it has not been kept alive for its time to live, or when it is revoke
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -93,8 +93,8 @@ class Store(Protocol):
         """Set a key whose last change was at revision `expected` (0: it is absent).
 
         `beside` are other keys, set in the same change and under the same lease: no reader sees one
-        of them new and another old. `provided` names a key and the revision that created it, as a
-        second condition: nothing is set if that key is gone or was created again.
+        of them new and another old. `provided` names a key and the revision of its last
+        change, as a second condition: nothing is set if that key is gone or has changed.
 
         Returns the new revision of `key`, None if a condition does not hold. Raises as `put` does.
         """
@@ -128,6 +128,11 @@ class Store(Protocol):
 
         An open lease is also renewed automatically.
         """
+        ...
+
+    def tell_lease(self, tell: Callable[[float], None]) -> None:
+        """Call `tell` with the time until which the lease is held: now, if there is one, and after
+        every renewal."""
         ...
 
     async def open_lease(self, seconds: float) -> None:

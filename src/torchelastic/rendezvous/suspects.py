@@ -6,7 +6,6 @@
     workers of two nodes could not talk to each other              one of the two, at once
     its program cannot run on some nodes (`Failure.incurable`)     these nodes, at once
     it failed before its first step on one node alone              that node, if it keeps doing so
-    no other node could reach a node                               that node, at once
     a node was lost                                                that node, if it keeps doing so
 
 A node that the next world needs is never held out: for its size, or because the newest state in
@@ -16,8 +15,8 @@ the loss of most nodes at once: the network, or this node, is the likelier cause
 Workers may fail to connect while their agents see nothing wrong: the agents use another network, or
 a firewall blocks the workers' ports. The workers' errors name the pairs of nodes: gloo and TCPStore
 give the address they tried, `train` gives the rank. A pair does not show which of its two nodes is
-to blame. The node with the most pairs is, counting those that agents suspect (`Member.doubts`) and
-those of earlier worlds (`HeldOut.other`); of several, the newest.
+to blame. The node with the most pairs is, counting those of earlier worlds (`HeldOut.other`); of
+several, the newest. If agents cannot reach each other either, no node is held out (`connectivity`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from typing import NamedTuple
 
 from torchelastic.errors import UnfitError
 from torchelastic.events.failure import Failure
-from torchelastic.rendezvous import held_out, root_cause
+from torchelastic.rendezvous import connectivity, held_out, root_cause
 from torchelastic.rendezvous.choosing import candidates, enough_without, only_holders
 from torchelastic.rendezvous.held_out import HeldOutNodes
 from torchelastic.rendezvous.restart_policy import is_from_outside
@@ -39,6 +38,7 @@ from torchelastic.rendezvous.round_state import (
     RoundRules,
     RoundState,
     failed_alike,
+    failed_nodes,
     follows_later_host,
     has_stepped,
     names_of,
@@ -88,8 +88,14 @@ def find(
     decision = None
     if cause is not None and _may_be_caused_by_node(cause):
         failed_alone = _failed_alone(cause, others)
-        early = _failed_early(state)
+        early = failed_early(state)
         pairs = _pairs(state, cause, others, early=early)
+        if _is_explained_by_cut(state, cause, pairs):
+            # The sides of the cut decide who continues (`connectivity.sides`), as long as it lasts.
+            why = (
+                f"{connectivity.sentence(state, connectivity.cut_pairs(state))}: {cause.sentence()}"
+            )
+            return HoldDecision(held, instead=why)
         decision = (
             _hold_newcomers(rules, state, held, cause, failed_alone, pairs) if early else None
         )
@@ -126,7 +132,7 @@ def _failed_alone(cause: Failure, others: Iterable[Failure]) -> frozenset[str]:
     return frozenset((cause.node, *(other.node for other in others if other.by_itself)))
 
 
-def _failed_early(state: RoundState) -> bool:
+def failed_early(state: RoundState) -> bool:
     """Return whether the world ended before its first step, if steps are known."""
     if has_stepped(state):
         return False
@@ -226,26 +232,27 @@ def _hold_unconnected(
     if not found:
         return None
     said = "; ".join(pair.sentence() for pair in found[:REASON_NAMES_LIMIT])
-    node, other = worst(found, _pairs_known(state, held))
-    excused = {one.node for one in held if one.other == node.node}
-    out = (state.out - excused) | {node.node}
-    if not enough_without(rules, state, out):
-        return HoldDecision(held, sentence=said)
-    instead = f"{said}: {cause.sentence()}"
-    decision = _hold_all(rules, state, held, [node], said, instead, other)
-    return decision or HoldDecision(held, sentence=said)
+    node, other = worst(found, {frozenset((one.node, one.other)) for one in held if one.other})
+    others = [side for pair in found for side in (pair.node, pair.other) if side and node in pair]
+    for left_out in dict.fromkeys((node, *others)):
+        rival = other if left_out is node else node.node
+        excused = {one.node for one in held if one.other == left_out.node}
+        if enough_without(rules, state, (state.out - excused) | {left_out.node}):
+            instead = f"{said}: {cause.sentence()}"
+            held_now = _hold_all(rules, state, held, [left_out], said, instead, rival, unable=False)
+            if held_now is not None:
+                return held_now
+    return HoldDecision(held, sentence=said)
 
 
-def _pairs_known(state: RoundState, held: HeldOutNodes) -> set[frozenset[str]]:
-    """Pairs that agents suspect now, and pairs of nodes that are held out."""
+def _is_explained_by_cut(state: RoundState, cause: Failure, found: Sequence[Unconnected]) -> bool:
+    """Return whether agents of the world cannot reach each other, as they found out, and that is
+    why its workers failed."""
     members = the_world(state).members
-    doubted = {
-        frozenset((node, other))
-        for node, present in state.members.items()
-        for other in present.member.doubts
-        if node in members and other in members
-    }
-    return doubted | {frozenset((one.node, one.other)) for one in held if one.other}
+    cut = {pair for pair in connectivity.cut_pairs(state) if pair <= members}
+    if not found:
+        return bool(cut) and root_cause.waited_for_others(cause)
+    return any(_sides(pair) in cut for pair in found)
 
 
 def _count_failing_start(
@@ -265,15 +272,12 @@ def _count_failing_start(
 def _count_lost(rules: RoundRules, state: RoundState, held: HeldOutNodes) -> HoldDecision:
     """Count nodes that were lost without notice."""
     world = the_world(state)
-    lost = [node for node in world.nodes if node.node in state.lost]
+    failed = set(failed_nodes(state))
+    lost = [node for node in world.nodes if node.node in failed]
     if not lost or 2 * len(lost) > world.count or follows_later_host(state):
         return HoldDecision(held)
     for node in lost:
-        if node.node in state.unreachable:
-            reason = "other nodes could not reach it"
-            held = held_out.hold(held, node.node, node.name, reason, unable=True)
-        else:
-            held = held_out.note_failure(held, node.node, node.name, "it keeps failing")
+        held = held_out.note_failure(held, node.node, node.name, "it keeps failing")
     return _hold_counted(rules, state, held, lost, "keeps failing")
 
 
@@ -292,12 +296,7 @@ def _hold_counted(
     enough = bool(out) and enough_without(rules, state, gone | state.out)
     if not enough or _would_lose_state(rules, state, held, gone):
         return HoldDecision(held_out.end_all_but(held, state.out))
-    said = []
-    for one in out:
-        why = f"{one.name} {what}"
-        if one.node in state.unreachable:
-            why = f"other nodes could not reach {one.name}"
-        said.append(f"{why}: continuing without it for {one.span()}")
+    said = [f"{one.name} {what}: continuing without it for {one.span()}" for one in out]
     return HoldDecision(held, gone, "; ".join(said), instead)
 
 

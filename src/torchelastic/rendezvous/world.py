@@ -80,8 +80,17 @@ class Member:
     ready: bool = False
     #: Why this node cannot get ready without a fix by its user; empty if it can.
     unfit: str = ""
-    #: Nodes that this one suspects: their connections ended, or they are silent.
+    #: Neighbours whose connections ended, or that are silent: the leader asks them.
     doubts: tuple[str, ...] = ()
+    #: Nodes of a generation that have not answered this one for a lease, and that generation.
+    silent: tuple[str, ...] = ()
+    silent_in: int = -1
+    #: The last `World.probe` for which this node has probed the others, and those of them that it
+    #: still cannot reach.
+    probed: int = -1
+    unreached: tuple[str, ...] = ()
+    #: With etcd: the newest generation that this node knows to be over.
+    stopping: int = -1
     #: The newest generation that this node has seen running.
     accepted: int = -1
     #: No worker of this or an older generation is left on this node.
@@ -142,7 +151,7 @@ class Member:
         made = _known(cls, data)
         if "failures" in made:
             made["failures"] = _failures(made["failures"])
-        for name in ("standing", "doubts", "blank"):
+        for name in ("standing", "doubts", "silent", "unreached", "blank"):
             if name in made:
                 made[name] = tuple(made[name])
         if "base" in made:
@@ -281,6 +290,9 @@ class World:
     enough: bool = False
     #: The exit code of every agent once the job is closed.
     exitcode: int = 0
+    #: Counts up when nodes of a world cannot reach each other: all members then probe each other.
+    #: 1 + the generation in which that happened last.
+    probe: int = 0
     #: The number of workers in a replica: rank r is in replica r // replica, and its coordinate
     #: there is r % replica. 0: the model is not sharded.
     replica: int = 0

@@ -2,6 +2,7 @@
 
 kill, restart     an agent and its workers end; restart: another agent starts on the machine
 freeze, thaw      all that runs on a machine
+stall             the agent of a machine alone is frozen: its workers run on
 worker            the worker of a machine is killed
 cut               nothing gets from some machines to others: {a b} {c d e}, both ways or one
 mend              all ways are clear again, and none is slow
@@ -12,7 +13,7 @@ join, leave       a machine that was not there before; an agent is asked to go
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 MACHINES = "abcde"
@@ -56,6 +57,8 @@ class Schedule(NamedTuple):
     #: Workers on each machine, and the number of workers in a replica; 0: it is not sharded.
     workers: int = 1
     replica: int = 0
+    #: Whether the store is an etcd, which every machine always reaches.
+    etcd: bool = False
 
     @property
     def spanned(self) -> int:
@@ -71,6 +74,8 @@ class Schedule(NamedTuple):
         kind = "train" if self.resident else "script"
         head = f"seed {self.seed}: {kind}, {len(self.machines)} machines, "
         head += f"--nnodes {self.min_nodes}:{self.max_nodes}"
+        if self.etcd:
+            head += ", etcd"
         if self.replica:
             head += f", {self.workers} workers each, replicas of {self.replica}"
         if self.remembers:
@@ -129,6 +134,27 @@ def sharded_from(seed: int, faults: int = 10, machines: int | None = None) -> Sc
     return made._replace(min_nodes=min(made.min_nodes, most))
 
 
+#: The kinds of faults of a job with etcd: mostly cuts between its machines. A flap is a cut that
+#: soon heals.
+PEER_KINDS = {**KINDS, "cut": 9, "flap": 6, "mend": 7, "freeze": 1, "stall": 1, "join": 2}
+
+
+def peers_from(seed: int, faults: int = 10, machines: int | None = None) -> Schedule:
+    """Make the schedule of a seed for a job with etcd, whose machines are cut from each other."""
+    chance = random.Random(f"peers of {seed}")
+    made = made_from(seed, faults, machines or chance.choice((2, 3, 4, 5, 5, 5)))
+    chosen: list[ScheduledFault] = []
+    for at in _times(chance, faults):
+        fault = _fault(chance, at, made.machines, PEER_KINDS)
+        if fault.kind == "flap":
+            healed = round(at + chance.choice((0.1, 0.7, 2.0, 4.0)), 3)
+            chosen += [fault._replace(kind="cut"), ScheduledFault(healed, "mend")]
+        else:
+            chosen.append(fault)
+    # Every agent is a new node: with etcd, none has a vote to remember.
+    return made._replace(etcd=True, remembers=False, faults=tuple(sorted(chosen)))
+
+
 def _times(chance: random.Random, count: int) -> list[float]:
     """The times of faults: single, or in bursts, so that rare combinations happen within a
     lease."""
@@ -142,9 +168,11 @@ def _times(chance: random.Random, count: int) -> list[float]:
     return [round(at, 3) for at in sorted(times)]
 
 
-def _fault(chance: random.Random, at: float, machines: str) -> ScheduledFault:
-    kind = chance.choices([*KINDS], [*KINDS.values()])[0]
-    if kind in ("cut", "slow"):
+def _fault(
+    chance: random.Random, at: float, machines: str, kinds: Mapping[str, int] = KINDS
+) -> ScheduledFault:
+    kind = chance.choices([*kinds], [*kinds.values()])[0]
+    if kind in ("cut", "flap", "slow"):
         return _between(chance, at, kind, machines)
     if kind == "mend":
         return ScheduledFault(at, kind)

@@ -7,10 +7,13 @@ and reads `violations` after every event. The laws, by their numbers in the desi
        step or a later one. A node that leaves may finish the agreed last step late: it is earlier
        than the first step of the world that follows, which began with its result
     2  generations only grow, on every node; no number is given twice
-    3  a step that all nodes of a world have finished is not repeated while a copy of it is left
+    3  a step that all nodes of a world have finished is not repeated while a copy of it is left.
+       With an external arbiter (etcd), a node has its copy while its lease there is alive, whether
+       or not other nodes reach it
     7  an agent that ends says why, and a job that fails names one of its first failures
     8  when enough machines are up and can talk to each other, and a majority of the last electorate
-       is among them, the job trains again within one lease plus one round
+       is among them, the job trains again within one lease plus one round. With an arbiter, the
+       newest state must be among them: they wait for holders whose leases are alive
     9  a world of a sharded model has whole replicas only, and a worker keeps its coordinate; law 3
        holds while a whole replica has the step
 
@@ -21,11 +24,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import combinations
+from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
 from torchelastic.testing.held_state import HeldState
+from torchelastic.testing.reach import all_linked, are_linked, groups
 
 
 class LawElectorate(NamedTuple):
@@ -92,6 +96,21 @@ class PathRestored(NamedTuple):
     at: float
     source: str
     target: str
+
+
+class LeaseOpened(NamedTuple):
+    """A node has a lease at the external arbiter."""
+
+    at: float
+    node: str
+
+
+class LeaseOver(NamedTuple):
+    """A node's lease has expired, or the node has given it back. A lease that another node has
+    revoked is alive until it would have expired."""
+
+    at: float
+    node: str
 
 
 class JobDisturbed(NamedTuple):
@@ -215,6 +234,8 @@ Event = (
     | NodeLeaves
     | PathCut
     | PathRestored
+    | LeaseOpened
+    | LeaseOver
     | JobDisturbed
     | WorldPublished
     | WorldTakenUp
@@ -251,6 +272,8 @@ class Rules:
     within: float = float("inf")
     #: How many finished steps may be repeated: copies of the state may lag by this many.
     redone: int = 0
+    #: Whether nodes have leases at an external arbiter (etcd), whose events are reported.
+    arbiter: bool = False
     #: The number of failures that the job must survive.
     endures: int = 0
     #: Two failures within this many seconds have no known order.
@@ -267,11 +290,20 @@ class _Known:
     host: str = ""
     electorates: tuple[LawElectorate, ...] = ()
     present: frozenset[str] | None = None
+    #: The nodes that had a lease when it was published.
+    leased: frozenset[str] = frozenset()
     #: The first step that it has made; infinity: none.
     first: float = inf
     #: The nodes that have finished each step.
     finished: dict[int, set[str]] = field(default_factory=dict)
     failures: list[NodeFailed] = field(default_factory=list)
+
+
+#: Events after which the job may need a lease and a round.
+_DISTURBING = (
+    NodeUp, NodeDown, NodeFrozen, NodeThawed, NodeLeaves, NodeFailed, AgentEnded, PathCut,
+    PathRestored, LeaseOpened, LeaseOver, JobDisturbed,
+)  # fmt: skip
 
 
 class Laws:
@@ -294,6 +326,8 @@ class Laws:
         self._frozen: set[str] = set()
         self._leaving: set[str] = set()
         self._cut: set[tuple[str, str]] = set()
+        #: The nodes with a lease at the arbiter, if there is one.
+        self._leased: set[str] = set()
         self._failures = 0
         #: The time of the last disturbance, and of the last step.
         self._quiet_since = 0.0
@@ -308,6 +342,8 @@ class Laws:
         """Process an event."""
         self.look(event.at)
         _HANDLERS[type(event)](self, event)
+        if isinstance(event, _DISTURBING):
+            self._quiet_since, self._able = event.at, None
 
     def look(self, now: float) -> None:
         """Check law 8, which depends on time."""
@@ -338,6 +374,7 @@ class Laws:
         known = self._world(event.generation)
         known.nodes, known.host = event.nodes, event.host
         known.electorates, known.present = event.electorates, event.present
+        known.leased = frozenset(self._leased)
         self._latest = max(self._latest, event.generation)
         self._able = None
 
@@ -372,14 +409,18 @@ class Laws:
         self._held.hold(node, event.ranks, event.step - 1)
 
     def _holders(self, world: _Known, node: str) -> frozenset[str]:
-        """The nodes that have the last finished state and could hand it to the nodes of a world."""
+        """The nodes that have the last finished state and could hand it to the nodes of a world.
+        With an arbiter, silence between nodes is no excuse: the world has to wait, or to be
+        another one."""
+        if self._rules.arbiter:
+            return self._held.holders(self._leased & world.leased, self._finished)
         there = self._up - self._frozen if self._up else self._held.nodes
         if world.present is not None:
             there &= world.present
         linked = (
             holder
             for holder in there
-            if all(self._are_linked(holder, other) for other in world.nodes | {node})
+            if all(are_linked(holder, other, self._cut) for other in world.nodes | {node})
         )
         return self._held.holders(linked, self._finished)
 
@@ -433,7 +474,6 @@ class Laws:
     def _failed(self, event: NodeFailed) -> None:
         self._world(event.generation).failures.append(event)
         self._failures += 1
-        self._disturbed(event)
 
     def _ended(self, event: AgentEnded) -> None:
         if not event.reason:
@@ -464,15 +504,25 @@ class Laws:
     def _is_able(self) -> bool:
         """Return whether one group of connected nodes is enough to train."""
         if self._able is None:
-            self._able = any(self._are_enough(group) for group in self._groups())
+            there = self._up - self._frozen - self._leaving
+            self._able = any(self._are_enough(group) for group in groups(there, self._cut))
         return self._able
 
     def _are_enough(self, group: frozenset[str]) -> bool:
         return (
             len(group) >= self._rules.min_nodes
+            and all_linked(group, self._cut)
+            and self._has_state(group)
             and all(self._agrees(each, group) for each in self._electorates_for(group))
-            and all(self._are_linked(one, other) for one, other in combinations(group, 2))
         )
+
+    def _has_state(self, group: frozenset[str]) -> bool:
+        """Return whether these nodes need not wait for the state of others, whose leases are
+        alive."""
+        if not self._rules.arbiter or self._finished < self._rules.redone:
+            return True
+        has_it = partial(self._held.holders, step=self._finished)
+        return bool(has_it(group)) or not has_it(self._leased)
 
     def _agrees(self, electorate: LawElectorate, group: frozenset[str]) -> bool:
         """Return whether an electorate agrees, counting leaving nodes that can be reached. One of
@@ -480,7 +530,7 @@ class Laws:
         leaving = {
             node
             for node in self._leaving - self._frozen
-            if all(self._are_linked(node, other) for other in group)
+            if all(are_linked(node, other, self._cut) for other in group)
         }
         stay = not electorate.nodes or bool(electorate.nodes & group)
         return stay and electorate.agrees(group | leaving)
@@ -495,60 +545,10 @@ class Laws:
             return self._rules.founders if self._latest < 0 else [NOBODY]
         return self._world(newest).electorates
 
-    def _groups(self) -> list[frozenset[str]]:
-        """The nodes that are up, in groups that can reach each other."""
-        left, groups = self._up - self._frozen - self._leaving, []
-        while left:
-            group, edge = set[str](), {left.pop()}
-            while edge:
-                group |= edge
-                edge = {
-                    node
-                    for node in left
-                    if any(
-                        (node, one) not in self._cut or (one, node) not in self._cut for one in edge
-                    )
-                }
-                left -= edge
-            groups.append(frozenset(group))
-        return groups
-
-    def _are_linked(self, one: str, other: str) -> bool:
-        return (one, other) not in self._cut and (other, one) not in self._cut
-
-    def _came_up(self, event: NodeUp) -> None:
-        self._up.add(event.node)
-        self._disturbed(event)
-
     def _down(self, event: NodeDown | AgentEnded) -> None:
-        self._up.discard(event.node)
-        self._frozen.discard(event.node)
-        self._leaving.discard(event.node)
+        for nodes in (self._up, self._frozen, self._leaving, self._leased):
+            nodes.discard(event.node)
         self._held.forget(event.node)
-        self._disturbed(event)
-
-    def _freeze(self, event: NodeFrozen) -> None:
-        self._frozen.add(event.node)
-        self._disturbed(event)
-
-    def _thaw(self, event: NodeThawed) -> None:
-        self._frozen.discard(event.node)
-        self._disturbed(event)
-
-    def _leave(self, event: NodeLeaves) -> None:
-        self._leaving.add(event.node)
-        self._disturbed(event)
-
-    def _cut_off(self, event: PathCut) -> None:
-        self._cut.add((event.source, event.target))
-        self._disturbed(event)
-
-    def _mend(self, event: PathRestored) -> None:
-        self._cut.discard((event.source, event.target))
-        self._disturbed(event)
-
-    def _disturbed(self, event: Event) -> None:
-        self._quiet_since, self._able = event.at, None
 
     # --- small parts -----------------------------------------------------------------------------
 
@@ -563,14 +563,16 @@ class Laws:
 
 
 _HANDLERS: Mapping[type, Callable[[Laws, Any], None]] = {
-    NodeUp: Laws._came_up,
+    NodeUp: lambda it, event: it._up.add(event.node),
     NodeDown: Laws._down,
-    NodeFrozen: Laws._freeze,
-    NodeThawed: Laws._thaw,
-    NodeLeaves: Laws._leave,
-    PathCut: Laws._cut_off,
-    PathRestored: Laws._mend,
-    JobDisturbed: Laws._disturbed,
+    NodeFrozen: lambda it, event: it._frozen.add(event.node),
+    NodeThawed: lambda it, event: it._frozen.discard(event.node),
+    NodeLeaves: lambda it, event: it._leaving.add(event.node),
+    PathCut: lambda it, event: it._cut.add((event.source, event.target)),
+    PathRestored: lambda it, event: it._cut.discard((event.source, event.target)),
+    LeaseOpened: lambda it, event: it._leased.add(event.node),
+    LeaseOver: lambda it, event: it._leased.discard(event.node),
+    JobDisturbed: lambda it, event: None,
     WorldPublished: Laws._formed,
     WorldTakenUp: Laws._took_up,
     WorldConfirmed: Laws._confirmed,

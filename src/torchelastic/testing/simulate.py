@@ -5,6 +5,7 @@
     --all                   continues after a failure, and counts them
     --replicas              a sharded model, whose worlds have whole replicas
     --stack                 the whole control plane, not its deciders alone: slower, and no model
+    --etcd                  the whole control plane with etcd, which is never cut from the nodes
 
 A failure is shown with its seed and a short schedule that fails as well. A seed can be replayed
 anywhere with the same commit: the run depends only on this package.
@@ -21,7 +22,13 @@ from collections.abc import Sequence
 
 from torchelastic.testing import laws
 from torchelastic.testing.bus.bus_simulation import BusSimulation
-from torchelastic.testing.fault_schedule import Schedule, made_from, sharded_from, shrunk
+from torchelastic.testing.fault_schedule import (
+    Schedule,
+    made_from,
+    peers_from,
+    sharded_from,
+    shrunk,
+)
 from torchelastic.testing.laws import Violation
 from torchelastic.testing.stack.stack_simulation import StackSimulation
 
@@ -44,12 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="continue after a failure")
     parser.add_argument("--replicas", action="store_true", help="train a sharded model")
     parser.add_argument("--stack", action="store_true", help="simulate the whole stack")
+    parser.add_argument("--etcd", action="store_true", help="the whole stack with etcd")
     options = parser.parse_args(argv)
-    level: Level = StackSimulation if options.stack else BusSimulation
+    level: Level = StackSimulation if options.stack or options.etcd else BusSimulation
+    make = peers_from if options.etcd else sharded_from if options.replicas else made_from
     began, failed = time.process_time(), []
     seeds = range(options.seed, options.seed + options.count)
     for seed in seeds:
-        make = sharded_from if options.replicas else made_from
         schedule = make(seed, options.faults, options.machines)
         if options.count == 1:
             print(told(schedule, level))
@@ -76,7 +84,7 @@ def explained(schedule: Schedule, level: Level = BusSimulation) -> str:
     (found,) = broken(schedule)
     short = shrunk(schedule, lambda other: [one.law for one in broken(other)] == [found.law])
     replay = f"replay: --seed {schedule.seed}{' --replicas' if schedule.replica else ''}"
-    replay += " --stack" if level is StackSimulation else ""
+    replay += " --etcd" if schedule.etcd else " --stack" if level is StackSimulation else ""
     lines = ["", str(found), replay, "a short schedule:", str(short)]
     return "\n".join([*lines, *(f"  -> {one}" for one in broken(short))])
 

@@ -71,10 +71,13 @@ from torchelastic.worker.orders import (
     Unfit,
     Up,
 )
+from torchelastic.worker.status_page import StatusPage
 from torchelastic.worker_counters import stalls
 
 log = logging.getLogger(__name__)
 
+#: Seconds between two looks at a lease that has ended.
+LEASE_POLL_INTERVAL = 0.05
 #: The kinds of errors reported to the coordinator.
 _TOLD = (Kind.USER, Kind.FATAL, Kind.UNFIT, Kind.PEER_LOST)
 
@@ -342,6 +345,8 @@ class Loop:
         # And before reporting the end: a worker that must enter another world at this step
         # finishes there, where others wait for it.
         while True:
+            if status_page is not None and not status_page.is_leased():
+                self._await_lease(gate, status_page)
             if not gate.enter(step) and not self._may_enter(gate, step):
                 return
             if step >= self._last_step:
@@ -377,6 +382,13 @@ class Loop:
         if decision is GateDecision.OVER:
             raise GenerationOver(f"Generation {gate.generation} is over: {self._control.reason}.")
         return decision is GateDecision.GO
+
+    def _await_lease(self, gate: Gate, status_page: StatusPage) -> None:
+        """Wait until the node holds its lease again, or the world is over. The agent may be
+        stopped: the other nodes continue without this one when its lease has ended."""
+        with stalls.Counted(stalls.PEERS):
+            while not (gate.over or status_page.is_leased()):
+                time.sleep(LEASE_POLL_INTERVAL)
 
     # --- when it fails ---------------------------------------------------------------------------
 

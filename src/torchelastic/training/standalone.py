@@ -99,6 +99,7 @@ class StandaloneNode:
             on_lease_lost=lambda: self._queue.put_nowait(script.LeaseLost()),
             on_error=self._queue.put_nowait,
             on_joined=self._joined,
+            on_lease=lambda until: status_page.write_lease(self._status_page, until),
         )
         self._session = self._driver.session
         self._state = in_process.alone(self._driver.node, socket.gethostname())

@@ -128,7 +128,7 @@ class Put(Message):
     """Sets a key, and others beside it, all or none.
 
     With `expected`, only if the key's last change was at that revision; with `provided`, only if
-    another key exists that was created at a given revision.
+    another key exists that last changed at a given revision.
     """
 
     kind = "put"
@@ -195,7 +195,7 @@ class KeepAlive(Message):
 
 @dataclass(frozen=True, slots=True)
 class GiveUp(Message):
-    """Ends the lease of a key, if that key, and `provided`, were created at these revisions."""
+    """Ends the lease of a key that was created at this revision. `provided` is as in `Put`."""
 
     kind = "give_up"
     id: int

@@ -1,16 +1,18 @@
-"""The ring: every agent keeps a connection to the next one in the world, so that the end of an
-agent is noticed at once even if the store would only notice it by a lease. It also expects one from
-the agent before it: an agent that no other can reach is suspected by two.
+"""The ring: every agent of a world keeps a connection to the next one, so that the end of an agent
+is noticed at once even if the store would only notice it by a lease. It also expects one from the
+agent before it.
 
-This is only a hint. A firewall may end a connection, and a busy agent may be silent: the leader
-asks the agent itself, and decides (`membership.suspicion`).
+An agent *doubts* a neighbour whose connection has ended or fallen silent, and asks it until it
+answers. This is only a hint: the leader asks the neighbour itself (`membership.suspicion`). A
+neighbour that has not answered for a lease is *silent*: the world ends
+(`rendezvous.connectivity`). Only the agents of a world have doubts, and its end clears them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from torchelastic.errors import RendezvousError, WireError
@@ -73,20 +75,33 @@ def predecessor(nodes: Sequence[tuple[str, str]], node: str) -> tuple[str, str] 
     return successor(nodes[::-1], node)
 
 
+#: Receives the doubted nodes, and those of them that are silent.
+OnSuspicion = Callable[[Set[str], Set[str]], None]
+
+
 class Ring:
     """This node's connections to its neighbours. Made in a running loop."""
 
     def __init__(
-        self, node: str, job: Endpoint, *, silence: float, on_suspicion: Callable[[set[str]], None]
+        self, node: str, job: Endpoint, *, silence: float, on_suspicion: OnSuspicion
     ) -> None:
-        """`job` has the job and its credentials. `on_suspicion` is called with nodes that do not
-        answer."""
+        """`job` has the job and its credentials. `on_suspicion` is called with the doubted nodes,
+        and those of them that have been silent for `silence` seconds."""
         self._node = node
         self._job = job
         self._silence = silence
         self._on_suspicion = on_suspicion
-        self._around: frozenset[str] = frozenset()
-        self._doubted: set[str] = set()
+        self._generation = -1
+        #: When its generation began here, on the loop's clock.
+        self._began = 0.0
+        #: The nodes of the world and their addresses, if this node is in it.
+        self._around: dict[str, str] = {}
+        self._doubted: frozenset[str] = frozenset()
+        self._silent: frozenset[str] = frozenset()
+        #: When each neighbour was last heard of, on the loop's clock.
+        self._heard: dict[str, float] = {}
+        #: The tasks that ask the doubted nodes.
+        self._asking: dict[str, asyncio.Task[None]] = {}
         self._next: tuple[str, str] | None = None
         self._calling: asyncio.Task[None] | None = None
         #: The node before us while it has not connected, and when it is suspected for that.
@@ -97,14 +112,24 @@ class Ring:
         self._tasks = TaskSet()
         #: The last one of each.
         self._callers: dict[str, Link] = {}
+        self._is_closed = False
 
-    def turn_to(self, nodes: Sequence[tuple[str, str]]) -> None:
-        """Take the place of this node among these nodes and their addresses, in order."""
+    def turn_to(self, generation: int, nodes: Sequence[tuple[str, str]]) -> None:
+        """Take the place of this node among the nodes of a world and their addresses, in order.
+
+        A new generation begins without doubts, and so does a node without a place.
+        """
         reached = [pair for pair in nodes if pair[1]]
+        self._around = dict(reached) if self._node in dict(nodes) else {}
+        if generation != self._generation:
+            self._generation = generation
+            self._began = asyncio.get_running_loop().time()
+            self._heard.clear()
+            self._note(frozenset(), frozenset())
+            self._expect(None)
+        self._note(self._doubted & self._around.keys(), self._silent & self._around.keys())
         self._expect(predecessor(reached, self._node))
         following = successor(reached, self._node)
-        self._around = frozenset(name for name, _ in nodes)
-        self._note(self._doubted & self._around)
         if following == self._next:
             return
         self._next = following
@@ -128,6 +153,9 @@ class Ring:
 
     def admit(self, link: Link, hello: frames.Hello) -> None:
         """Serve a connection of a neighbour, or of an agent that asks whether we are alive."""
+        if self._is_closed:
+            link.abort()
+            return
         link.send(frames.Welcome(frames.PROTOCOL, frames.VERSION, "", False, 0))
         self._visitors.add(link)
         self._tasks.start(self._receive(link), "ring visitor")
@@ -138,6 +166,8 @@ class Ring:
         return await lives(Endpoint.at(address, self._job.job, self._job.credentials))
 
     async def close(self) -> None:
+        self._is_closed = True
+        self._around = {}  # no more doubts
         self._expect(None)
         self._tasks.cancel()
         for link in list(self._visitors):
@@ -157,7 +187,7 @@ class Ring:
                 self._doubt(node)
             else:
                 self._trust(node)
-                if not await self._converse(link):
+                if not await self._converse(link, node):
                     self._doubt(node)
             await asyncio.sleep(TRY_AGAIN)
 
@@ -171,7 +201,7 @@ class Ring:
             return
         self._called(beat.node)
         self._callers[beat.node] = link
-        has_parted = await self._converse(link)
+        has_parted = await self._converse(link, beat.node)
         if self._callers.get(beat.node) is link:  # else it has called again
             del self._callers[beat.node]
             if not has_parted:
@@ -183,7 +213,7 @@ class Ring:
             self._overdue.cancel()
             self._overdue = None
 
-    async def _converse(self, link: Link) -> bool:
+    async def _converse(self, link: Link, node: str) -> bool:
         """Exchange beats with the neighbour until that ends; return whether it has parted from
         us."""
         said: asyncio.Queue[Message] = asyncio.Queue()
@@ -199,6 +229,7 @@ class Ring:
                 message = getting.result() if done else _ENDED
                 if message is _ENDED or isinstance(message, Parting):
                     return isinstance(message, Parting)
+                self._hear(node)
         finally:
             beating.cancel()
             link.send(Parting())
@@ -212,16 +243,37 @@ class Ring:
     # Which nodes to suspect
 
     def _doubt(self, node: str) -> None:
-        if node in self._around:  # a client may send any name
-            self._note(self._doubted | {node})
+        if node not in self._around or node in self._doubted:  # a client may send any name
+            return
+        self._note(self._doubted | {node}, self._silent)
+        self._asking[node] = self._tasks.start(self._ask_until_it_answers(node), "ring question")
+
+    async def _ask_until_it_answers(self, node: str) -> None:
+        """Ask a doubted node again and again; it is silent if it has not answered for a while."""
+        while node in self._doubted:
+            if await self.ask(self._around[node]):
+                self._trust(node)
+            elif node in self._doubted and self._is_overdue(node):
+                self._note(self._doubted, self._silent | {node})
+            await asyncio.sleep(TRY_AGAIN)
+
+    def _is_overdue(self, node: str) -> bool:
+        heard = self._heard.get(node, self._began)
+        return asyncio.get_running_loop().time() >= heard + self._silence
 
     def _trust(self, node: str) -> None:
-        self._note(self._doubted - {node})
+        self._hear(node)
+        self._note(self._doubted - {node}, self._silent - {node})
 
-    def _note(self, doubted: set[str]) -> None:
-        if doubted != self._doubted:
-            self._doubted = doubted
-            self._on_suspicion(doubted)
+    def _hear(self, node: str) -> None:
+        self._heard[node] = asyncio.get_running_loop().time()
+
+    def _note(self, doubted: frozenset[str], silent: frozenset[str]) -> None:
+        if (doubted, silent) != (self._doubted, self._silent):
+            for node in self._doubted - doubted:
+                self._asking.pop(node).cancel()
+            self._doubted, self._silent = doubted, silent
+            self._on_suspicion(doubted, silent)
 
 
 def answer_that_we_live(link: Link, hello: frames.Hello) -> None:

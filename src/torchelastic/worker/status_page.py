@@ -39,6 +39,8 @@ _READ = _SAMPLES.end
 _FIRST = Field("=q", _READ)
 #: Where steps are counted from outside (`worker.optimizer_steps`): those taken before.
 _TAKEN = Field("=q", _FIRST.end)
+#: Written by the agent: until when its node holds its lease (monotonic).
+_LEASE = Field("=d", _TAKEN.end)
 #: In a slot: number, generation, step, bytes. The number alone is written first.
 _SLOT = Field("=qqqq")
 _NUMBER = Field("=q")
@@ -53,7 +55,13 @@ def create() -> int:
     """Create an empty status page; the caller owns the descriptor."""
     descriptor = create_memory("status", _HEADER + SLOTS * PAGE)
     os.pwrite(descriptor, _ENTERED.pack(-1, -1, math.inf, 0.0), 0)
+    write_lease(descriptor, math.inf)
     return descriptor
+
+
+def write_lease(descriptor: int, until: float) -> None:
+    """As the agent: write until when the node holds its lease."""
+    os.pwrite(descriptor, _LEASE.pack(until), _LEASE.at)
 
 
 def read_progress(descriptor: int) -> tuple[int, int, float]:
@@ -147,6 +155,11 @@ class StatusPage:
         self._memory.close()
         self.collectives.close()
         os.close(self._descriptor)
+
+    def is_leased(self) -> bool:
+        """Return whether the node holds its lease, so that the worker may enter a step."""
+        (until,) = _LEASE.of(self._memory)
+        return time.monotonic() < float(until)
 
     # --- progress --------------------------------------------------------------------------------
 

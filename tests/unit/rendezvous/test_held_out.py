@@ -196,19 +196,22 @@ def test_a_node_that_keeps_being_lost_is_not_held_out_while_it_alone_has_the_sta
         assert ("continuing without" in job.world.reason) == (names == "ab")
 
 
-@pytest.mark.parametrize("why", ["unconnected", "unreachable", "no start", "no module"])
+def test_a_node_that_alone_has_the_state_is_not_left_out_for_a_pair():
+    """Others are, one after the other, until it can train."""
+    job = running("1:3", "abc")
+    job.say("c", holds=3)
+    refused = "Gloo connectFullMesh failed: Connection refused, remote=[c]:59264"
+    fail(job, "a", "b", message=f"RuntimeError: {refused}")
+    assert (job.names, out_of(job)) == (["b", "c"], {"a"})
+    fail(job, "b", message=f"RuntimeError: {refused}")
+    assert (job.names, out_of(job)) == (["c"], {"a", "b"})
+
+
+@pytest.mark.parametrize("why", ["no start", "no module"])
 def test_who_could_not_hand_over_the_state_is_held_out_anyway(why):
     job = running("1:3", "abc")
     job.say("c", holds=3)
-    if why == "unconnected":
-        refused = "Gloo connectFullMesh failed: Connection refused, remote=[c]:59264"
-        fail(job, "a", "b", message=f"RuntimeError: {refused}")
-    elif why == "unreachable":
-        job.state = round_state.given_up(job.state, "c")
-        job.die("c")
-        job.come("c", holds=3)
-        job.all_gone()
-    elif why == "no module":
+    if why == "no module":
         fail(job, "c", message="ModuleNotFoundError: No module named 'apex'")
     else:
         for _ in range(FAILURES_ALLOWED + 1):

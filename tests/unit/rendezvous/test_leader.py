@@ -9,9 +9,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 
 from tests.unit.rendezvous.embedded_support import connected, serving, story
-from tests.unit.rendezvous.round_support import failure
 from torchelastic.clock import SystemClock
-from torchelastic.rendezvous.held_out import FIRST_HOLD
 from torchelastic.rendezvous.job_settings import JobSettings
 from torchelastic.rendezvous.leader import CHECKPOINT_QUIET_POLLS, ROLL_KEY, CheckpointPath, Leader
 from torchelastic.rendezvous.majority import Electorate, Roll
@@ -226,28 +224,6 @@ async def test_a_slow_node_is_replaced_when_a_spare_is_there_and_else_that_is_re
         await a.say(gone=0, store="a:2")
         await b.say(gone=0, store="b:2")
         assert [node.name for node in (await c.world(1)).nodes] == ["a", "c"]
-
-
-@story
-async def test_who_is_given_up_while_a_world_is_published_is_held_out_too(monkeypatch):
-    async with cluster(RoundRules(min_nodes=1, max_nodes=2), "a", "b") as (a, b):
-        await asyncio.wait_for(a.told.leads.wait(), DEADLINE)
-        await a.say()
-        await b.say()
-        await b.world(0)
-        publish = a.store.compare_and_set
-
-        async def publish_meanwhile(key, value, **conditions):
-            if value["phase"] == "over":
-                await a.leader._give_up("b", True)
-            return await publish(key, value, **conditions)
-
-        monkeypatch.setattr(a.store, "compare_and_set", publish_meanwhile)
-        await a.say(failures=(failure("a", message="lost a peer: b"),))
-        while "b" not in a.told.lost:
-            await asyncio.sleep(0.01)
-        await a.say(gone=0, store="a:2")
-        assert [(one.name, one.seconds) for one in (await a.world(1)).held] == [("b", FIRST_HOLD)]
 
 
 def test_a_checkpoint_counts_once_it_is_written(tmp_path):

@@ -11,7 +11,7 @@ from torchelastic.config import WorldSizes, format_endpoint
 from torchelastic.rendezvous import held_out, round_state, suspects
 from torchelastic.rendezvous.forming import WARM_UP_TIMEOUT
 from torchelastic.rendezvous.held_out import FAILURES_ALLOWED, FIRST_HOLD, FORGIVE_AFTER
-from torchelastic.rendezvous.round_state import TRAINED_AFTER, RoundRules, given_up
+from torchelastic.rendezvous.round_state import TRAINED_AFTER, RoundRules
 from torchelastic.rendezvous.suspects import pairs
 
 NO = "ValueError: the batch of 2 cannot be split"
@@ -443,24 +443,6 @@ def test_a_world_that_has_trained_goes_on_without_one_of_two_nodes_that_fall_sil
     assert (job.world.ledger.used == 0) is (left != "abcd")
 
 
-@pytest.mark.parametrize(
-    ("doubts", "left"),
-    [
-        ({}, "ab"),
-        ({"a": ("b",), "b": ("a", "c"), "c": ("b",)}, "ac"),
-        ({"a": ("x",), "x": ("b",)}, "ab"),  # who is in no world does not count
-    ],
-)
-def test_whom_agents_doubt_tells_which_of_the_two_it_is(doubts, left):
-    job = running("2:4", "abc")
-    job.come("x", ready=False)
-    for name, doubted in doubts.items():
-        job.say(name, doubts=doubted)
-    trains(job)
-    silence(job, b=4)
-    assert job.names == [*left]
-
-
 def test_a_second_pair_shows_that_the_first_choice_was_wrong():
     """b is cut off from c and d, which the pair of b and d does not show."""
     job = running("3:4", "abcd")
@@ -530,19 +512,6 @@ def test_a_pair_that_the_job_needs_is_named():
     assert (job.world.phase, job.names) == ("running", ["a", "b"])
     assert "workers of b cannot connect to a" in job.world.reason
     assert job.world.ledger.used == 1
-
-
-def test_a_node_that_others_cannot_reach_is_held_out_at_once():
-    job = running("2:4", "abc")
-    job.state = given_up(job.state, "c")
-    job.die("c")
-    job.all_gone()
-    said = "other nodes could not reach c: continuing without it for 60 s"
-    assert job.world.reason.endswith(f"; {said}")
-    job.come("c")
-    job.wait(FIRST_HOLD - 1)
-    assert (job.names, out(job)) == (["a", "b"], {"c": FIRST_HOLD})
-    assert "other nodes could not reach it" in job.world.held[0].reason
 
 
 def test_an_agent_that_is_started_again_is_not_held_out_for_the_one_before_it():

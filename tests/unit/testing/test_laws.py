@@ -11,6 +11,8 @@ from torchelastic.testing.laws import (
     JobDisturbed,
     LawElectorate,
     Laws,
+    LeaseOpened,
+    LeaseOver,
     NodeDown,
     NodeFailed,
     NodeFrozen,
@@ -235,3 +237,40 @@ def test_a_step_may_be_repeated_once_no_whole_replica_has_it(forgotten, laws):
         WorkersBegan(2.0, "a", 1, 0, both),
     ]
     assert [one.law for one in check(events, Rules(replica=2, workers=2))] == laws
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "laws"),
+    [
+        ([], [3]),
+        ([NodeFrozen(1.2, "c")], [3]),
+        ([LeaseOver(1.2, "c")], []),
+        ([NodeDown(1.2, "c")], []),
+        ([LeaseOver(1.2, "c"), LeaseOpened(1.3, "c")], [3]),
+    ],
+    ids=["cut off", "frozen", "lease ended", "down", "lease opened again"],
+)
+def test_with_an_arbiter_a_node_has_its_copy_while_its_lease_is_alive(meanwhile, laws):
+    """Nodes a and b, which do not reach c, begin again without the step that only c still has."""
+    leases = [LeaseOpened(0.0, node) for node in "abc"]
+    lost = [StateForgotten(1.2, node) for node in "ab"]
+    events = [*leases, *job(), *cut_off(1.1), *lost, *meanwhile, *following("ab", step=0)]
+    assert [one.law for one in check(events, Rules(arbiter=True))][:1] == laws
+
+
+def test_with_an_arbiter_the_lease_counts_when_the_world_is_published():
+    """Node c is back too late: the world without its step has been published."""
+    leases = [LeaseOpened(0.0, node) for node in "abc"]
+    lost = [StateForgotten(1.2, node) for node in "ab"]
+    published, *others = following("ab", step=0)
+    events = [*leases, *job(), *lost, LeaseOver(1.2, "c"), published, LeaseOpened(1.5, "c")]
+    assert check([*events, *others], Rules(arbiter=True)) == []
+
+
+@pytest.mark.parametrize(("more", "laws"), [([], []), ([LeaseOver(3.0, "c")], [8])])
+def test_with_an_arbiter_nodes_without_the_state_wait_for_its_holders(more, laws):
+    leases = [LeaseOpened(0.0, node) for node in "abc"]
+    lost = [StateForgotten(1.2, node) for node in "ab"]
+    events = [*leases, *job(), *cut_off(1.1), *lost, *more, JobDisturbed(9.0, "")]
+    rules = Rules(min_nodes=2, within=5.0, arbiter=True)
+    assert [one.law for one in check(events, rules)] == laws

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Set
+from dataclasses import replace
 
 import pytest
 
 from tests.unit.rendezvous.embedded_support import JOB, connected, serving, story, within
-from torchelastic.rendezvous.membership.suspicion import Suspicion, give_up_leader
-from torchelastic.rendezvous.world import LEADER_KEY, MEMBER_PREFIX, Member
-from torchelastic.transport import frames
+from torchelastic.rendezvous.membership.prober import Prober
+from torchelastic.rendezvous.membership.suspicion import Suspicion, replace_leader
+from torchelastic.rendezvous.world import LEADER_KEY, MEMBER_PREFIX, Member, World
+from torchelastic.transport import frames, ring
 from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.connect import Endpoint, connect_once
 from torchelastic.transport.listener import Listener
@@ -36,21 +38,22 @@ class Node:
     def __init__(self, name: str) -> None:
         self.name = name
         self.doubted: set[str] = set()
+        self.silent: set[str] = set()
         self.changed = asyncio.Event()
         self.listener = Listener(JOB)
         self.ring = Ring(name, Endpoint("", 0, JOB), silence=SILENCE, on_suspicion=self.doubt)
         self.listener.serve(frames.RING, self.ring.admit)
 
-    def doubt(self, nodes: set[str]) -> None:
-        self.doubted = nodes
+    def doubt(self, doubted: Set[str], silent: Set[str]) -> None:
+        self.doubted, self.silent = set(doubted), set(silent)
         self.changed.set()
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.listener.port}"
 
-    async def doubts(self, *names: str) -> None:
-        while self.doubted != set(names):
+    async def doubts(self, *names: str, silent: str = "") -> None:
+        while (self.doubted, self.silent) != (set(names), set(silent)):
             self.changed.clear()
             await within(PATIENCE, self.changed.wait())
 
@@ -63,6 +66,10 @@ class Node:
         await self.listener.close()
 
 
+async def answer(said: bool | None) -> bool | None:
+    return said
+
+
 @contextlib.asynccontextmanager
 async def ring_of(names: str) -> AsyncIterator[list[Node]]:
     nodes = [Node(name) for name in names]
@@ -72,7 +79,7 @@ async def ring_of(names: str) -> AsyncIterator[list[Node]]:
         await node.listener.listen(sockets)
     everybody = [(node.name, node.address) for node in nodes]
     for node in nodes:
-        node.ring.turn_to(everybody)
+        node.ring.turn_to(0, everybody)
     for node in nodes:
         await within(PATIENCE, node.connected(1))
     try:
@@ -88,7 +95,8 @@ async def test_both_neighbours_doubt_an_agent_whose_connections_end():
         for link in list(b.ring._visitors):
             link.abort()
         await b.close()
-        await a.doubts("b")
+        while a.doubted != {"b"}:
+            await asyncio.sleep(0.01)
         assert c.doubted <= {"b"}
         assert await lives(Endpoint("127.0.0.1", int(b.address.partition(":")[2]), JOB)) is False
 
@@ -97,13 +105,13 @@ async def test_both_neighbours_doubt_an_agent_whose_connections_end():
 async def test_a_silent_neighbour_is_doubted_and_trusted_when_it_speaks_again(monkeypatch):
     async with ring_of("ab") as (a, b):
 
-        async def say_nothing(link):
-            await asyncio.Event().wait()
+        async def no_answer(*_, **__):
+            raise asyncio.TimeoutError
 
-        monkeypatch.setattr(b.ring, "_beat", say_nothing)
-        for link in list(b.ring._visitors):
-            link.abort()  # it is called again, and does not speak now
-        await a.doubts("b")
+        monkeypatch.setattr(ring, "connect_once", no_answer)
+        for link in [*a.ring._visitors, *b.ring._visitors]:
+            link.abort()
+        await a.doubts("b", silent="b")
         monkeypatch.undo()
         await a.doubts()
 
@@ -111,7 +119,7 @@ async def test_a_silent_neighbour_is_doubted_and_trusted_when_it_speaks_again(mo
 @story
 async def test_who_turns_to_another_neighbour_is_not_doubted():
     async with ring_of("abc") as (a, b, c):
-        a.ring.turn_to([("a", a.address), ("c", c.address)])
+        a.ring.turn_to(1, [("a", a.address), ("c", c.address)])
         await within(PATIENCE, c.connected(2))
         while len(b.ring._visitors):
             await asyncio.sleep(0.01)
@@ -122,11 +130,37 @@ async def test_who_turns_to_another_neighbour_is_not_doubted():
 async def test_the_one_before_is_doubted_if_it_never_calls():
     """It is cut off: no connection of its has ended, for there was none."""
     async with ring_of("ab") as (a, b):
-        a.ring.turn_to([("x", "127.0.0.1:1"), ("a", a.address), ("b", b.address)])
-        b.ring.turn_to([("a", a.address), ("b", b.address)])
-        await a.doubts("x")
-        a.ring.turn_to([("b", b.address), ("a", a.address)])
+        a.ring.turn_to(1, [("x", "127.0.0.1:1"), ("a", a.address), ("b", b.address)])
+        b.ring.turn_to(1, [("a", a.address), ("b", b.address)])
+        await a.doubts("x", silent="x")
+        a.ring.turn_to(1, [("b", b.address), ("a", a.address)])
         await a.doubts()
+
+
+@pytest.mark.parametrize("others", ["xab", "xb"], ids=["of another world", "of a node outside it"])
+@story
+async def test_the_end_of_a_world_clears_the_doubts(others):
+    async with ring_of("ab") as (a, b):
+        addresses = {"x": "127.0.0.1:1", "a": a.address, "b": b.address}
+        a.ring.turn_to(1, [(name, addresses[name]) for name in "xab"])
+        await a.doubts("x", silent="x")
+        a.ring.turn_to(2, [(name, addresses[name]) for name in others])
+        assert (a.doubted, a.silent) == (set(), set())
+        if others == "xb":
+            a.ring._doubt("x")
+            assert a.doubted == set()
+
+
+@story
+async def test_a_connection_that_is_reset_is_doubted_and_never_silent():
+    async with ring_of("ab") as (a, b):
+        told = []
+        a.ring._on_suspicion = lambda doubted, silent: told.append((set(doubted), set(silent)))
+        for link in list(b.ring._visitors):
+            link.abort()
+        while len(told) < 2:
+            await asyncio.sleep(0.01)
+        assert told[:2] == [({"b"}, set()), (set(), set())]
 
 
 @story
@@ -168,123 +202,125 @@ def member(name: str, *doubts: str) -> Member:
     return Member(node=name, name=name, addr=name, peer=f"{name}:1", nproc=1, doubts=doubts)
 
 
-#: Who doubts whom; what "b" answers, everybody else lives; whether "b" is heard of meanwhile; and
-#: whom the leader, "l", gives up.
+#: Who doubts whom; what "b" answers; whether "b" is heard of meanwhile; whether it is refused.
 LOOKS = [
-    ({"a": "b"}, True, False, []),
-    ({"a": "b"}, False, False, ["b"]),
-    ({"a": "b"}, None, False, ["b"]),  # the leader is the second one
-    ({"l": "b"}, None, False, ["b"]),  # the leader alone: it is silent at the store, too
-    ({"l": "b", "b": "l"}, None, False, []),  # it doubts the leader: cut off, the lease decides
-    ({"l": "b"}, False, False, ["b"]),
-    ({"a": "b"}, False, True, []),  # a firewall resets its connections, but it speaks elsewhere
-    ({"a": "b"}, None, True, ["b"]),  # it reaches the store, but nobody reaches it
-    ({"l": "b"}, None, True, []),
+    ({"a": "b"}, True, False, False),
+    ({"a": "b"}, False, False, True),
+    ({"a": "b"}, False, True, False),  # a firewall resets its connections, but it speaks elsewhere
+    ({"a": "b", "c": "b"}, None, False, False),  # silence ends no membership
+    ({}, False, False, False),  # nobody doubts it
 ]
 
 
-@pytest.mark.parametrize(("who", "answer", "is_heard_of", "given_up"), LOOKS)
+@pytest.mark.parametrize(("who", "said", "is_heard_of", "refused"), LOOKS)
 @story
-async def test_the_leader_asks_whom_others_doubt_and_decides(who, answer, is_heard_of, given_up):
-    assert await given_up_by_the_leader(who, {"b": answer}, is_heard_of=is_heard_of) == given_up
-
-
-@story
-async def test_a_leader_that_is_cut_off_gives_nobody_up_but_itself():
-    silent = dict.fromkeys("abc")
-    assert await given_up_by_the_leader({"l": "b", "b": "l"}, silent) == ["l"]
-    # Of two nodes neither knows on which side the cut is.
-    assert await given_up_by_the_leader({"l": "b", "b": "l"}, silent, members="lb") == []
-
-
-@story
-async def test_a_second_doubt_counts_that_comes_while_the_leader_asks_the_others():
-    gone = []
+async def test_the_leader_asks_whom_others_doubt_as_long_as_they_do(
+    monkeypatch, who, said, is_heard_of, refused
+):
+    monkeypatch.setattr("torchelastic.rendezvous.membership.suspicion.ASK_AGAIN", 0.0)
+    asked = []
 
     async def ask(address):
-        if address == "a:1":  # of all, and not of one who is doubted
-            doubts.heard(member("c", "b"))
-        return None if address == "b:1" else True
+        asked.append(address)
+        if is_heard_of:
+            suspicion.heard(member("b"))
+        if len(asked) == 3:
+            for node in "abc":
+                suspicion.heard(member(node))
+        return said
 
-    async def give_up(node, is_unreachable):
-        gone.append((node, is_unreachable))
-
-    doubts = Suspicion("l", ask, give_up, again=0.0)
-    for name in "abcl":
-        doubts.heard(member(name, *("b" if name == "l" else "")))
-    while doubts._asking:
-        await asyncio.gather(*doubts._asking)
-    assert gone == [("b", True)]
+    suspicion = Suspicion(ask, lambda: None)
+    for node in "abc":
+        suspicion.heard(member(node, *who.get(node, "")))
+    await asked_all(suspicion)
+    assert suspicion.refused == ({"b"} if refused else set())
+    assert asked == ["b:1"] * (0 if not who else 1 if refused else 3)
+    if refused:
+        suspicion.heard(member("b"))
+        assert (suspicion.refused, suspicion.contested) == (set(), {"b"})
+    await suspicion.close()
+    assert suspicion.contested == set()
 
 
 @story
 async def test_a_node_that_was_doubted_before_it_joined_is_looked_into():
-    """The leader before was given up, joins again at once, and is as silent as it was."""
-    assert await given_up_by_the_leader({"a": "b"}, {"b": None}, members="ac", later="b") == ["b"]
+    """It was dropped, joins again at once, and refuses connections as it did."""
+    suspicion = Suspicion(lambda address: answer(False), lambda: None)
+    suspicion.heard(member("a", "b"))
+    suspicion.heard(member("b"))
+    await asked_all(suspicion)
+    assert suspicion.refused == {"b"}
 
 
-async def given_up_by_the_leader(who, answers, *, is_heard_of=False, members="labc", later=""):
-    gone = []
-
-    async def ask(address):
-        node = address.removesuffix(":1")
-        if is_heard_of and node == "b":
-            doubts.heard(member("b", "a"))
-        return answers.get(node, True)
-
-    async def give_up(node, is_unreachable):
-        assert is_unreachable is (answers[node if node in answers else "b"] is None)
-        gone.append(node)
-
-    doubts = Suspicion("l", ask, give_up, again=0.0)
-    for node in (*members, *who, *later):
-        doubts.heard(member(node, *who.get(node, "") if node in who else ""))
-    while doubts._asking:
-        await asyncio.gather(*doubts._asking)
-    await doubts.close()
-    return sorted(set(gone))
+async def asked_all(suspicion: Suspicion) -> None:
+    while suspicion._asking:
+        await asyncio.gather(*suspicion._asking)
 
 
 @pytest.mark.parametrize(
-    ("answer", "others", "leader_doubts", "is_given_up"),
-    [
-        (False, ["c"], [], True),
-        (None, ["c"], ["a"], True),  # a second node doubts it, too
-        (None, [], [], True),  # it is silent at the store, too
-        (None, [], ["a"], False),  # cut off alone, or of two nodes: the lease decides
-        (True, ["c"], [], False),
-    ],
+    ("said", "overdue", "is_replaced"),
+    [(False, False, True), (None, False, False), (None, True, True), (True, False, False)],
+    ids=["dead", "silent", "idle", "alive"],
 )
 @story
-async def test_a_silent_leader_is_given_up_by_two_who_doubt_it(
-    answer, others, leader_doubts, is_given_up
+async def test_a_leader_that_is_dead_or_idle_is_replaced_and_stays_a_member(
+    said, overdue, is_replaced
 ):
     asked = asyncio.Event()
 
     async def ask(address):
         asked.set()
-        return answer
+        return said
 
     async with (
         serving() as server,
         connected(server.port) as leader,
         connected(server.port) as other,
     ):
-        for store, nodes in ((leader, "l"), (other, "abc")):
+        for store, node in ((leader, "l"), (other, "a")):
             await store.open_lease(60.0)
-            for node in nodes:
-                doubts = leader_doubts if node == "l" else ()
-                doubts = "l" if node in ("a", *others) else doubts
-                record = member(node, *doubts).to_json()
-                await store.put(MEMBER_PREFIX + node, record, leased=True)
-        await leader.put(LEADER_KEY, {"node": "l"}, leased=True)
-        giving_up = asyncio.create_task(give_up_leader(other, "a", {"l"}, ask, again=0.01))
-        if is_given_up:
-            await within(PATIENCE, leader.lease_lost.wait())
-            await within(PATIENCE, giving_up)
+            await store.put(MEMBER_PREFIX + node, member(node).to_json(), leased=True)
+        elected = await leader.put(LEADER_KEY, {"node": "l"}, leased=True)
+        replacing = asyncio.create_task(
+            replace_leader(other, {"node": "a"}, {"l"}, ask, is_overdue=lambda: overdue, every=0.01)
+        )
+        if is_replaced:
+            assert await within(PATIENCE, replacing) == ("l" if said is False else "")
         else:
             for _ in range(3):
                 asked.clear()
                 await within(PATIENCE, asked.wait())
-            assert not leader.lease_lost.is_set()
-            giving_up.cancel()
+            replacing.cancel()
+        found = (await other.get("")).items
+        assert found[LEADER_KEY].value == {"node": "a" if is_replaced else "l"}
+        assert MEMBER_PREFIX + "l" in found
+        fence = (LEADER_KEY, elected)
+        published = await leader.compare_and_set("world", {}, expected=0, provided=fence)
+        assert (published is None) is is_replaced
+
+
+@story
+async def test_a_node_probes_the_others_until_it_reaches_them():
+    said: asyncio.Queue[tuple[int, tuple[str, ...]]] = asyncio.Queue()
+    silent = {"b:1", "c:1"}
+
+    async def ask(address):
+        return address not in silent or None
+
+    async with serving() as server, connected(server.port) as store:
+        await store.open_lease(60.0)
+        for node in "abcd":
+            await store.put(MEMBER_PREFIX + node, member(node).to_json(), leased=True)
+        prober = Prober("a", ask, lambda probe, unreached: said.put_nowait((probe, unreached)))
+        running = asyncio.create_task(prober.run(store))
+        world = World(generation=4, phase="running", count=3)
+        prober.see(world)
+        assert await within(PATIENCE, said.get()) == (0, ("b", "c"))
+        silent.discard("b:1")
+        assert await within(PATIENCE, said.get()) == (0, ("c",))
+        silent.clear()
+        assert await within(PATIENCE, said.get()) == (0, ())
+        silent.add("d:1")  # not noticed before another world asks for it
+        prober.see(replace(world, phase="over", probe=5))
+        assert await within(PATIENCE, said.get()) == (5, ("d",))
+        running.cancel()

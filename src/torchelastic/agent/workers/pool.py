@@ -6,6 +6,7 @@ It reports what happens to them as events; `lifecycle` decides what to do.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -97,6 +98,8 @@ class WorkerPool:
         self._records = {
             local_rank: WorkerRecord(local_rank) for local_rank in range(config.nproc_per_node)
         }
+        #: The time until which this node holds its lease.
+        self._leased_until = math.inf
         #: Optimizer steps of workers that report no steps.
         self.counted = CountedSteps()
         #: The newest generation in which a worker here was seen to have taken a step.
@@ -372,8 +375,17 @@ class WorkerPool:
         record = self._records[local_rank]
         if record.page is None:
             record.page = status_page.create()
+        status_page.write_lease(record.page, self._leased_until)
         record.inherited = record.progress()
         self.tell(local_rank, orders.StatusPage(self._config.lease), [record.page])
+
+    def leased_until(self, until: float) -> None:
+        """Tell the workers until when this node holds its lease: they enter no step after that,
+        even if this process is stopped and cannot tell them to."""
+        self._leased_until = until
+        for record in self._records.values():
+            if record.page is not None:
+                status_page.write_lease(record.page, until)
 
     # --- ends ------------------------------------------------------------------------------------
 

@@ -102,6 +102,7 @@ class EmbeddedStore:
         self._heard_at = self._asked_at = 0.0
         #: Set when this connection's lease has ended; cleared by `open_lease`.
         self.lease_lost = asyncio.Event()
+        self._tell_lease: Callable[[float], None] = lambda until: None
         #: Called when the store is lost.
         self.on_lost: Callable[[], None] | None = None
 
@@ -259,6 +260,11 @@ class EmbeddedStore:
             lease.renewed(sent)
         return lease.is_held
 
+    def tell_lease(self, tell: Callable[[float], None]) -> None:
+        self._tell_lease = tell
+        if (lease := self._held()) is not None:
+            tell(lease.until)
+
     async def open_lease(self, seconds: float) -> None:
         token = secrets.token_hex(16)
         sent = self._clock.now()
@@ -275,6 +281,7 @@ class EmbeddedStore:
             sent=sent,
             clock=self._clock,
             lost=self.lease_lost,
+            on_until=lambda until: self._tell_lease(until),
         )
         if self._given_timeout is None:
             self._loss_timeout = seconds

@@ -53,7 +53,7 @@ from torchelastic.transport.frames import Row
 from torchelastic.transport.link import Link
 from torchelastic.transport.listener import Handler, Listener
 from torchelastic.transport.own_endpoint import OwnEndpoint
-from torchelastic.transport.ring import answer_that_we_live
+from torchelastic.transport.ring import OnSuspicion, answer_that_we_live
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class EmbeddedNode:
         """The best endpoint for a new node to find the job."""
         return self.peer if self.is_host else str(self.store.place)
 
-    def ring(self, node: str, on_suspicion: Callable[[set[str]], None]) -> None:
+    def ring(self, node: str, on_suspicion: OnSuspicion) -> None:
         """None: the host of the store has a connection to every node."""
 
     @property

@@ -386,10 +386,9 @@ class EmbeddedServer:
         self._set_timer()
 
     def _give_up(self, peer: _Peer, request: frames.GiveUp) -> None:
-        conditions = [(request.key, request.created)]
+        is_so = self._table.created(request.key) == request.created
         if request.provided is not None:
-            conditions.append(request.provided)
-        is_so = all(self._table.created(key) == created for key, created in conditions)
+            is_so = is_so and self._table.is_unchanged(*request.provided)
         token = self._table.lease_of(request.key) if is_so else None
         if token is not None:
             self._lease_over(token, self._table.end_lease(token))

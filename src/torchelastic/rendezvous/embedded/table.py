@@ -185,8 +185,8 @@ class Table:
         stamp: str = "",
     ) -> list[Row]:
         """Set a key, and others beside it. With `expected`, only if its last change was at that
-        revision (0: it is absent); with `provided`, only if that key exists and was created at that
-        revision.
+        revision (0: it is absent); with `provided`, only if that key exists and last changed at
+        that revision.
 
         Returns the changes, the key's own last; none if a condition does not hold. Raises
         `LeaseExpired` if its lease has ended.
@@ -195,7 +195,7 @@ class Table:
             raise LeaseExpired(f"The lease expired: '{key}' was not written.")
         if expected is not None and expected != self._modified(key):
             return []
-        if provided is not None and not self._is_since(*provided):
+        if provided is not None and not self.is_unchanged(*provided):
             return []
         others = [self._set(other, value, lease, "") for other, value in (beside or {}).items()]
         return [*others, self._set(key, text, lease, stamp)]
@@ -204,9 +204,10 @@ class Table:
         row = self._rows.get(key)
         return row.modified if row else 0
 
-    def _is_since(self, key: str, created: int) -> bool:
+    def is_unchanged(self, key: str, modified: int) -> bool:
+        """Return whether a key exists and last changed at this revision."""
         row = self._rows.get(key)
-        return row is not None and row.created == created
+        return row is not None and row.modified == modified
 
     def _set(self, key: str, text: str, lease: str | None, stamp: str) -> Row:
         old = self._rows.get(key)

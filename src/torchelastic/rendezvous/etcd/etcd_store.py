@@ -66,6 +66,7 @@ class EtcdStore:
         self._keeper: asyncio.Task[None] | None = None
         #: Set when this connection's lease has ended; cleared by `open_lease`.
         self.lease_lost = asyncio.Event()
+        self._tell_lease: Callable[[float], None] = lambda until: None
         pool.lost.add_done_callback(lambda _: self._lose_lease())
 
     @classmethod
@@ -189,6 +190,11 @@ class EtcdStore:
             lease.renewed(sent)
         return lease.check()
 
+    def tell_lease(self, tell: Callable[[float], None]) -> None:
+        self._tell_lease = tell
+        if (lease := self._held()) is not None:
+            tell(lease.until)
+
     async def open_lease(self, seconds: float) -> None:
         await self.end_lease()
         id = str(secrets.randbits(62) + 1)
@@ -210,6 +216,7 @@ class EtcdStore:
             sent=sent,
             clock=self._clock,
             lost=self.lease_lost,
+            on_until=lambda until: self._tell_lease(until),
         )
         renewing = self._lease.keep(self.keep_alive, lasting / RENEWALS_PER_LEASE)
         self._keeper = asyncio.create_task(renewing, name="rendezvous lease")
@@ -380,8 +387,8 @@ class EtcdStore:
     def _fence(self, provided: tuple[str, int] | None) -> list[Json]:
         if provided is None:
             return []
-        key, created = provided
-        return [etcd_messages.if_created(self._keys.full(key), created)]
+        key, modified = provided
+        return [etcd_messages.if_modified(self._keys.full(key), modified)]
 
     async def _news(self, events: WatchEvents, message: Json) -> list[Change]:
         self._check_lease()

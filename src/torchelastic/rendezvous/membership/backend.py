@@ -24,7 +24,7 @@ from torchelastic.transport.addresses import listen_beside
 from torchelastic.transport.auth import Credentials
 from torchelastic.transport.connect import Endpoint
 from torchelastic.transport.listener import Handler, Listener
-from torchelastic.transport.ring import Ring
+from torchelastic.transport.ring import OnSuspicion, Ring
 
 #: Nodes, each with a connection or two to the host, for which the usual limits are too low.
 MANY_NODES = 200
@@ -70,7 +70,7 @@ class RendezvousBackend(Protocol):
         """The time when this node, if it leads, may form the first world."""
         ...
 
-    def ring(self, node: str, on_suspicion: Callable[[set[str]], None]) -> Ring | None:
+    def ring(self, node: str, on_suspicion: OnSuspicion) -> Ring | None:
         """Connections to other agents, if the store would be slow to notice an agent's end."""
         ...
 
@@ -165,7 +165,7 @@ class EtcdBackend:
     def peer(self) -> str:
         return format_endpoint(self.addr, self._listener.port)
 
-    def ring(self, node: str, on_suspicion: Callable[[set[str]], None]) -> Ring:
+    def ring(self, node: str, on_suspicion: OnSuspicion) -> Ring:
         self._ring = Ring(node, self._job, silence=self._silence, on_suspicion=on_suspicion)
         self._listener.serve(frames.RING, self._ring.admit)
         return self._ring

@@ -38,28 +38,33 @@ class HeldLease:
         sent: float,
         clock: Clock,
         lost: asyncio.Event,
+        on_until: Callable[[float], None] = lambda until: None,
     ) -> None:
+        """`on_until` receives the time until which it is held, again after every renewal."""
         self.id = id
         self.is_held = True
         self._seconds = seconds
         self._standstill = standstill
         #: Counted from before the request left: the store counts from when it came.
-        self._until = sent + seconds
+        self.until = sent + seconds
         self._clock = clock
         self._lost = lost
+        self._on_until = on_until
         #: When the loop was last seen to run.
         self._seen = clock.now()
         self._timer = self._set_timer()
         lost.clear()
+        on_until(self.until)
 
     def renewed(self, sent: float) -> None:
         """Note that the store has renewed it, asked at `sent`."""
-        self._until = max(self._until, sent + self._seconds)
+        self.until = max(self.until, sent + self._seconds)
+        self._on_until(self.until)
 
     def check(self) -> bool:
         """Return whether it is still held; ends it if it may be over."""
         now = self._clock.now()
-        if now >= self._until or now - self._seen >= self._standstill:
+        if now >= self.until or now - self._seen >= self._standstill:
             self.end()
         self._seen = now
         return self.is_held
@@ -88,7 +93,7 @@ class HeldLease:
                 log.warning("The lease could not be renewed: %s", error)
 
     def _set_timer(self) -> asyncio.TimerHandle:
-        left = self._until - self._clock.now()
+        left = self.until - self._clock.now()
         delay = max(min(left, self._standstill / SIGNS_OF_LIFE), 0.0)
         return asyncio.get_running_loop().call_later(delay, self._look)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 from collections.abc import Callable, Coroutine, Mapping, Set
 from functools import partial
@@ -19,7 +20,8 @@ from torchelastic.rendezvous.leader import CONFIRMED_KEY, Leader, LeaderObserver
 from torchelastic.rendezvous.membership.backend import RendezvousBackend, meet
 from torchelastic.rendezvous.membership.failover import Failover
 from torchelastic.rendezvous.membership.member_record import NAME_PREFIX, MemberRecord
-from torchelastic.rendezvous.membership.suspicion import give_up_leader
+from torchelastic.rendezvous.membership.prober import Prober
+from torchelastic.rendezvous.membership.suspicion import replace_leader
 from torchelastic.rendezvous.round_state import RoundRules
 from torchelastic.rendezvous.store import Item, Json, Store
 from torchelastic.rendezvous.witness.reachability import WitnessWatch
@@ -45,6 +47,8 @@ HANDING_OVER = 10.0
 RECORD_TIMEOUT = 2.0
 #: Seconds the host stays so that others learn that the job is closed.
 HOST_STAYS = 5.0
+#: Seconds that a leader has to end a world whose nodes fall silent.
+LEADER_TIME = 1.0
 #: `SideTasks.start`: runs something beside the loop; what goes wrong there is the owner's to see.
 Background = Callable[[Work, str], asyncio.Task[Any]]
 
@@ -62,12 +66,14 @@ class MemberSession:
         background: Background,
         on_world: Callable[[World], None],
         on_lease_lost: Callable[[], None],
+        on_lease: Callable[[float], None] = lambda until: None,
         on_place: Callable[[int], None] = lambda place: None,
         host: str = "",
         on_child: Callable[[int], None] = lambda pid: None,
         file: VoterFile | None = None,
     ) -> None:
-        """`on_place` receives the place in a replica that the leader allots, if replicas span
+        """`on_lease` receives the time until which the lease is held, again after every renewal.
+        `on_place` receives the place in a replica that the leader allots, if replicas span
         nodes. `host` is the displayed name of this node; the default is its host name. `on_child`
         is called with every process that this starts; `file` keeps the node's vote for its next
         agent."""
@@ -82,6 +88,7 @@ class MemberSession:
         self._background = background
         self._on_world = on_world
         self._on_lease_lost = on_lease_lost
+        self._on_lease = on_lease
         self._on_place = on_place
         self._backend: RendezvousBackend | None = None
         self._membership: MemberRecord | None = None
@@ -92,7 +99,11 @@ class MemberSession:
         #: The last world that was passed on, as it came.
         self._seen: Json | None = None
         self._failover = Failover(node)
+        #: With etcd, where the nodes of the job watch each other.
         self._ring: Ring | None = None
+        self._prober: Prober | None = None
+        #: Whether the last world that was seen runs.
+        self._is_under_way = False
         self._suspecting: asyncio.Task[Any] | None = None
         self._leader: Leader | None = None
         #: The tasks of this node as a member under its present lease.
@@ -134,6 +145,8 @@ class MemberSession:
         )
         self._membership = MemberRecord(member)
         self._ring = self._backend.ring(self._node, self._doubt)
+        if self._ring is not None:
+            self._prober = Prober(self._node, self._ring.ask, self._probed)
         await self._enlist()
 
     def _note_witness(self, token: str) -> None:
@@ -148,6 +161,9 @@ class MemberSession:
         await asyncio.wait(self._tasks)
         gone = max(gone, self.member.gone)  # the later generation counts
         self.update(gone=gone, failures=(), resumed=False)
+        if self._prober is not None:
+            self.update(probed=-1, unreached=())
+            self._prober.forget()
         await self._enlist()
         return self.member.name
 
@@ -157,6 +173,7 @@ class MemberSession:
         assert self._membership is not None
         while True:
             store = self.backend.store
+            store.tell_lease(self._on_lease)
             try:
                 await store.open_lease(self._config.lease)
                 await self._membership.enlist(store, self._host, self.backend.kept)
@@ -202,12 +219,15 @@ class MemberSession:
         ends."""
         assert self._membership is not None
         store = self.backend.store
+        store.tell_lease(self._on_lease)
         self.update()
         work = {
             "membership": self._membership.run(store, self.backend.kept),
             "watch-world": self._watch_world(store),
             "watch-leader": self._watch_leader(store),
         }
+        if self._prober is not None:
+            work["probe"] = self._prober.run(store)
         if self._config.nodes_per_replica > 1:
             work["watch-place"] = self._watch_place(store)
         if self.backend.term:
@@ -238,7 +258,6 @@ class MemberSession:
             may_begin_at=self.backend.may_begin_at,
             dead=self.backend.dead,
             ask=self._ring.ask if self._ring is not None else None,
-            ask_again=self._config.lease / 2,
             agreement=self._agreement,
             witness=self.backend.witness,
             keep=self._keep_formed if self.backend.term else None,
@@ -299,7 +318,7 @@ class MemberSession:
             self.backend.hold(await self._failover.take(store, world, summary))
             self._accept(world)
         if self._ring is not None:
-            self._ring.turn_to([(node.node, node.peer) for node in world.nodes])
+            self._watch_others(self._ring, world)
         if store.lease_lost.is_set() and world.phase != "closed":
             return  # the others may continue without this node; repeated when it has joined again
         self._seen = summary
@@ -338,16 +357,47 @@ class MemberSession:
         elif self.member.accepted != world.generation:
             self._membership.mention(accepted=world.generation)
 
-    def _doubt(self, nodes: set[str]) -> None:
-        """Tell the leader which nodes the ring suspects; if it is the leader itself, handle it
-        here."""
-        self.update(doubts=tuple(sorted(nodes)))
+    def _watch_others(self, ring: Ring, world: World) -> None:
+        """With etcd: watch the neighbours in a world, report that its end is known, and probe the
+        others if it asks for that."""
+        self._is_under_way = world.is_under_way
+        ring.turn_to(world.generation, [(node.node, node.peer) for node in world.nodes])
+        if world.has_ended_for(self._node) and world.place(self._node) is not None:
+            self.update(stopping=world.generation)
+        if self._prober is not None:
+            self._prober.see(world)
+
+    def _probed(self, probe: int, unreached: tuple[str, ...]) -> None:
+        self.update(probed=probe, unreached=unreached)
+
+    def _doubt(self, doubted: Set[str], silent: Set[str]) -> None:
+        """Tell the leader which nodes the ring suspects; replace the leader if it does nothing."""
+        generation = self._world.generation if self._world is not None else -1
+        self.update(
+            doubts=tuple(sorted(doubted)), silent=tuple(sorted(silent)), silent_in=generation
+        )
         if self._suspecting is not None:
             self._suspecting.cancel()
-        if nodes and self._ring is not None:
-            store, ask, again = self.backend.store, self._ring.ask, self._config.lease / 2
-            asking = give_up_leader(store, self._node, nodes, ask, again=again)
-            self._suspecting = self._background(partial(self._while_leased, asking), "doubt")
+        if doubted:
+            minding = partial(self._mind_leader, doubted, bool(silent))
+            self._suspecting = self._background(lambda: self._while_leased(minding()), "doubt")
+
+    async def _mind_leader(self, doubted: Set[str], silent: bool) -> None:
+        """Lead in place of a leader that is dead, or that does not end a world whose nodes fall
+        silent."""
+        assert self._ring is not None
+        every = min(self._config.lease / 2, LEADER_TIME)
+        due = self._clock.now() + every if silent else math.inf
+
+        def is_overdue() -> bool:
+            return self._clock.now() >= due and self._is_under_way
+
+        mine = {"node": self._node, **self._agreement.to_json()}
+        dead = await replace_leader(
+            self.backend.store, mine, doubted, self._ring.ask, is_overdue=is_overdue, every=every
+        )
+        if dead and self._leader is not None:
+            self._leader.refuses(dead)
 
     async def _watch_confirmed(self, store: Store) -> None:
         """As a possible next host, watch for a world to be confirmed."""

@@ -56,9 +56,10 @@ class NodeDriver:
         on_lease_lost: Callable[[], None],
         on_error: Callable[[Exception], None],
         on_joined: Callable[[], None] = lambda: None,
+        on_lease: Callable[[float], None] = lambda until: None,
     ) -> None:
         """`on_error` receives the error of a task that ends the node; `on_joined` is called before
-        the node can be in a world."""
+        the node can be in a world; `on_lease` is as for `MemberSession`."""
         self.node = secrets.token_hex(6)
         self.tasks = SideTasks(on_error)
         self.session = MemberSession(
@@ -69,6 +70,7 @@ class NodeDriver:
             background=self.tasks.start,
             on_world=self._world_seen,
             on_lease_lost=on_lease_lost,
+            on_lease=on_lease,
         )
         self._stores = stores
         self._on_world = on_world

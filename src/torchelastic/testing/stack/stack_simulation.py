@@ -1,5 +1,5 @@
-"""The whole control plane in one process: real agents, leader, embedded store and elections, on
-virtual loops and a network in memory, under a schedule of faults.
+"""The whole control plane in one process: real agents, leader, embedded store and elections (or the
+etcd store and the ring), on virtual loops and a network in memory, under a schedule of faults.
 
     Stack(schedule).run()     the violations of a law; `history` is all that happened
     stack.digest()            the same for two runs of one schedule, in any process
@@ -10,33 +10,42 @@ number of endpoints, and whether a cut drops packets or resets connections.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import hashlib
 import logging
 import random
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 from torchelastic.agent.agent import Agent
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import VoteOutdated
 from torchelastic.rendezvous.embedded.voter_file import Voter
+from torchelastic.rendezvous.etcd import etcd_store
+from torchelastic.rendezvous.etcd.connection_pool import Address
 from torchelastic.testing import laws
 from torchelastic.testing.bus.bus_simulation import END, LEASE, ROUND
 from torchelastic.testing.fault_schedule import HEALED_AT, NEWCOMERS, Schedule, ScheduledFault
 from torchelastic.testing.stack.agent_process import Disk, VirtualParts
+from torchelastic.testing.stack.virtual_etcd import VirtualEtcd, VirtualPool
 from torchelastic.testing.stack.virtual_loop import Scheduler
 from torchelastic.testing.stack.virtual_network import ProcessLoop, VirtualMachine, VirtualNetwork
 from torchelastic.testing.stack.worker_processes import VirtualTraining
 
 PORT = 29400
+#: The address of etcd, and seconds of an outage of it that leases survive: they last as long.
+ETCD, ETCD_OUTAGE = "10.0.1.1", 5.0
 SIGTERM = 15
 #: Seconds of virtual time between two checks whether the job should train.
 CHECK_INTERVAL = 1.0
 #: The number of sequential messages in a round.
 MESSAGES_PER_ROUND = 40
+#: Seconds after which a thawed script takes its next step.
+SCRIPT_THAW_TIME = 0.5
 #: The share of cuts that reset connections, and of jobs with a list of endpoints.
 RESET_SHARE, ENDPOINT_LIST_SHARE = 0.3, 0.5
 
@@ -139,14 +148,23 @@ class VirtualHost:
         if not self._stack.schedule.remembers:
             self._disk.clear()
 
-    def freeze(self) -> None:
+    def freeze(self, *, workers: bool = True) -> None:
+        """Freeze the agent, and its workers if asked."""
         if self.loop is not None and not self._is_frozen:
             self.loop.freeze()
+            if self._parts is not None:
+                self._parts.workers.are_frozen = workers
             self._stack.note(laws.NodeFrozen(self._stack.now, self.node))
 
     def thaw(self) -> None:
         if self.loop is not None and self._is_frozen:
             self.loop.thaw()
+            if self._parts is not None:
+                # Nothing keeps a script from its next step, which it may finish before its agent
+                # stops it.
+                wait = 0.0 if self._stack.schedule.resident else SCRIPT_THAW_TIME
+                later = self._stack.now + wait
+                self._stack.scheduler.at(later, self._parts.workers.thaw)
             self._stack.note(laws.NodeThawed(self._stack.now, self.node))
 
     def leave(self) -> None:
@@ -173,7 +191,13 @@ class StackSimulation:
         self._last: laws.WorldPublished | None = None
         drawn = self._drawn("endpoints")
         listed = drawn.random() < ENDPOINT_LIST_SHARE
+        #: The machines that may start the job; with etcd, any.
         self.endpoints = schedule.machines[: drawn.randint(1, 3) if listed else 1]
+        self._etcd: VirtualEtcd | None = None
+        if schedule.etcd:
+            self.endpoints = ""
+            self._etcd = VirtualEtcd(self.scheduler, self.note)
+            VirtualMachine(self.network, ETCD)
         self.hosts = {
             name: VirtualHost(self, name, f"10.0.0.{number}")
             for number, name in enumerate(schedule.machines + NEWCOMERS, start=1)
@@ -184,11 +208,14 @@ class StackSimulation:
                 min_nodes=schedule.nodes_needed,
                 replica=schedule.replica,
                 workers=schedule.workers,
-                within=LEASE + ROUND + MESSAGES_PER_ROUND * slowest,
+                within=(ETCD_OUTAGE if schedule.etcd else LEASE)
+                + ROUND
+                + MESSAGES_PER_ROUND * slowest,
                 redone=0 if schedule.resident else 1 << 30,
+                arbiter=schedule.etcd,
                 endures=100,
                 together=LEASE + 1.0,
-                founders=[laws.LawElectorate(frozenset(self.endpoints))],
+                founders=[laws.LawElectorate(frozenset(self.endpoints))] if self.endpoints else (),
             )
         )
         self.training = VirtualTraining(
@@ -201,13 +228,16 @@ class StackSimulation:
 
     def config(self) -> LaunchConfig:
         places = [f"{self.hosts[name].machine.address}:{PORT}" for name in self.endpoints]
+        conf = {"etcd_outage": f"{ETCD_OUTAGE:g}"} if self.schedule.etcd else {}
         return LaunchConfig(
             self.schedule.min_nodes,
             self.schedule.max_nodes,
             self.schedule.workers,
             replica_size=self.schedule.replica if self.schedule.spanned > 1 else 0,
             run_id="simulated",
-            rdzv_endpoint=",".join(places),
+            rdzv_backend="etcd" if self.schedule.etcd else "c10d",
+            rdzv_endpoint=ETCD if self.schedule.etcd else ",".join(places),
+            rdzv_configs=conf,
             lease=LEASE,
             shutdown_timeout=LEASE,
         )
@@ -245,7 +275,8 @@ class StackSimulation:
 
     def run(self) -> list[laws.Violation]:
         """Run the simulation; return violations of a law, and uncaught exceptions."""
-        with _repeatable(self.schedule.seed):
+        pools = mock.patch.object(etcd_store, "ConnectionPool", self._connect_to_etcd)
+        with _repeatable(self.schedule.seed), pools:
             for number, name in enumerate(self.schedule.machines):
                 self.scheduler.at(0.1 * number, self.hosts[name].start)
             for fault in self.schedule.faults:
@@ -255,12 +286,33 @@ class StackSimulation:
                 self.scheduler.run_until(self.now + CHECK_INTERVAL)
                 if not self._is_over:
                     self.laws.look(self.now)
+            left_out = self._left_out()
             self._is_over = True
             errors = [
                 each for loop in (*self.loops, self.scheduler.outside) for each in loop.errors
             ]
             self.scheduler.close(self.loops)
-        return [*self.laws.violations, *(laws.Violation(0, END, error) for error in errors)]
+        uncaught = [laws.Violation(0, END, error) for error in errors]
+        return [*self.laws.violations, *left_out, *uncaught]
+
+    def _left_out(self) -> list[laws.Violation]:
+        """With etcd, all nodes train in the end: no hold for lack of reach outlives the contact."""
+        if self._is_over or self._etcd is None or self.laws.is_closed or self._last is None:
+            return []
+        there = frozenset(host.node for host in self.hosts.values() if host.loop is not None)
+        nodes, out = self._last.nodes, sorted(there - self._last.nodes)
+        if len(nodes & there) >= min(len(there), self.schedule.max_nodes):
+            return []
+        sentence = f"{' '.join(out)} does not train, {END - HEALED_AT:g} s after the last fault"
+        return [laws.Violation(8, END, sentence)]
+
+    def _connect_to_etcd(self, addresses: Sequence[Address], **given: Any) -> VirtualPool:
+        """Replace the connections of the running process to etcd."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, ProcessLoop)
+        assert self._etcd is not None
+        (node,) = (host.node for host in self.hosts.values() if host.loop is loop)
+        return VirtualPool(addresses, clock=given["clock"], etcd=self._etcd, loop=loop, node=node)
 
     # --- faults ----------------------------------------------------------------------------------
 
@@ -282,6 +334,8 @@ class StackSimulation:
                     host.start()
                 case "freeze":
                     host.freeze()
+                case "stall":  # nothing keeps a script from its next step
+                    host.freeze(workers=not self.schedule.resident)
                 case "thaw":
                     host.thaw()
                 case "leave":

@@ -8,6 +8,7 @@ none is frozen, and all can reach each other.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
@@ -121,7 +122,7 @@ class VirtualGroup:
 
     def _can_go_on(self) -> bool:
         workers = [*self._members.values()]
-        return all(worker.workers.loop.held is None for worker in workers) and all(
+        return not any(worker.workers.are_frozen for worker in workers) and all(
             self._training.are_linked(one, other)
             for index, one in enumerate(workers)
             for other in workers[:index]
@@ -145,6 +146,7 @@ class VirtualGroup:
     def _step(self) -> None:
         workers = self._ordered()
         if not all(worker.is_in_step for worker in workers):
+            self._let_run_on()  # one that waited for its lease may have it again
             return
         step = workers[0].version[1]
         for worker in workers:
@@ -218,6 +220,8 @@ class VirtualWorker:
             return True
         if self.is_in_step or not group.has_begun:
             return False
+        if self._is_resident and self.workers.training.scheduler.now >= self.workers.leased_till:
+            return False  # the group looks again
         decision = GateDecision.GO
         if self._is_resident and not self._gate.enter(step):
             decision = self._gate.decision(step)
@@ -318,6 +322,10 @@ class VirtualWorkers:
         #: By local rank: the generation and the rank it was last ordered to enter.
         self._places: dict[int, tuple[int, int]] = {}
         self.stopping = False
+        #: Whether the machine is frozen, not its agent alone.
+        self.are_frozen = False
+        #: The time until which the node holds its lease; no step is entered after it.
+        self.leased_till = math.inf
         self.results: dict[int, str] = {}
         self._trained = -1
 
@@ -344,6 +352,13 @@ class VirtualWorkers:
     def blank(self) -> tuple[int, ...]:
         newest = self.newest_held
         return tuple(rank for rank, one in self._processes.items() if one.version[0] < newest)
+
+    def thaw(self) -> None:
+        self.are_frozen = False
+
+    def leased_until(self, until: float) -> None:
+        """Note the time until which the node holds its lease, as on the workers' status pages."""
+        self.leased_till = until
 
     def reached_at(self, addr: str) -> None:
         """Nothing: there is no gloo."""

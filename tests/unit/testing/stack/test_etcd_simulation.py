@@ -1,0 +1,82 @@
+"""The whole control plane with etcd: nodes are cut from each other, never from etcd. A seed that
+fails is replayed by `python -m torchelastic.testing.simulate --etcd --seed N`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import SOAK
+from torchelastic.testing import laws, simulate
+from torchelastic.testing.fault_schedule import ENDLESS, Schedule, ScheduledFault, peers_from
+from torchelastic.testing.stack.stack_simulation import StackSimulation, violations
+
+pytestmark = pytest.mark.timeout(120 * SOAK)
+
+#: Seeds of one test; the suite has so many tests of them.
+SEEDS, TESTS = 4, 2
+#: Seeds with which steps that living nodes had were dropped (law 3).
+STEPS_DROPPED = (4, 54, 56, 79, 102)
+CUT_AT, HEALED_AT = 10.0, 25.0
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS * TESTS * SOAK, SEEDS))
+def test_no_law_is_broken(first):
+    for seed in range(first, first + SEEDS):
+        schedule = peers_from(seed)
+        assert not violations(schedule), simulate.explained(schedule, StackSimulation)
+
+
+@pytest.mark.parametrize("seed", STEPS_DROPPED)
+def test_no_step_of_a_living_node_is_dropped(seed):
+    schedule = peers_from(seed)
+    assert not violations(schedule), simulate.explained(schedule, StackSimulation)
+
+
+def job(seed: int, *faults: ScheduledFault, resident: bool = True) -> Schedule:
+    return Schedule(
+        seed=seed,
+        resident=resident,
+        machines="abcde",
+        min_nodes=1,
+        max_nodes=7,
+        remembers=False,
+        steps=ENDLESS,
+        faults=faults,
+        etcd=True,
+    )
+
+
+def steps_of(stack: StackSimulation, begin: float, end: float) -> list[laws.StepFinished]:
+    return [
+        event
+        for event in stack.history
+        if isinstance(event, laws.StepFinished) and begin < event.at < end
+    ]
+
+
+@pytest.mark.parametrize("resident", [True, False], ids=["train", "script"])
+@pytest.mark.parametrize("minority", ["a", "ab", "e", "de"])
+def test_the_larger_side_of_a_cut_trains_and_all_after_it_heals(minority, resident):
+    """The first node, a, leads."""
+    majority = "".join(node for node in "abcde" if node not in minority)
+    cut = ScheduledFault(CUT_AT, "cut", minority, majority)
+    stack = StackSimulation(job(0, cut, ScheduledFault(HEALED_AT, "mend"), resident=resident))
+    assert stack.run() == []
+    trained = {step.node for step in steps_of(stack, CUT_AT + 8.0, HEALED_AT)}
+    assert trained == set(majority)
+    assert {step.node for step in steps_of(stack, HEALED_AT + 10.0, HEALED_AT + 15.0)} == set(
+        "abcde"
+    )
+
+
+def test_the_job_trains_when_nothing_goes_wrong():
+    stack = StackSimulation(job(0))
+    assert stack.run() == []
+    assert {step.node for step in steps_of(stack, 50.0, 60.0)} == set("abcde")
+
+
+def test_a_lost_node_is_replaced_at_once():
+    """The ring notices its end, long before its lease does."""
+    stack = StackSimulation(job(0, ScheduledFault(CUT_AT, "kill", "c")))
+    assert stack.run() == []
+    assert steps_of(stack, CUT_AT + 0.3, CUT_AT + 2.0)
