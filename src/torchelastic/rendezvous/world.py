@@ -78,7 +78,7 @@ class Member:
     witness: str = ""
     #: Whether workers could start at once; a newcomer joins no world before that.
     ready: bool = False
-    #: Why this node cannot get ready without a fix by its user; empty if it can.
+    #: Why this node cannot start workers before its machine is fixed; empty if it can.
     unfit: str = ""
     #: Nodes that this one suspects: their connections ended, or they are silent.
     doubts: tuple[str, ...] = ()
