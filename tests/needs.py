@@ -30,8 +30,9 @@ KUBERNETES_PROGRAMS = "KUBEBUILDER_ASSETS"
 #: Names an archive (tar) of YAML files: definitions of other projects' resources.
 KUBERNETES_CRDS = "KUBERNETES_CRDS"
 
-#: Where cgroups of version 1 limit memory.
+#: Where cgroups of version 1 limit memory, and the number of processes.
 MEMORY_CGROUP = Path("/sys/fs/cgroup/memory")
+PIDS_CGROUP = Path("/sys/fs/cgroup/pids")
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,12 @@ def _pid_namespace() -> str:
     return f"no pid namespace can be made here: {made.stderr.strip()}" if made.returncode else ""
 
 
-def _memory_cgroup() -> str:
-    probe = MEMORY_CGROUP / f"torchelastic-test-{os.getpid()}-probe"
+def _cgroup_v1(directory: Path) -> str:
+    probe = directory / f"torchelastic-test-{os.getpid()}-probe"
     try:
         probe.mkdir()
     except OSError as error:
-        return f"no memory cgroup of version 1 can be made here ({error.strerror})"
+        return f"no {directory.name} cgroup of version 1 can be made here ({error.strerror})"
     probe.rmdir()
     return ""
 
@@ -176,13 +177,14 @@ NEEDS = {
     "kubernetes": _python("kubernetes", "kubernetes"),
     "kubernetes-validate": _python("kubernetes_validate", "kubernetes-test"),
     "lightning": _python("lightning", "frameworks"),
-    "memory cgroup": Need(_memory_cgroup, installed=False, root=True),
+    "memory cgroup": Need(lambda: _cgroup_v1(MEMORY_CGROUP), installed=False, root=True),
     "mlflow": _python("mlflow", "trackers-test"),
     "mount": Need(_mount, installed=False, root=True),
     "moto": _python("moto", "s3-test"),
     "namespaces": Need(_namespaces, root=True),
     "nbclient": _python("nbclient", "notebook-test"),
     "openssl": _program("openssl", "openssl"),
+    "pids cgroup": Need(lambda: _cgroup_v1(PIDS_CGROUP), installed=False, root=True),
     "opentelemetry": _python("opentelemetry", "opentelemetry"),
     "pid namespace": Need(_pid_namespace, installed=False, root=True),
     "playwright": _python("playwright", "browser-test"),

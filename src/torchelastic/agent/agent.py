@@ -28,6 +28,7 @@ from torchelastic.best_effort import observing
 from torchelastic.cluster.preemption.notices import Notice
 from torchelastic.errors import RendezvousLost, exitcode_of
 from torchelastic.rendezvous.world import Base, World
+from torchelastic.side_tasks import pause
 from torchelastic.worker import orders
 
 #: The number of nodes that report the base of a world to the leader.
@@ -73,6 +74,8 @@ class Agent:
         self._fit = asyncio.Event()
         if not self._config.preflight:
             self._fit.set()
+        #: Starts of workers that failed, one after the other.
+        self._failed_starts = 0
         #: Nothing may be started any more.
         self._closing = False
 
@@ -132,6 +135,30 @@ class Agent:
         await preflight.until_passed(command, parts.env, helpers, failed)
         parts.session.update(unfit="")
         self._fit.set()
+
+    async def _started(self, starting: Coroutine[Any, Any, bool]) -> None:
+        """Start workers. If this machine cannot start any process (pids.max, memory), stay out of
+        worlds until it can."""
+        if await starting:
+            self._failed_starts = 0
+            return
+        self._failed_starts += 1
+        if await self._lacks_processes():
+            why = self._parts.session.member.unfit
+            self._parts.reporter.say(f"this node stays out of training until it can start: {why}")
+            self._parts.tasks.start(self._until_startable, "preflight")
+
+    async def _lacks_processes(self) -> bool:
+        problem = await preflight.check("true", self._parts.env, self._parts.workers.helpers)
+        why = "" if problem is None else f"a process {problem[0]}"
+        self._parts.session.update(unfit=why)
+        return bool(why)
+
+    async def _until_startable(self) -> None:
+        while True:
+            await asyncio.sleep(pause(self._failed_starts))
+            if not await self._lacks_processes():
+                return
 
     async def _rejoin(self, gone: int) -> None:
         name = await self._parts.session.rejoin(gone)
@@ -308,7 +335,7 @@ class Agent:
         self._action = self._parts.tasks.start(partial(_after, self._action, work), "action")
 
     async def _start_workers(self, world: World) -> None:
-        await self._parts.workers.start_all(world, self._node)
+        await self._started(self._parts.workers.start_all(world, self._node))
         self._parts.helper_restarts.check_store(world.store, 0, alive=False)
 
     async def _start_standby(self, local_rank: int) -> None:
@@ -320,7 +347,8 @@ class Agent:
         if self._closing or workers.stopping:
             return  # nothing would stop it
         assert self.state.world is not None
-        self._act(workers.start_standby(local_rank, self.state.world, self.state.place))
+        standby = workers.start_standby(local_rank, self.state.world, self.state.place)
+        self._act(self._started(standby))
 
     async def _kill(self, local_rank: int, why: str) -> None:
         if not self._parts.workers.stopping:

@@ -221,6 +221,8 @@ def _handing_over(rules: RoundRules, state: RoundState) -> frozenset[str]:
 def _startable(state: RoundState, member: Member) -> tuple[int, ...]:
     """The local ranks that can start with a world: all of a node's, or none while it is not
     ready."""
+    if member.unfit:
+        return ()
     if member.ready or (state.world is not None and state.world.find(member.node) is not None):
         return _first(member.nproc)
     return ()

@@ -133,7 +133,8 @@ class RoundState:
     #: When each hold of `World.held` began, and which nodes are held out now (`with_holds`).
     held_since: Mapping[str, float] = field(default_factory=dict)
     out: frozenset[str] = frozenset()
-    #: Nodes whose agents were restarted: failures of their last agents no longer count.
+    #: Nodes whose agents were restarted, or whose machines were fixed: earlier failures no longer
+    #: count.
     resumed: frozenset[str] = frozenset()
     #: The places in replicas that this leader has allotted, if replicas span nodes.
     places: Mapping[str, int] = field(default_factory=dict)
@@ -188,7 +189,8 @@ class StateUpdate:
         if before is not None and before.created != created:
             self.lose(member.node)
             before = None
-        if before is None and member.resumed:
+        is_fixed = before is not None and before.member.unfit and not member.unfit
+        if is_fixed or (before is None and member.resumed):
             self._resumed.add(member.node)
         seen_at = before.seen_at if before else now
         self._left.discard(member.node)

@@ -78,7 +78,7 @@ class Member:
     witness: str = ""
     #: Whether workers could start at once; a newcomer joins no world before that.
     ready: bool = False
-    #: Why this node cannot get ready without a fix by its user; empty if it can.
+    #: Why this node cannot start workers before its machine is fixed; empty if it can.
     unfit: str = ""
     #: Neighbours whose connections ended, or that are silent: the leader asks them.
     doubts: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ class Workers:
 
     async def start_standby(self, local_rank, world, place):
         self.started.append(local_rank)
+        return True
 
 
 def agent_with(workers, state):

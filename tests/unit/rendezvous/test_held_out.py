@@ -93,6 +93,22 @@ def test_a_newcomer_that_is_held_out_comes_in_when_the_time_is_up():
     assert [(one.node, one.seconds) for one in job.world.held] == [("c", 0)]
 
 
+def test_a_held_out_node_whose_machine_is_fixed_comes_in_at_once():
+    job = running("1:3", "ab")
+    hold_out(job, "c")
+    job.come("c", unfit="a process could not be started (Resource temporarily unavailable)")
+    job.wait(job.rules.settle + 1)
+    assert job.world.phase == "running"
+    job.say("c", unfit="")
+    job.wait(job.rules.settle)
+    assert (job.world.phase, job.world.reason) == ("over", "c joins")
+    job.all_gone()
+    assert job.names == ["a", "b", "c"]
+    job.say("c", unfit="a process could not be started (Resource temporarily unavailable)")
+    fail(job, "c", message="could not start the workers")
+    assert job.names == ["a", "b"], "without it at the first failure"
+
+
 def test_it_is_a_spare_of_every_world_meanwhile():
     job = running("1:3", "abc")
     hold_out(job, "c")

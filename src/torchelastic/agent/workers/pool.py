@@ -197,8 +197,8 @@ class WorkerPool:
         if (interface := interface_of(addr)) is not None:
             self._env = {"GLOO_SOCKET_IFNAME": interface, **self._env}
 
-    async def start_all(self, world: World, node: str) -> None:
-        """Start the workers of a world's node, all or none."""
+    async def start_all(self, world: World, node: str) -> bool:
+        """Start the workers of a world's node, all or none; False if that failed."""
         began = self._clock.now()
         self.results.clear()
         self.counted.close()
@@ -211,12 +211,13 @@ class WorkerPool:
             seconds = self._clock.now() - began
             self._tell_event(script.WorkersUp(world.generation))
             self._reporter.workers_started(world.generation, ranks, pids, seconds)
+        return pids is not None
 
-    async def start_standby(self, local_rank: int, world: World, place: int) -> None:
+    async def start_standby(self, local_rank: int, world: World, place: int) -> bool:
         """Start one worker that is in no world yet; its logs go with the next generation. `place`
-        is that of this node in its replica."""
+        is that of this node in its replica. False if that failed."""
         if self.stopping:
-            return
+            return True
         began = self._clock.now()
         self.counted.forget(local_rank)
         ranks = {local_rank: world.size + local_rank}
@@ -225,6 +226,7 @@ class WorkerPool:
         if pids is not None:
             seconds = self._clock.now() - began
             self._reporter.standby_started(local_rank, pids[local_rank], seconds)
+        return pids is not None
 
     async def _start(
         self,

@@ -182,7 +182,12 @@ class VoterFile:
         if not elector.term or self._is_off or (voter is not None and voter.is_as(self._written)):
             return
         self._wanted = voter
-        await asyncio.to_thread(self._write)
+        try:
+            await asyncio.to_thread(self._write)
+        except RuntimeError as error:
+            # No thread can be started (pids.max). The vote counts more than a few milliseconds.
+            log.debug("writing %s in the loop: %s", self.path, error)
+            self._write()
 
     def _write(self) -> None:
         with self._lock:

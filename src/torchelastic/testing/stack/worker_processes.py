@@ -371,7 +371,7 @@ class VirtualWorkers:
 
     # Starting and stopping
 
-    async def start_all(self, world: World, node: str) -> None:
+    async def start_all(self, world: World, node: str) -> bool:
         await asyncio.sleep(self._durations.uniform(*START))
         found = world.find(node)
         assert found is not None
@@ -381,11 +381,13 @@ class VirtualWorkers:
             if not self._is_resident:
                 self.training.enter(worker, world.generation, world.store, rank, world.size)
         self.tell_event(script.WorkersUp(world.generation))
+        return True
 
-    async def start_standby(self, local_rank: int, world: World, place: int) -> None:
+    async def start_standby(self, local_rank: int, world: World, place: int) -> bool:
         if not self.stopping:
             await asyncio.sleep(self._durations.uniform(*START))
             self._start(local_rank, -1, -1, place)
+        return True
 
     def _start(self, local_rank: int, generation: int, rank: int, place: int) -> VirtualWorker:
         """`place`: of this node in its replica, or its rank in the world."""

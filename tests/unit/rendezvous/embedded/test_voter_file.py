@@ -222,6 +222,21 @@ def test_on_a_full_disk_a_node_goes_on_and_its_next_agent_is_a_new_node(call, mo
     again.close()
 
 
+@story
+async def test_a_vote_is_kept_where_no_thread_can_be_started(monkeypatch):
+    def no_thread(thread):
+        raise RuntimeError("can't start new thread")
+
+    file = agent()
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", no_thread)
+        await keep(file, VOTER)
+    file.close()
+    again = agent()
+    assert again.resumed == VOTER
+    again.close()
+
+
 def test_a_vote_that_can_neither_be_written_nor_taken_back_ends_the_node(monkeypatch):
     """Its next agent would find an older one."""
     file = agent()
