@@ -75,6 +75,7 @@ def launch_config(
     patience = rules.patience(parsed)
     job_dir = _job_dir(environ, found)
     run_id = parsed["rdzv_id"] if parsed.given("rdzv_id") else ""
+    pod = environ.get("POD_UID", "")
     config = LaunchConfig(
         min_nodes=shape.min_nodes,
         max_nodes=shape.max_nodes,
@@ -95,9 +96,9 @@ def launch_config(
             *_ignored(parsed),
         ),
         # Pods of an ElasticJob are of no platform that is detected, and have their UID.
-        incarnation=(found.node if found is not None else "") or environ.get("POD_UID", ""),
+        incarnation=(found.node if found is not None else "") or pod,
         shared_signals=found.leave_signals if found is not None and found.signals_all else (),
-        scheduled=bool(job_dir) or (found is not None and run_id == found.run_id != ""),
+        scheduled=bool(job_dir or pod) or (found is not None and run_id == found.run_id != ""),
         job_dir=job_dir,
         **_files(parsed, environ, job_dir),
         **{name: parsed[name] for name in _SAME_NAME},

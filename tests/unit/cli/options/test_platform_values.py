@@ -115,6 +115,13 @@ def test_the_incarnation_is_the_platforms():
     assert config_of("", {"POD_UID": "of an ElasticJob"}).incarnation == "of an ElasticJob"
 
 
+def test_a_node_is_scheduled_if_the_platform_gave_its_id_or_started_its_pod():
+    assert config_of("", given.SLURM).scheduled
+    assert config_of("--rdzv-id=mine", {"POD_UID": "of an ElasticJob"}).scheduled
+    assert not config_of("--rdzv-id=mine", given.SLURM).scheduled
+    assert not config_of("--rdzv-id=mine", {}).scheduled
+
+
 def test_the_jobs_directory_has_the_secret(tmp_path):
     made = JobDirectory.create(tmp_path / "job")
     environ = {"TORCHELASTIC_JOB_DIR": str(made.path)}
