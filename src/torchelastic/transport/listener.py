@@ -31,9 +31,8 @@ from torchelastic.transport.tls import TlsPipe
 
 log = logging.getLogger(__name__)
 
-#: Seconds until a visitor must be admitted, and until a closing connection must be read.
+#: Seconds until a visitor must be admitted.
 ADMISSION_TIMEOUT = 10.0
-CLOSING_TIMEOUT = 1.0
 #: Most visitors at a time, if this process may open that many files. Thousands of nodes may connect
 #: at once, and behind a gateway all have the same address.
 MOST_VISITORS = 4096
@@ -126,10 +125,7 @@ class Listener:
         self._passed_on.cancel()
         ends = [visitor.link.ended for visitor in self._visitors]
         for visitor in self._visitors:
-            visitor.refuse("This agent has exited.")
-        if ends:
-            await asyncio.wait(ends, timeout=CLOSING_TIMEOUT)
-        for visitor in self._visitors:
+            # Not a refusal: the client tries again, and may find the next agent here.
             visitor.link.abort()
         if ends:
             await asyncio.wait(ends)

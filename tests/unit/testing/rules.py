@@ -89,6 +89,8 @@ def who_has_the_state_may_be_left_out(change: Set) -> None:
 def who_has_the_state_may_be_held_out(change: Set) -> None:
     for module in (choosing, suspects):
         change(module, "only_holders", lambda offers, held, out: frozenset())
+    for module in (choosing, forming):
+        change(module, "holders_left_out", lambda rules, state, chosen: [])
 
 
 def a_replaced_worker_counts_as_if_it_had_the_state(change: Set) -> None:
