@@ -3,8 +3,8 @@
     resident.py LINES ORDERS [key=value ...]
 
 Lines and orders as `obedient.py` has them. Keys: steps, model (plain, norm, wide: another one),
-ends (rank:step, where the data of one rank ends early), slow (seconds in each step), url (of a job
-without a launcher).
+ends (rank:step, where the data of one rank ends early), slow (seconds in each step), evaluates
+(rank:step, after which that rank evaluates for ten minutes), url (of a job without a launcher).
 """
 
 from __future__ import annotations
@@ -135,6 +135,9 @@ def train_step(state) -> None:
         entered=entered,
         at=time.monotonic(),
     )
+    if KEYS.get("evaluates") == f"{here.rank}:{step}":
+        with session.unhurried():
+            time.sleep(600)
 
 
 kept = torchelastic.TorchState(model=model, optimizer=optimizer, scheduler=scheduler)

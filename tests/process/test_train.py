@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -270,6 +271,26 @@ def test_the_host_goes_on_while_its_worker_is_replaced_and_the_other_node_is_los
         start(made)
         os.kill(standby["worker_pid"], signal.SIGCONT)
         stepped_after(made, alone, 2)
+
+
+@pytest.mark.slow
+def test_the_others_do_not_wait_for_the_evaluation_of_a_node_that_leaves(tmp_path):
+    """It evaluates for ten minutes after step 5, which the others have done: they are in step 6.
+
+    Three nodes import torch."""
+    flags = "--nnodes=1:3 --nproc-per-node=1 --settle=60"
+    with training(tmp_path, flags, steps=100000, slow=0.05, evaluates="1:5") as made:
+        nodes = [start(made) for _ in range(3)]
+        poll_for(lambda: len(made.lines(event="enter", step=6)) == 2, what="the others in step 6")
+        poll_for(lambda: made.lines(event="step", step=5, rank=1), what="the evaluation")
+        [leaver] = [n for n in nodes if n.events("workers-started")[0]["ranks"] == [1]]
+        asked = time.monotonic()
+        leaver.process.terminate()
+        later = poll_for(lambda: made.lines(event="step", size=2), what="steps of two")
+        assert min(line["at"] for line in later) < asked + 10
+        assert min(line["step"] for line in later) == 6, "no finished step is lost"
+        assert all(len(hashes) == 1 for hashes in steps(made).values())
+        assert leaver.wait() == 143
 
 
 def test_the_end_of_the_process_that_holds_the_stores_disturbs_nobody(tmp_path):

@@ -20,7 +20,8 @@ from typing import Any
 from torchelastic.agent import preflight
 from torchelastic.agent.guard import GUARD_LOST_SIGNAL, is_under_nohup
 from torchelastic.agent.lifecycle import in_process, script
-from torchelastic.agent.lifecycle.in_process_state import InProcessState
+from torchelastic.agent.lifecycle.in_process_state import InProcessState, Status
+from torchelastic.agent.lifecycle.last_copy import is_waited_for
 from torchelastic.agent.lifecycle.script import ScriptState
 from torchelastic.agent.lifecycle.transitions import Transitions
 from torchelastic.agent.wiring import Parts, State
@@ -35,6 +36,8 @@ from torchelastic.worker import orders
 BASE_REPORTERS = 3
 #: Seconds that the agent keeps for its own end, of those that a preemption notice leaves.
 END_OF_AGENT = 2.0
+#: Seconds between two looks at workers that the others may wait for while this node leaves.
+LEAVE_LOOK = 0.1
 
 
 @dataclass(frozen=True)
@@ -250,9 +253,20 @@ class Agent:
         self._parts.tasks.start(partial(self._leave_in_time, seconds), "leave")
 
     async def _leave_in_time(self, seconds: float) -> None:
-        """Kill workers that have not ended in time: at the earliest of several deadlines."""
-        await asyncio.sleep(seconds)
+        """Kill workers that have not ended in time, at the earliest of several deadlines, or that
+        the others need not wait for."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while (left := deadline - loop.time()) > 0 and not self._is_waited_for():
+            await asyncio.sleep(min(left, LEAVE_LOOK))
         self._parts.queue.put_nowait(in_process.LeaveOverdue())
+
+    def _is_waited_for(self) -> bool:
+        state, workers = self.state, self._parts.workers
+        if not isinstance(state, InProcessState):
+            return False
+        training = state.having(Status.TRAINING)
+        return is_waited_for(state, {rank: workers.progress(rank) for rank in training})
 
     def _forward(self, signum: signal.Signals) -> None:
         self._parts.workers.signal(signum)

@@ -177,7 +177,8 @@ DIFFERENT = {
     "arguments.",
     "PContext": "Create it with `start_processes`: its constructor takes other arguments.",
     "ProcessFailure": "`message` of a process without an error file is our sentence, such as "
-    "`exit code 3` or `killed by SIGSEGV (…)`.",
+    "`exit code 3` or `killed by SIGSEGV (…)`. `timestamp` of an agent's worker is the time at "
+    "which the agent saw the failure.",
     "RendezvousHandler": "In a `WorkerSpec`, only a handler from `get_rendezvous_handler` is "
     "accepted.",
     "RendezvousHandlerFactory": "Errors are `ConfigError`, which is a `ValueError`.",
@@ -189,7 +190,8 @@ DIFFERENT = {
     "WorkerGroup": "`store` is always None; the ranks are set when the job has ended.",
     "WorkerSpec": "`max_restarts` is the budget of the whole job; `monitor_interval` and "
     "`master_port` have no effect.",
-    "create_c10d_store": "torch's own: a time-out raises `DistStoreError`, not `TimeoutError`.",
+    "create_c10d_store": "torch's own: a time-out raises `DistStoreError` or `DistNetworkError`, "
+    "not `TimeoutError`; a port in use `DistNetworkError`, not `OSError`.",
     "determine_local_world_size": "Devices are counted without torch.",
     "events.record": "By default events are discarded: call `configure`, or pass "
     '`destination="console"`. The launcher does not call it: its own events are in the event log.',
@@ -203,8 +205,10 @@ DIFFERENT = {
     "parse_args": "The namespace also has our flags.",
     "run_train": "As `train`.",
     "start_processes": "`start_method` has no effect: a function gets a new Python, as with spawn.",
-    "train": '`RuntimeError` does not mean "try again": errors are classified by their type. A '
-    "step that a lost worker interrupts is redone.",
+    "train": '`RuntimeError` does not mean "try again": errors are classified by their type. One '
+    "that comes again ends the job; in 0.1 only its worker left. A step that a lost worker "
+    "interrupts is redone. Checkpoints are written in the background: what the last step saved is "
+    "not yet in storage when the next one begins.",
 }
 
 _ETCD_V2 = "needs etcd's v2 API, which etcd 3.6 no longer has"

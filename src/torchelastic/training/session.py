@@ -121,13 +121,17 @@ def is_entered() -> bool:
 
 @contextmanager
 def unhurried() -> Iterator[None]:
-    """Suspend the hang watchdog inside this block, for an evaluation for example."""
+    """Announce work that may take any time, an evaluation for example: inside this block the worker
+    is not taken for hung. If its node leaves and the other nodes need only the next step, the
+    worker is killed, so write no files in it."""
     status_page = current().status_page
     if status_page is not None:
         status_page.unhurried()
-    yield
-    if status_page is not None:
-        status_page.hurried()
+    try:
+        yield
+    finally:
+        if status_page is not None:
+            status_page.hurried()
 
 
 def enter(session: Session) -> None:

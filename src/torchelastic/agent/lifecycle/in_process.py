@@ -61,7 +61,7 @@ class WorkerMessage:
 
 @dataclass(frozen=True)
 class LeaveOverdue:
-    """This node was to leave and has not reached a step boundary in time."""
+    """This node was to leave and has not reached a step boundary in time, or need not."""
 
 
 @dataclass(frozen=True)

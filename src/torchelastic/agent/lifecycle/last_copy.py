@@ -1,4 +1,4 @@
-"""Decide whether to kill a worker that does not leave a world that is over. Pure.
+"""Decide whether to kill a worker that does not leave a world. Pure.
 
 Killing it at once frees its node for the next world. But if no other worker can continue with its
 state, steps that all ranks have finished would be lost: then the job waits for it.
@@ -6,8 +6,11 @@ state, steps that all ranks have finished would be lost: then the job waits for 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from torchelastic.agent.lifecycle.in_process_state import InProcessState, Status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,3 +45,29 @@ def may_be_killed(
     if not own.step or waited >= limit:
         return True
     return elsewhere or any(is_usable(other, own.generation) for other in others)
+
+
+def is_waited_for(
+    state: InProcessState, shown: Mapping[int, tuple[int, int, float] | None]
+) -> bool:
+    """Return whether this node leaves, and the last step before that waits only for workers here
+    that have announced long work, such as an evaluation: the others can repeat it without them.
+
+    `shown` is the progress of the workers that train; its time is infinite in announced work. In
+    the steps before the last one, other work may be a save. The leader lets a node leave only if
+    another one has the state (`choosing`); of a sharded state, it may have only parts.
+    """
+    world = state.world
+    if not state.leaving or world is None or world.after is None or world.replica:
+        return False
+    if state.node not in world.handing_over:
+        return False
+    behind = False
+    for local_rank in state.having(Status.TRAINING):
+        generation, step, at = shown.get(local_rank) or (-1, -1, 0.0)
+        if generation != state.workers[local_rank].generation:
+            return False
+        if step < world.after and at != math.inf:
+            return False  # it works on a step, or saves something
+        behind |= step < world.after
+    return behind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from torchelastic.agent.lifecycle.in_process import (
     WorkerMessage,
 )
 from torchelastic.agent.lifecycle.in_process_state import InProcessState
+from torchelastic.agent.lifecycle.last_copy import is_waited_for
 from torchelastic.agent.lifecycle.script import (
     LeaseLost,
     LeaveRequested,
@@ -502,6 +504,46 @@ def test_a_leave_waits_for_the_boundary_then_sends_the_workers_home():
     assert commands[-1] == Stop(0)
     node.feed(WorkersGone())
     assert (node.state.is_terminal, node.state.exitcode) == (True, 143)
+
+
+EVALUATES, WORKS, LAST = (0, 7, math.inf), (0, 7, 1.0), (0, 8, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("shown", "fields", "waited_for"),
+    [
+        ((EVALUATES, EVALUATES), {}, True),
+        ((EVALUATES, LAST), {}, True),
+        ((EVALUATES, WORKS), {}, False),
+        ((WORKS, LAST), {}, False),
+        ((LAST, LAST), {}, False),
+        (((0, 8, math.inf), LAST), {}, False),
+        ((EVALUATES, None), {}, False),
+        ((EVALUATES, LAST), {"replica": 2}, False),
+        ((EVALUATES, LAST), {"after": None}, False),
+        ((EVALUATES, LAST), {"handing_over": ()}, False),
+    ],
+    ids=[
+        "both evaluate",
+        "the other one waits, too",
+        "the other one may save",
+        "a long step",
+        "all in the last step",
+        "an evaluation in the last step, as the others",
+        "nothing is known",
+        "sharded",
+        "not agreed yet",
+        "not in the last world",
+    ],
+)
+def test_the_others_wait_for_an_evaluation_that_they_do_not_need(shown, fields, waited_for):
+    node = training()
+    node.feed(LeaveRequested(15))
+    node.feed(see(phase="pausing", ending="leave"))
+    agreed = {"after": 8, "handing_over": ("a",), **fields}
+    node.feed(see(1, me=(), **agreed))
+    assert is_waited_for(node.state, dict(enumerate(shown))) is waited_for
+    assert not is_waited_for(replace(node.state, leaving=0), dict(enumerate(shown)))
 
 
 def test_a_leave_while_nobody_trains_is_immediate():
