@@ -107,13 +107,15 @@ def is_probing(state: RoundState) -> bool:
 
 
 def to_drop(rules: RoundRules, state: RoundState) -> tuple[str, ...]:
-    """The members whose machines refuse connections, and without which no state is lost. If one is
-    in a world, that world ends first."""
-    refused = state.refused & state.members.keys()
-    if not refused:
-        return ()
+    """The members whose machines refuse connections, and without which no state is lost: the nodes
+    of the running world have it, or these members have none.
+
+    Others that are free may lose it at any time, and a firewall may refuse in the name of all.
+    """
     world = state.world
-    if world is not None and (world.is_under_way or (world.phase == "over" and busy_nodes(state))):
-        refused -= world.members
-    needed = holders_left_out(rules, state, state.members.keys() - refused)
-    return tuple(sorted(refused.difference(needed)))
+    refused = state.refused & state.members.keys()
+    if not refused or (world is not None and world.phase == "over"):
+        return ()
+    training = world.members if world is not None and world.is_under_way else frozenset[str]()
+    needed = holders_left_out(rules, state, training)
+    return tuple(sorted(refused.difference(training, needed)))

@@ -1,8 +1,8 @@
 """Nodes that are held out of the next worlds because they keep failing. Pure.
 
 A held-out node stays a member and a spare: warm, and still a voter. Each hold is twice as long as
-the one before. A world that cannot be formed without the node includes it anyway
-(`choosing.choose`).
+the one before, unless the node was only lost and came back. A world that cannot be formed without
+the node includes it anyway (`choosing.choose`).
 
 The list is part of the world, so the next leader has it. Only the leader knows when a hold began,
 by its own clock: the next leader restarts the running holds.
@@ -17,6 +17,9 @@ from torchelastic.events import words
 
 #: Seconds of the first hold, and of the longest.
 FIRST_HOLD, LONGEST_HOLD = 60.0, 3600.0
+#: Seconds of each hold of a node that keeps being lost. Only an agent that comes back by itself is
+#: held out for that, one that is restarted is not: its network may be in order again.
+LOST_HOLD = 15.0
 #: Failures that do not hold a node out, unless there is other evidence against it (`hold`).
 FAILURES_ALLOWED = 2
 #: Seconds of a world after which earlier failures of its nodes are forgotten.
@@ -73,11 +76,18 @@ def hold(
 
 
 def note_failure(
-    held: HeldOutNodes, node: str, name: str, reason: str, *, unable: bool = False
+    held: HeldOutNodes,
+    node: str,
+    name: str,
+    reason: str,
+    *,
+    unable: bool = False,
+    longest: float = LONGEST_HOLD,
 ) -> HeldOutNodes:
-    """Count a failure of a node; one that keeps failing is held out."""
+    """Count a failure of a node; one that keeps failing is held out, at most for `longest`."""
     times = _times(held, node) + 1
-    return _note(held, HeldOut(node, name, times, _seconds(times), reason, unable=unable))
+    seconds = min(_seconds(times), longest)
+    return _note(held, HeldOut(node, name, times, seconds, reason, unable=unable))
 
 
 def _note(held: HeldOutNodes, new: HeldOut) -> HeldOutNodes:

@@ -6,7 +6,8 @@
     workers of two nodes could not talk to each other              one of the two, at once
     its program cannot run on some nodes (`Failure.incurable`)     these nodes, at once
     it failed before its first step on one node alone              that node, if it keeps doing so
-    a node was lost                                                that node, if it keeps doing so
+    a node was lost, and its agent came back                       that node for a short time, if it
+                                                                   keeps doing so
 
 A node that the next world needs is never held out: for its size, or because the newest state in
 memory would be lost (`choosing.only_holders`). A kill from outside counts against no node, nor does
@@ -270,14 +271,17 @@ def _count_failing_start(
 
 
 def _count_lost(rules: RoundRules, state: RoundState, held: HeldOutNodes) -> HoldDecision:
-    """Count nodes that were lost without notice."""
+    """Count nodes that were lost without notice. Only if the same agent comes back, it is held out:
+    long enough not to interrupt the others at each flap of its network, no longer."""
     world = the_world(state)
     failed = set(failed_nodes(state))
     lost = [node for node in world.nodes if node.node in failed]
     if not lost or 2 * len(lost) > world.count or follows_later_host(state):
         return HoldDecision(held)
     for node in lost:
-        held = held_out.note_failure(held, node.node, node.name, "it keeps failing")
+        held = held_out.note_failure(
+            held, node.node, node.name, "it keeps failing", longest=held_out.LOST_HOLD
+        )
     return _hold_counted(rules, state, held, lost, "keeps failing")
 
 

@@ -275,6 +275,22 @@ def test_the_last_holder_of_the_state_is_not_dropped_for_a_refusal():
     assert (job.world.phase, job.names) == ("running", ["a", "b"])
 
 
+@pytest.mark.parametrize(
+    ("holds", "dropped"),
+    [({}, "bc"), ({"a": 0, "b": 0, "c": 0}, ""), ({"b": 0, "c": -1}, "c"), ({"a": 0}, "bc")],
+)
+def test_nodes_that_have_state_are_not_dropped_while_the_job_waits(holds, dropped):
+    """Resets of a firewall look like refusals of all: the others may lose the state meanwhile."""
+    job = Job("4:4", probes=True, lease=LEASE)
+    job.come(*"abcd")
+    job.wait(5)
+    job.die("d")
+    for name in "abc":
+        job.say(name, gone=0, holds=holds.get(name, -1))
+    refuse(job, "b", "c")
+    assert (job.world.phase, "".join(to_drop(job))) == ("waiting", dropped)
+
+
 def test_a_refusal_in_the_name_of_a_living_node_makes_all_probe():
     """A firewall resets connections: the node has reported since, and stops its workers."""
     job = in_process("1:3", "abc")
