@@ -208,7 +208,8 @@ DIFFERENT = {
     "train": '`RuntimeError` does not mean "try again": errors are classified by their type. One '
     "that comes again ends the job; in 0.1 only its worker left. A step that a lost worker "
     "interrupts is redone. Checkpoints are written in the background: what the last step saved is "
-    "not yet in storage when the next one begins.",
+    "not yet in storage when the next one begins. With etcd, a worker that starts after the end "
+    "begins the job again; in 0.1 it ended, too.",
 }
 
 _ETCD_V2 = "needs etcd's v2 API, which etcd 3.6 no longer has"
