@@ -45,6 +45,8 @@ def attach() -> None:
     def watch(event: str, args: tuple[Any, ...]) -> None:
         # No frame below us: the interpreter is about to end, not a C extension printing an error.
         if event == "import":
+            if args[0] == "torch":
+                ignore_missing_numpy()
             optimizer_steps.look()
             store_sockets.look()
         elif event == "sys.excepthook" and os.getpid() == worker and _at_the_bottom():
@@ -58,6 +60,13 @@ def attach() -> None:
     sys.addaudithook(watch)
     # Unlike `atexit`, before Python waits for threads and runs what others have registered.
     threading._register_atexit(_returned, worker)  # type: ignore[attr-defined]
+
+
+def ignore_missing_numpy() -> None:
+    """Keep torch from warning in every worker that numpy is not installed: torch works without."""
+    import warnings  # not before torch is imported, which needs it, too
+
+    warnings.filterwarnings("ignore", r"Failed to initialize NumPy: No module named 'numpy'")
 
 
 def _returned(worker: int) -> None:
