@@ -154,6 +154,14 @@ def use_engine(kind: Any) -> None:
 Gloo: Any = distributed_c10d.ProcessGroupGloo
 
 
+def excepthook_below(hook: Any) -> Any:
+    """Return the `sys.excepthook` that was replaced by those of `init_process_group`, which add the
+    rank to every line."""
+    while getattr(hook, "__name__", "") == "_distributed_excepthook":
+        hook = hook.__closure__[hook.__code__.co_freevars.index("old_hook")].cell_contents
+    return hook
+
+
 def make_gloo_of(group_class: Any) -> None:
     """Make torch create its groups of backend "gloo" by calling this."""
     distributed_c10d.ProcessGroupGloo = group_class  # type: ignore[misc]

@@ -1,6 +1,7 @@
 """One test for each thing we use of torch's inside; run on a new release first."""
 
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -398,3 +399,12 @@ def test_renew_reducer_keeps_hooks_and_the_static_graph(group, recwarn):
     backward_of(ddp)
     assert called == ["mine", "mine"]
     assert [str(one.message) for one in recwarn if "static" in str(one.message)] == []
+
+
+def test_the_excepthook_below_those_of_process_groups(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    for _ in range(2):
+        init_alone()
+        dist.destroy_process_group()
+    assert sys.excepthook.__module__ == "torch.distributed.distributed_c10d"
+    assert torch_private.excepthook_below(sys.excepthook) is sys.__excepthook__

@@ -162,8 +162,27 @@ def node_failure(node: str, generation: int, message: str) -> Failure:
     )
 
 
-#: The note in parentheses that replaces a traceback printed before begins like this.
+#: The notes in parentheses that replace a traceback begin like this: it was printed before, or
+#: the worker only lost a peer.
 SAME = "the same traceback as in generation"
+CONSEQUENCE = "another rank is gone; the traceback is in"
+#: Messages of gloo, NCCL and torch's stores when the process at the other end is gone.
+_PEER_GONE = re.compile(
+    r"gloo/transport/.*(connection closed by peer|connection reset|broken pipe)"
+    r"|failed to recv, got 0 bytes"
+    r"|nccl communicator was aborted"
+    r"|ncclremoteerror",
+    re.IGNORECASE,
+)
+
+
+def says_peer_gone(message: str) -> bool:
+    """Return whether this message of a collective or a store only says that a peer is gone.
+
+    >>> says_peer_gone("[gloo/transport/tcp/pair.cc:5] Connection closed by peer [::1]:7")
+    True
+    """
+    return _PEER_GONE.search(message) is not None
 
 
 def last_lines(text: str, besides: str = "") -> tuple[str, ...]:
@@ -177,7 +196,8 @@ def last_lines(text: str, besides: str = "") -> tuple[str, ...]:
     ('one',)
     """
     known = tuple({line.rstrip() for line in besides.splitlines() if line.strip()})
-    lines = [_shown(line) for line in text.splitlines() if f" ({SAME} " not in line]
+    notes = (f" ({SAME} ", f" ({CONSEQUENCE} ")
+    lines = [_shown(line) for line in text.splitlines() if not any(note in line for note in notes)]
     return _bounded([line for line in lines if line and not line.endswith(known)])
 
 

@@ -401,6 +401,8 @@ class WorkerExited(Event):
     worker_pid: int
     #: Exit code; negative: minus the number of the signal that killed it.
     exitcode: int
+    #: Seconds it took to end after its program had returned; 0: unknown.
+    exiting: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -45,20 +45,28 @@ def attach() -> None:
     def watch(event: str, args: tuple[Any, ...]) -> None:
         # No frame below us: the interpreter is about to end, not a C extension printing an error.
         if event == "import":
+            if args[0] == "torch":
+                ignore_missing_numpy()
             optimizer_steps.look()
             store_sockets.look()
         elif event == "sys.excepthook" and os.getpid() == worker and _at_the_bottom():
             report(args[2], args[3])
             _end_soon()
-            # A custom hook still gets the error.
-            if args[0] is sys.__excepthook__ and _is_said_to_repeat(args[2]):
-                raise _Repeated
+            if _is_said_in_one_line(args[2], args[0]):
+                raise _SaidInOneLine
 
     optimizer_steps.attach()
     store_sockets.attach()
     sys.addaudithook(watch)
     # Unlike `atexit`, before Python waits for threads and runs what others have registered.
     threading._register_atexit(_returned, worker)  # type: ignore[attr-defined]
+
+
+def ignore_missing_numpy() -> None:
+    """Keep torch from warning in every worker that numpy is not installed: torch works without."""
+    import warnings  # not before torch is imported, which needs it, too
+
+    warnings.filterwarnings("ignore", r"Failed to initialize NumPy: No module named 'numpy'")
 
 
 def _returned(worker: int) -> None:
@@ -83,21 +91,39 @@ def _end_soon() -> None:
         return
 
 
-class _Repeated(RuntimeError):
+class _SaidInOneLine(RuntimeError):
     """Raised by the audit hook, it keeps Python from printing the traceback."""
 
 
-def _is_said_to_repeat(error: BaseException) -> bool:
-    """Print one line and return True if an earlier generation printed the same traceback."""
+def _is_said_in_one_line(error: BaseException, hook: Any) -> bool:
+    """Print one line and return True if the traceback tells nothing new.
+
+    An earlier generation printed the same one, or it only says that a peer is gone: then the
+    traceback of the peer is what to read. A custom hook still gets the error.
+    """
     # Not for an interrupt: Python forgets that it ends by SIGINT when what is imported calls exec.
     if isinstance(error, KeyboardInterrupt):
         return False
-    from torchelastic.worker import repeated_error  # not before it is needed
+    from torchelastic.events import failure  # not before they are needed
+    from torchelastic.worker import repeated_error
 
     try:
-        said = repeated_error.sentence(env.get("TORCHELASTIC_ERROR_FILE", ""))
-        if said:
-            print(f"{_one_line(error).partition(chr(10))[0]} ({said})", file=sys.stderr)
+        rank = ""
+        if getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d":
+            from torchelastic import torch_private
+
+            hook, rank = torch_private.excepthook_below(hook), f"[rank{env.get('RANK')}]: "
+        if hook is not sys.__excepthook__:
+            return False
+        path, message = env.get("TORCHELASTIC_ERROR_FILE", ""), _one_line(error)
+        line = message.partition("\n")[0]
+        if failure.says_peer_gone(message) and error_file.read(path):
+            # gloo's next sentences are advice.
+            said, line = f"{failure.CONSEQUENCE} {path}", line.partition(". ")[0]
+        else:
+            said = repeated_error.sentence(path)
+        if said:  # in one piece: other ranks write to the same place
+            sys.stderr.write(f"{rank}{line} ({said})\n")
         return bool(said)
     except Exception:  # then Python prints it all
         return False

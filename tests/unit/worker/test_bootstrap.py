@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import subprocess
+import sys
 
 import pytest
 
@@ -37,7 +39,7 @@ def test_a_failure_is_reported_twice(told, tmp_path, monkeypatch):
     assert "raise error" in record.traceback
     said = {"message": record.message, "traceback": record.traceback, "place": record.place}
     assert told == [{"type": "failure", **said}]
-    assert error_file.heard(told[0]).place == "test_bootstrap.py:20 in raised"
+    assert error_file.heard(told[0]).place == "test_bootstrap.py:22 in raised"
 
 
 @pytest.mark.parametrize("path", ["", "/no/such/directory/error.json"])
@@ -65,3 +67,29 @@ def test_a_call_is_made_and_its_result_kept(tmp_path, monkeypatch):
         assert pickle.load(file) == (3, 1)
     assert "authkey" not in prepared[0]
     assert "sys_path" in prepared[0]
+
+
+WITHOUT_NUMPY = """
+import sys
+import warnings
+from torchelastic.worker import bootstrap
+
+class NoNumpy:
+    def find_spec(name, path=None, target=None):
+        if name == "numpy":
+            raise ModuleNotFoundError("No module named 'numpy'", name=name)
+
+bootstrap.attach()
+sys.meta_path.insert(0, NoNumpy)
+import torch
+warnings.warn("Failed to initialize NumPy: _ARRAY_API not found")
+"""
+
+
+def test_that_numpy_is_missing_is_no_warning():
+    """Other problems with numpy are."""
+    command = [sys.executable, "-c", WITHOUT_NUMPY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stderr.splitlines() == [
+        "<string>:14: UserWarning: Failed to initialize NumPy: _ARRAY_API not found"
+    ]

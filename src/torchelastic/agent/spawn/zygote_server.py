@@ -233,6 +233,7 @@ def _warm_up(
     """Import everything; return the changes that preloaded modules made to the environment."""
     began = time.monotonic()
     env.update({NVML_CHECK: "1"})
+    bootstrap.ignore_missing_numpy()
     gc.disable()  # importing torch leaves little garbage; looking for it takes a fifth of the time
     told = import_all(MODULES)
     gc.enable()

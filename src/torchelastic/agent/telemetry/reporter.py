@@ -392,9 +392,13 @@ class Reporter:
         killed = events.WorkerKilled(rank=rank, local_rank=local_rank, reason=reason, stack=stack)
         self._log.emit(killed, generation=generation if generation >= 0 else None)
 
-    def worker_exited(self, rank: int, exit: WorkerExit, generation: int) -> None:
+    def worker_exited(self, rank: int, exit: WorkerExit, generation: int, exiting: float) -> None:
         exited = events.WorkerExited(
-            rank=rank, local_rank=exit.local_rank, worker_pid=exit.pid, exitcode=exit.exitcode
+            rank=rank,
+            local_rank=exit.local_rank,
+            worker_pid=exit.pid,
+            exitcode=exit.exitcode,
+            exiting=exiting,
         )
         self._log.emit(exited, generation=generation)
 

@@ -352,6 +352,7 @@ class WorkerPool:
             case orders.Begins() as begins:
                 self._reporter.begins(begins, in_process=record.in_process)
             case orders.Returned():
+                record.returned_at = time.monotonic()
                 self._tell_event(script.WorkerReturned(record.generation, local_rank))
             case orders.Stored() as stored:
                 self._sampling.stored(*record.place, stored)
@@ -405,7 +406,9 @@ class WorkerPool:
         with observing("Closing the memory of a worker that exited"):
             self.timers.ended(exit.local_rank)
             self._metric_tables.ended(exit.local_rank)
-        self._reporter.worker_exited(rank, exit, generation)
+        returned = self._records[exit.local_rank].returned_at
+        exiting = 0.0 if returned is None else time.monotonic() - returned
+        self._reporter.worker_exited(rank, exit, generation, exiting)
         if failure is not None:
             self._reporter.worker_failed(failure)
 

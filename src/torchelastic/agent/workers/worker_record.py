@@ -37,6 +37,8 @@ class WorkerRecord:
     verdict: error_file.ErrorRecord | None = None
     #: True if we killed it because it did not leave a world that was over.
     cut_off: bool = False
+    #: When its program returned.
+    returned_at: float | None = None
     #: True if it was already exiting when all workers were told to stop.
     exits_by_itself: bool = False
     logs: GenerationLogs | None = None

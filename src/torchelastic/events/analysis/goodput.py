@@ -155,6 +155,8 @@ class _World:
     #: Microseconds that a step takes.
     usual: float | None = None
     warmed_up: bool = False
+    #: When the last program that has returned did so; its process took longer to end.
+    returned_at: int | None = None
     over_at: int | None = None
     kind: str | None = None
     failed: bool = False
@@ -313,6 +315,9 @@ class GoodputFold:
                 self._progress(record, progress)
             case events.WorkerFailed():
                 world.failed = True
+            case events.WorkerExited(exitcode=0) as exited:
+                returned = self._now - max(0, _micros(exited.exiting))
+                world.returned_at = max(world.returned_at or 0, returned)
             case events.WorkersStopped():
                 self._end_world(None)
             case events.GenerationOver(kind=kind):
@@ -476,12 +481,21 @@ class GoodputFold:
         elif self._phase == "training":
             yield from self._last_step(until)
         elif self._phase == "over" and world.over_at is not None:
-            over = world.over_at
-            yield from self._entering(over) if world.begun is None else self._last_step(over)
+            over, end = world.over_at, self._end_of_training(world.over_at)
+            yield from self._entering(end) if world.begun is None else self._last_step(end)
+            yield "other", over - end
             done = last or world.kind in ("finished", "stop")
             yield "other" if done else "rendezvous", until - over
         elif self._phase in _WITHOUT:
             yield _WITHOUT[self._phase], until - self._cursor
+
+    def _end_of_training(self, over: int) -> int:
+        """When the programs had returned: to end a process takes time, too."""
+        world = self._world
+        if world.returned_at is None or world.disrupted:
+            return over
+        earliest = max(self._cursor, world.running_since or 0, world.trained_at or 0)
+        return min(over, max(earliest, world.returned_at))
 
     def _entering(self, until: int) -> _Pieces:
         """Yield the time of a world without a known step."""

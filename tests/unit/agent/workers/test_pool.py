@@ -372,6 +372,15 @@ def test_a_peer_that_left_because_training_is_done_is_not_lost(in_world, told):
     assert [one.message for one in told] == ["lost a peer: Connection closed by peer"]
 
 
+def test_the_event_of_an_exit_says_how_long_it_took_after_the_program_had_returned(in_world):
+    took = []
+    in_world._reporter.worker_exited = lambda *exited: took.append(exited[-1])
+    in_world._reported(0, orders.to_json(orders.Returned()))
+    ends(in_world, 0)
+    ends(in_world, 0, local_rank=1)
+    assert took[0] > 0 == took[1]
+
+
 def test_the_last_collective_of_a_worker(in_world, worker, told):
     shown = worker.collectives
     shown.enter(3)

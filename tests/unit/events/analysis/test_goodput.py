@@ -49,6 +49,24 @@ def test_a_run_without_any_failure():
     assert (nothing.total, nothing.ratio, nothing.active_nodes) == (0.0, None, None)
 
 
+def exits(story: Story, at: float, exiting: float, *, by: str = "a") -> Story:
+    return story.tell(at, events.WorkerExited(0, 0, 1, 0, exiting), by=by, generation=0)
+
+
+def test_to_end_the_processes_after_the_programs_have_returned_is_no_training():
+    story = stepping(5)
+    exits(story, 7, 1.5, by="b")  # the last program returns at 6
+    exits(story, 9, 3.0)
+    assert seconds(story.over(9, 0, "finished").end(10)) == {"productive": 6.0, "other": 4.0}
+    unseen = exits(Story().world(1, 0).workers_start(2, 0), 20, 4.0).over(20, 0, "finished")
+    assert seconds(unseen.end(21)) == {"startup": 2.0, "unknown": 14.0, "other": 5.0}
+
+
+def test_a_program_that_returned_before_a_failure_does_not_end_the_training():
+    story = exits(stepping(5), 6, 1.0).fails(7, 0).over(7, 0)
+    assert seconds(story) == {"productive": 5.0, "redone": 1.0, "other": 1.0}
+
+
 def test_what_the_first_steps_take_beyond_the_usual_belongs_to_the_start():
     story = Story().world(0, 0).trains(1, 0, step=0)
     story.steps(4, 0, 1)  # 3 s, where the later ones take 0.5
@@ -359,6 +377,7 @@ EVENTS = st.one_of(
     st.just(events.WorkersStarted([0], [1], 0.1)),
     st.just(events.WorkersStopped(0.1)),
     st.just(events.WorkerFailed(failure().to_json())),
+    st.builds(events.WorkerExited, *map(st.just, (0, 0, 1, 0)), SECONDS),
     st.builds(events.Training, st.just(0), STEPS, st.just(0), SECONDS, SECONDS),
     st.builds(
         events.Progress,
