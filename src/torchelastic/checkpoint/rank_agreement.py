@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from torchelastic import torch_backends
 from torchelastic.errors import ConfigError
+from torchelastic.tensors.rng import bytes_of
 
 
 def world() -> tuple[int, int]:
@@ -34,7 +35,7 @@ def of_rank_0(value: Any) -> Any:
     text = json.dumps(value).encode()
     (length,) = _broadcast(torch.tensor([len(text)])).tolist()
     content = torch.frombuffer(bytearray(text.ljust(length)[:length]), dtype=torch.uint8)
-    return json.loads(_broadcast(content).numpy().tobytes())
+    return json.loads(bytes_of(_broadcast(content)))
 
 
 def _broadcast(values: torch.Tensor) -> torch.Tensor:

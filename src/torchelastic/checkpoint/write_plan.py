@@ -39,6 +39,7 @@ from torchelastic import torch_private
 from torchelastic.checkpoint.background.staging import Slots, layout
 from torchelastic.errors import CheckpointError
 from torchelastic.tensors.dtensors import region_of
+from torchelastic.tensors.rng import bytes_of
 from torchelastic.tensors.shard_layout import Region
 
 #: Reserved tensor names: the skeletons of trees, as bytes.
@@ -171,7 +172,7 @@ def _as_tensor(skeleton: Any) -> torch.Tensor:
 
 
 def from_tensor(skeleton: torch.Tensor) -> Any:
-    return json.loads(skeleton.numpy().tobytes())
+    return json.loads(bytes_of(skeleton))
 
 
 def _share(tensors: Mapping[str, torch.Tensor], rank: int, size: int) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torchelastic import env, torch_backends
+from torchelastic.tensors.rng import bytes_of
 
 
 def place() -> tuple[int, int]:
@@ -46,7 +47,7 @@ def gather(
     padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device)
     texts = [torch.empty_like(padded) for _ in range(size)]
     all_gather(texts, padded)
-    return [json.loads(one.cpu().numpy().tobytes()) for one in texts]
+    return [json.loads(bytes_of(one.cpu())) for one in texts]
 
 
 def all_of_them(well: bool) -> bool:

@@ -240,7 +240,9 @@ def _load_from_store(
         if put is not None:
             put(loaded.tree)
         else:
-            state.load(io.BytesIO(loaded.tree[STATE_KEY].numpy().tobytes()))
+            from torchelastic.tensors.rng import bytes_of
+
+            state.load(io.BytesIO(bytes_of(loaded.tree[STATE_KEY])))
     except Exception as error:
         raise _cannot_be_loaded(f"{store.url}/{loaded.name}", error) from error
     log.info("Loaded checkpoint %s/%s of step %d.", store.url, loaded.name, loaded.step)

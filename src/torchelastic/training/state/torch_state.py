@@ -24,6 +24,7 @@ from torchelastic.tensors import foreign_shards, module_state, rank_private, ten
 from torchelastic.tensors.buffers import Buffers
 from torchelastic.tensors.dtensors import is_sharded
 from torchelastic.tensors.rank_private import Private, Publisher
+from torchelastic.tensors.rng import bytes_of
 from torchelastic.tensors.small_state import Hyperparameters, Saver, Value, saver_of
 from torchelastic.training import session
 from torchelastic.training.group import ddp
@@ -441,7 +442,7 @@ class TorchState(State):
 
     def _load_part(self, tree: Mapping[str, Any]) -> None:
         self._load(tree)
-        self._kept_private = rank_private.unpack(tree["private"].numpy().tobytes())
+        self._kept_private = rank_private.unpack(bytes_of(tree["private"]))
 
     # --- run + keep ------------------------------------------------------------------------------
 
