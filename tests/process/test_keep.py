@@ -237,9 +237,11 @@ def test_a_script_with_a_checkpoint_of_its_own_keeps_its_count(tmp_path, monkeyp
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(SOAK))
 def test_kills_at_any_moment(seed, tmp_path):
-    """Whoever is killed whenever: the same bits, and nobody goes back further than two steps. A rank
-    that dies before it has kept a step that the others have takes older random numbers, and says
-    so."""
+    """Whoever is killed whenever: the same bits, and nobody goes back further than two steps.
+
+    A rank that dies before it has kept a step that the others have takes older random numbers,
+    and says so.
+    """
     chance, steps = random.Random(seed), 60
     with job(tmp_path / "job", THREE_RANKS.replace("restarts=3", "restarts=6")) as one:
         node = one.start(script=script(one, steps=steps, pause=0.02, expected=1))

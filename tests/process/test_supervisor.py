@@ -154,7 +154,7 @@ def test_what_is_no_failure_of_the_program_is_not_reported(made, environ, tmp_pa
     made.do(made.supervisor.start(spawns(made, environ, source, 1)))
     made.until(lambda: made.exits, "the end")
     assert made.exits[0].exitcode == 3
-    assert made.messages == []
+    assert all(message == {"type": "returned"} for _, message in made.messages)
     assert not (tmp_path / "error.json").exists()
 
 
@@ -177,7 +177,9 @@ def test_messages_arrive_in_order_and_junk_is_ignored(plain, environ):
     """
     plain.do(plain.supervisor.start(spawns(plain, environ, source, 1)))
     plain.until(lambda: plain.exits, "the end")
-    assert [message["step"] for _, message in plain.messages] == list(range(500))
+    *steps, last = [message for _, message in plain.messages]
+    assert [message["step"] for message in steps] == list(range(500))
+    assert last == {"type": "returned"}
 
 
 def test_the_last_words_are_heard_however_many_came_before(plain, environ):

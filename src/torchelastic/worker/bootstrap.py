@@ -41,6 +41,7 @@ def attach() -> None:
     stack_dump.adopt()
     milestones.listen(_checkpoint_stored)
     worker = os.getpid()
+    raised: list[type[BaseException]] = []
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
         # No frame below us: the interpreter is about to end, not a C extension printing an error.
@@ -50,6 +51,7 @@ def attach() -> None:
             optimizer_steps.look()
             store_sockets.look()
         elif event == "sys.excepthook" and os.getpid() == worker and _at_the_bottom():
+            raised.append(type(args[2]))
             report(args[2], args[3])
             _end_soon()
             if _is_said_in_one_line(args[2], args[0]):
@@ -59,7 +61,7 @@ def attach() -> None:
     store_sockets.attach()
     sys.addaudithook(watch)
     # Unlike `atexit`, before Python waits for threads and runs what others have registered.
-    threading._register_atexit(_returned, worker)  # type: ignore[attr-defined]
+    threading._register_atexit(_returned, worker, raised)  # type: ignore[attr-defined]
 
 
 def ignore_missing_numpy() -> None:
@@ -69,11 +71,11 @@ def ignore_missing_numpy() -> None:
     warnings.filterwarnings("ignore", r"Failed to initialize NumPy: No module named 'numpy'")
 
 
-def _returned(worker: int) -> None:
-    if os.getpid() == worker:  # not a process that multiprocessing has forked
-        from torchelastic.worker import orders  # not before it is needed
-
-        channel.send(orders.to_json(orders.Returned()), timeout=1.0)
+def _returned(worker: int, raised: Sequence[type[BaseException]]) -> None:
+    """Tell the agent that the program has returned (`orders.Returned`)."""
+    if os.getpid() == worker and not raised:  # not a process that multiprocessing has forked
+        # Import nothing: Python would forget that it ends by SIGINT.
+        channel.send({"type": "returned"}, timeout=1.0)
 
 
 def _end_soon() -> None:
