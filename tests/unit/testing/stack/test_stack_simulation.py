@@ -15,7 +15,6 @@ import pytest
 from tests.support import SOAK
 from tests.unit.testing import rules
 from torchelastic.agent.lifecycle import in_process
-from torchelastic.rendezvous import choosing
 from torchelastic.rendezvous.embedded import ask_peers
 from torchelastic.rendezvous.world import World
 from torchelastic.testing import laws, simulate
@@ -91,13 +90,6 @@ def slow_links(seed: int) -> Schedule:
     return job(seed, "abcde", slow, ScheduledFault(8.0, "kill", "a"))
 
 
-def last_of_all(seed: int) -> Schedule:
-    """A node trains alone, and leaves when another one is ready."""
-    later = random.Random(seed).uniform(0.85, 0.99)
-    faults = (ScheduledFault(8.0, "kill", "b"), ScheduledFault(12.0, "restart", "b"))
-    return job(seed, "ab", *faults, ScheduledFault(round(12.0 + later, 3), "leave", "a"))
-
-
 def growth_at_once(seed: int) -> Schedule:
     """The host is lost; the next world is to grow before one of its nodes has heard of it."""
     faults = (
@@ -117,10 +109,6 @@ def nobody_enters_a_world_that_pauses(change: rules.Set) -> None:
     change(in_process, "_enter", only_a_running_one)
 
 
-def who_leaves_hands_nothing_over(change: rules.Set) -> None:
-    change(choosing, "_handing_over", lambda rules, state: frozenset())
-
-
 def an_agent_has_as_long_for_three_answers_as_for_one(change: rules.Set) -> None:
     change(ask_peers, "EXCHANGES", 1)
 
@@ -130,7 +118,6 @@ FOUND_BY = {
     rules.nobody_reports_a_world_that_waits: (healed_cut, 8, 20),
     rules.a_host_that_does_not_train_has_no_vote: (spare_host, 8, 10),
     an_agent_has_as_long_for_three_answers_as_for_one: (slow_links, 8, 5),
-    who_leaves_hands_nothing_over: (last_of_all, 3, 20),
     nobody_enters_a_world_that_pauses: (growth_at_once, 8, 10),
 }
 
