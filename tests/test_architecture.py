@@ -130,7 +130,6 @@ SHARED_API = {"Keep"}
 NAMED_BY_FORMAT = ("compat/", "events/api.py", "events/types.py", "worker/orders.py")
 
 
-
 def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
