@@ -11,7 +11,7 @@ import dataclasses
 import json
 import os
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from torchelastic.best_effort import observing
 from torchelastic.cluster.preemption.notices import Notice
 from torchelastic.errors import RendezvousLost, exitcode_of
 from torchelastic.rendezvous.world import Base, World
-from torchelastic.side_tasks import pause
+from torchelastic.side_tasks import Work, pause
 from torchelastic.worker import orders
 
 #: The number of nodes that report the base of a world to the leader.
@@ -139,10 +139,10 @@ class Agent:
         parts.session.update(unfit="")
         self._fit.set()
 
-    async def _started(self, starting: Coroutine[Any, Any, bool]) -> None:
+    async def _started(self, start: Callable[[], Coroutine[Any, Any, bool]]) -> None:
         """Start workers. If this machine cannot start any process (pids.max, memory), stay out of
         worlds until it can."""
-        if await starting:
+        if await start():
             self._failed_starts = 0
             return
         self._failed_starts += 1
@@ -316,10 +316,10 @@ class Agent:
         parts, workers = self._parts, self._parts.workers
         match command:
             case script.StartWorkers(world):
-                self._act(self._start_workers(world))
+                self._act(partial(self._start_workers, world))
             case script.Stop(signum, told) if not workers.stopping:
                 workers.begin_to_stop()
-                self._act(self._stop_workers(signum, told))
+                self._act(partial(self._stop_workers, signum, told))
             case script.Stop(signum):
                 workers.signal(signum)
             case script.ReportMember(changes):
@@ -340,16 +340,16 @@ class Agent:
                 elif isinstance(order, orders.Enter):
                     parts.helper_restarts.check_store(order.store, local_rank, alive=True)
             case in_process.Kill(local_rank, why):
-                self._act(self._kill(local_rank, why))
+                self._act(partial(self._kill, local_rank, why))
             case in_process.Spawn(local_rank):
                 parts.tasks.start(partial(self._start_standby, local_rank), "standby")
 
-    def _act(self, work: Coroutine[Any, Any, None]) -> None:
+    def _act(self, work: Work) -> None:
         """Run `work` after the action under way, so that a stop cannot overtake its start."""
         self._action = self._parts.tasks.start(partial(_after, self._action, work), "action")
 
     async def _start_workers(self, world: World) -> None:
-        await self._started(self._parts.workers.start_all(world, self._node))
+        await self._started(partial(self._parts.workers.start_all, world, self._node))
         self._parts.helper_restarts.check_store(world.store, 0, alive=False)
 
     async def _start_standby(self, local_rank: int) -> None:
@@ -361,8 +361,9 @@ class Agent:
         if self._closing or workers.stopping:
             return  # nothing would stop it
         assert self.state.world is not None
-        standby = workers.start_standby(local_rank, self.state.world, self.state.place)
-        self._act(self._started(standby))
+        world, place = self.state.world, self.state.place
+        standby = partial(workers.start_standby, local_rank, world, place)
+        self._act(partial(self._started, standby))
 
     async def _kill(self, local_rank: int, why: str) -> None:
         if not self._parts.workers.stopping:
@@ -376,10 +377,10 @@ class Agent:
         self._parts.queue.put_nowait(script.WorkersGone())
 
 
-async def _after(before: asyncio.Task[None] | None, work: Coroutine[Any, Any, None]) -> None:
+async def _after(before: asyncio.Task[None] | None, work: Work) -> None:
     if before is not None:
         await asyncio.wait({before})
-    await work
+    await work()
 
 
 def _for_script(event: in_process.Event) -> script.Event | None:

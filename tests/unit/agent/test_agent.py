@@ -1,6 +1,8 @@
 """What the agent does about its workers where no process is needed to see it."""
 
 import asyncio
+import gc
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -60,3 +62,16 @@ async def test_no_worker_is_started_before_the_preflight_check_has_succeeded():
     await starting
     await made._action
     assert workers.started == [1]
+
+
+@in_loop
+async def test_action_cancelled_before_its_turn_leaves_no_coroutine_behind():
+    """An agent that is closed while one action waits for another."""
+    made = agent_with(Workers(), SimpleNamespace(world=object(), place=0))
+    made._act(asyncio.Event().wait)
+    made._act(made._stop_workers)
+    await asyncio.sleep(0)
+    with warnings.catch_warnings(record=True) as warned:
+        await made._parts.tasks.cancel()
+        gc.collect()
+    assert warned == []

@@ -23,7 +23,7 @@ from unittest import mock
 
 from torchelastic.agent.agent import Agent
 from torchelastic.config import LaunchConfig
-from torchelastic.errors import VoteOutdated
+from torchelastic.errors import TorchElasticError, VoteOutdated
 from torchelastic.rendezvous.embedded.voter_file import Voter
 from torchelastic.rendezvous.etcd import etcd_store
 from torchelastic.rendezvous.etcd.connection_pool import Address
@@ -130,6 +130,8 @@ class VirtualHost:
             return
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
+            if not isinstance(error, TorchElasticError):
+                loop.errors.append(f"the agent of {self.node} has raised {reason}")
         asked = bool(agent.state.leaving)
         self._stack.note(laws.AgentEnded(self._stack.now, self.node, reason, is_closed or asked))
         loop.kill()

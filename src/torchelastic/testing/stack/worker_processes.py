@@ -17,6 +17,7 @@ from torchelastic.agent.lifecycle import in_process, script
 from torchelastic.events.failure import Failure
 from torchelastic.rendezvous.world import World
 from torchelastic.testing import laws
+from torchelastic.testing.bus.bus_simulation import LEASE
 from torchelastic.testing.stack.virtual_loop import Scheduler
 from torchelastic.testing.stack.virtual_network import ProcessLoop, VirtualNetwork
 from torchelastic.training.gate import Gate, GateDecision
@@ -32,6 +33,9 @@ STEP_TIME, BUILD_TIME, RETRY_INTERVAL = 0.25, 0.05, 0.1
 #: Seconds until a worker notices that a peer is gone, and until it is free after the end of its
 #: world.
 DETECTION_TIME, ABORT_TIME = 0.005, 0.005
+#: Seconds without an answer after which an in-process worker gives up a peer behind a cut
+#: (`Group.look`): a lease, and the time that the kernel's retransmits take to show it.
+SILENCE = LEASE + 1.0
 #: Seconds that a worker takes to exit after the training.
 EXIT = 0.05
 #: Seconds that a worker takes to start and to call `train` (minimum, maximum), and to stop.
@@ -86,6 +90,8 @@ class VirtualGroup:
         self._members: dict[int, VirtualWorker] = {}
         self.has_begun = False
         self._broken = False
+        #: The time since which some of its workers are cut from each other.
+        self._cut_since: float | None = None
 
     def join(self, rank: int, worker: VirtualWorker) -> None:
         self._members[rank] = worker
@@ -99,11 +105,20 @@ class VirtualGroup:
         self._broken = self._broken or self.has_begun
         if clean or not self.has_begun:
             return
+        now = self._training.scheduler.now
         for other in others:
-            if self._training.are_linked(worker, other):
-                other.workers.loop.call_later(
-                    DETECTION_TIME, other.lose_peer, self, context=other.workers.loop.context
-                )
+            self._notice_end(worker, other, now if self._cut_since is None else self._cut_since)
+
+    def _notice_end(self, gone: VirtualWorker, worker: VirtualWorker, since: float) -> None:
+        """Let a worker see that a peer's connections have ended: at once, when the cut between them
+        is mended, or by the peer's silence."""
+        scheduler, loop = self._training.scheduler, worker.workers.loop
+        if self._training.are_linked(gone, worker):
+            loop.call_later(DETECTION_TIME, worker.lose_peer, self, context=loop.context)
+        elif worker.is_resident and scheduler.now >= since + SILENCE:
+            loop.call_soon(worker.lose_peer, self, context=loop.context)
+        elif worker.group is self:
+            scheduler.at(scheduler.now + RETRY_INTERVAL, self._notice_end, gone, worker, since)
 
     def _look_in(self, seconds: float) -> None:
         self._training.scheduler.at(self._training.scheduler.now + seconds, self._look)
@@ -112,8 +127,11 @@ class VirtualGroup:
         if self._broken or len(self._members) < self._size:
             return
         if not self._can_go_on():
+            self._look_for_silence()
             self._look_in(RETRY_INTERVAL)
-        elif not self.has_begun:
+            return
+        self._cut_since = None
+        if not self.has_begun:
             self._begin()
             self._look_in(STEP_TIME)
         else:
@@ -127,6 +145,23 @@ class VirtualGroup:
             for index, one in enumerate(workers)
             for other in workers[:index]
         )
+
+    def _look_for_silence(self) -> None:
+        """Let in-process workers give up peers that have not answered for `SILENCE` seconds."""
+        workers, now = self._ordered(), self._training.scheduler.now
+        deaf = [
+            one
+            for one in workers
+            if any(not self._training.are_linked(one, other) for other in workers)
+        ]
+        if not deaf:
+            self._cut_since = None
+            return
+        self._cut_since = now if self._cut_since is None else self._cut_since
+        for worker in deaf if now >= self._cut_since + SILENCE else ():
+            if worker.is_resident and not worker.workers.are_frozen:
+                loop = worker.workers.loop
+                loop.call_soon(worker.lose_peer, self, context=loop.context)
 
     def _begin(self) -> None:
         """Give all workers the newest state."""
@@ -190,7 +225,7 @@ class VirtualWorker:
         self.base = -1
         self.is_in_step = False
         self.is_gone = False
-        self._is_resident = resident
+        self.is_resident = resident
         self._inbox = Inbox()
         self._gate = Gate(-1)
         #: The world in which it lost a peer, and which may not be over for all nodes yet.
@@ -215,15 +250,15 @@ class VirtualWorker:
     def _goes_on_in_group(self) -> bool:
         group, step = self.group, self.version[1]
         assert group is not None
-        if self._is_resident and self._inbox.is_over(group.generation):
+        if self.is_resident and self._inbox.is_over(group.generation):
             self._leave_broken()
             return True
         if self.is_in_step or not group.has_begun:
             return False
-        if self._is_resident and self.workers.training.scheduler.now >= self.workers.leased_till:
+        if self.is_resident and self.workers.training.scheduler.now >= self.workers.leased_till:
             return False  # the group looks again
         decision = GateDecision.GO
-        if self._is_resident and not self._gate.enter(step):
+        if self.is_resident and not self._gate.enter(step):
             decision = self._gate.decision(step)
         if decision is GateDecision.GO and step >= self.workers.training.steps:
             return self._finish(group.generation, step)
@@ -240,7 +275,7 @@ class VirtualWorker:
         """End of data: a script ends with it, an in-process worker waits for the others."""
         self.leave_group(clean=True)
         self.workers.training.note(laws.TrainingFinished(self.workers.training.scheduler.now))
-        if not self._is_resident:
+        if not self.is_resident:
             self.workers.succeed(self)
             return False
         self._broken = generation
@@ -268,7 +303,7 @@ class VirtualWorker:
         if self.is_gone or self.group is not group:
             return
         message = "connection closed by peer"
-        if not self._is_resident:
+        if not self.is_resident:
             self.workers.die(self, 1, f"RuntimeError: {message}")
             return
         self._leave_broken()
@@ -368,6 +403,13 @@ class VirtualWorkers:
 
     def entering_since(self, local_rank: int) -> float | None:
         return None
+
+    def progress(self, local_rank: int) -> tuple[int, int, float] | None:
+        """Return the generation and step that a worker is in; its time is of no use here."""
+        worker = self._processes.get(local_rank)
+        if worker is None or worker.group is None or not worker.is_in_step:
+            return None
+        return worker.group.generation, worker.version[1], 0.0
 
     # Starting and stopping
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support import SOAK
+from torchelastic.agent.agent import Agent
 from torchelastic.testing import laws, simulate
 from torchelastic.testing.fault_schedule import ENDLESS, Schedule, ScheduledFault, peers_from
 from torchelastic.testing.stack.stack_simulation import StackSimulation, violations
@@ -67,6 +68,24 @@ def test_the_larger_side_of_a_cut_trains_and_all_after_it_heals(minority, reside
     assert {step.node for step in steps_of(stack, HEALED_AT + 10.0, HEALED_AT + 15.0)} == set(
         "abcde"
     )
+
+
+def test_leaver_behind_cut_is_given_up_by_its_peers():
+    """Seed 888: its agent says that its worker is gone, and nothing from the worker gets through.
+    Only the silence between workers shows that the last step cannot end."""
+    others = ScheduledFault(20.511, "cut", "bcde", "a")
+    stack = StackSimulation(job(888, others, ScheduledFault(20.511, "leave", "a")))
+    assert stack.run() == []
+    assert {step.node for step in steps_of(stack, 26.0, 28.0)} == set("bcde")
+
+
+def test_agent_that_raises_is_a_violation(monkeypatch):
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a bug in the agent")
+
+    monkeypatch.setattr(Agent, "_is_waited_for", broken)
+    found = violations(job(0, ScheduledFault(CUT_AT, "leave", "a")))
+    assert "a bug in the agent" in found[-1].sentence
 
 
 def test_the_job_trains_when_nothing_goes_wrong():
