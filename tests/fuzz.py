@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from torchelastic.agent.telemetry.collector import Begin, Heard, Lines
-from torchelastic.rendezvous.embedded.votes import HostAnnouncement, VoteRequest
+from torchelastic.rendezvous.embedded.ask_peers import HostAnnouncement, VoteRequest
 from torchelastic.snapshot.node.stream import FOUND, GIVE, WANT, Header
 from torchelastic.transport import frames
 from torchelastic.transport.auth import new_nonce

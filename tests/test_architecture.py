@@ -91,13 +91,13 @@ PURE = {
             "decide forming held_out job_settings majority restart_policy root_cause round_state "
             "suspects"
         ),
-        "rendezvous/embedded/": "journal table",
-        "rendezvous/etcd/": "etcd_messages watch_events",
+        "rendezvous/embedded/": "table",
+        "rendezvous/etcd/": "etcd_messages",
         "snapshot/": "shard_boxes",
         "tensors/": "shard_layout",
         "testing/": "laws",
         "training/": "gate inbox",
-        "transport/": "auth codec http limits",
+        "transport/": "auth codec",
         "worker/": "orders",
     }.items()
     for name in names.split()

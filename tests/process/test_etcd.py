@@ -12,8 +12,8 @@ from tests.etcd import FAST, Etcd, running
 from tests.unit.rendezvous.embedded_support import Proxy, proxied, run, within
 from torchelastic.clock import FakeClock, SystemClock
 from torchelastic.errors import LeaseExpired, RendezvousLost, RendezvousRefused, WireError
-from torchelastic.rendezvous.etcd.etcd_store import EtcdStore
-from torchelastic.rendezvous.etcd.open_store import (
+from torchelastic.rendezvous.etcd.etcd_store import (
+    EtcdStore,
     close_store,
     open_store,
     remove_closed_job,

@@ -18,10 +18,13 @@ from torchelastic.config import (
 )
 from torchelastic.doctor.finding import Finding, fault, ok, warning
 from torchelastic.errors import ConfigError, RendezvousError
-from torchelastic.rendezvous.etcd.connection_pool import Address, ConnectionPool, RetryLimit
-from torchelastic.rendezvous.etcd.etcd_store import EtcdStore
-from torchelastic.rendezvous.etcd.etcd_tls import client_context
-from torchelastic.rendezvous.etcd.open_store import remove_if_finished
+from torchelastic.rendezvous.etcd.connection_pool import (
+    Address,
+    ConnectionPool,
+    RetryLimit,
+    client_context,
+)
+from torchelastic.rendezvous.etcd.etcd_store import EtcdStore, remove_if_finished
 from torchelastic.rendezvous.etcd.settings import EtcdSettings
 
 CHECK = "etcd"

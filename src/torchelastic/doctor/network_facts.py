@@ -6,8 +6,7 @@ import socket
 import time
 
 from torchelastic.doctor.network_rules import Name
-from torchelastic.transport.addresses import reachable_address
-from torchelastic.transport.interfaces import can_be_told, interface_of
+from torchelastic.transport.addresses import can_be_told, interface_of, reachable_address
 
 _HERE = "127.0.0.1"
 

@@ -32,8 +32,8 @@ from collections.abc import Callable
 from torchelastic.errors import EXIT_FAILED, EXIT_USAGE
 from torchelastic.events.failure import Failure, node_failure
 from torchelastic.records import replace
-from torchelastic.rendezvous import connectivity, ended_world, replicas, root_cause, suspects
-from torchelastic.rendezvous.choosing import candidates, choose, in_order, workers
+from torchelastic.rendezvous import connectivity, replicas, root_cause, suspects
+from torchelastic.rendezvous.choosing import candidates, choose, holders_left_out, in_order, workers
 from torchelastic.rendezvous.forming import REPEAT_INTERVAL, form, newcomers_to, settled_at
 from torchelastic.rendezvous.restart_policy import (
     Ending,
@@ -50,10 +50,12 @@ from torchelastic.rendezvous.round_state import (
     can_be_confirmed,
     failed_alike,
     failed_nodes,
+    follows_later_host,
     has_trained,
     names_of,
     next_hold_end,
     the_world,
+    to_claim,
     with_holds,
 )
 from torchelastic.rendezvous.world import Member, World
@@ -70,9 +72,9 @@ def decide(rules: RoundRules, state: RoundState, now: float) -> RoundDecision:
     """Decide what to do in this state."""
     state = with_holds(state, now)
     decision = _wake_at_hold_end(state, _decide(rules, state, now))
-    if decision.world is None and (drop := ended_world.to_drop(rules, state)):
+    if decision.world is None and (drop := _to_drop(rules, state)):
         return replace(decision, drop=drop)
-    if decision.world is not None and ended_world.calls_for_probe(rules, state, decision.world):
+    if decision.world is not None and _calls_for_probe(rules, state, decision.world):
         probe = decision.world.generation + 1
         decision = replace(decision, world=replace(decision.world, probe=probe))
     if decision.world is not None and decision.world.base != state.base:
@@ -369,18 +371,18 @@ def _go_on_after(rules: RoundRules, state: RoundState, step: int, now: float) ->
 def _continue_or_close(rules: RoundRules, state: RoundState, now: float) -> RoundDecision:
     """Form the next world, wait, or close the job, once the old workers are gone on all nodes."""
     world = the_world(state)
-    if ended_world.calls_for_probe(rules, state, world):
+    if _calls_for_probe(rules, state, world):
         return RoundDecision(world, world.ending)  # with the probe
-    busy = ended_world.busy_nodes(state)
-    late = state.since + ended_world.patience(rules, state, busy)
-    if busy and (now < late or not ended_world.may_go_without(rules, state, busy)):
+    busy = _busy_nodes(state)
+    late = state.since + _patience(rules, state, busy)
+    if busy and (now < late or not _may_go_without(rules, state, busy)):
         return _wait_for_stop(state, busy, now, late)
     if state.done >= world.members:  # they finished while they were stopped
         return _close_as_succeeded(state)
     if busy:
         state = replace(state, lost=(*state.lost, *busy))
     probed = state.said_at + rules.lease
-    if rules.probes and now < probed and ended_world.is_probing(state):
+    if rules.probes and now < probed and _is_probing(state):
         return RoundDecision(wake_at=probed)
     kind, cause, consequences = _classify(state)
     failure = cause if cause is None or not cause.is_node else None
@@ -587,3 +589,111 @@ def _shortened(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
     return tuple(
         replace(failure, traceback="", log_lines=()) for failure in failures[:CONSEQUENCES_LIMIT]
     )
+
+
+# --- over: which nodes to wait for, and which to drop --------------------------------------------
+
+# a member of the last world         the next world
+# reports that its workers are gone  may include it
+# knows that the world is over       waits for it
+# does not, for a lease              is formed without it, if another one is gone: a step needs
+# (`_patience`)                      all; otherwise waits until its lease ends (etcd only)
+# refuses connections                is formed without it; then its lease is ended (etcd only)
+#
+# No world is formed without a node that alone may have the newest state
+# (`choosing.holders_left_out`).
+
+#: Seconds in which an agent that runs has reported that it knows of the end of a world.
+REPORT_TIME = 1.0
+
+
+def _busy_nodes(state: RoundState) -> list[str]:
+    """The members of the last world that still have workers of it."""
+    world = the_world(state)
+    return [node.node for node in world.nodes if _is_busy(state, node.node, world.generation)]
+
+
+def _is_busy(state: RoundState, node: str, generation: int) -> bool:
+    """Return whether a node is a member, stays, and still has workers of the old generation.
+
+    The leader waits for a leaving node only if no node stays or its vote is needed: after one node
+    has stopped, the others of the world cannot make a step without it.
+    """
+    present = state.members.get(node)
+    if present is None or present.member.gone >= generation or follows_later_host(state):
+        return False
+    if node in state.refused:
+        return False
+    if not present.member.leaving:
+        return True
+    stays = any(
+        other.node in state.members and not state.members[other.node].member.leaving
+        for other in the_world(state).nodes
+    )
+    return not stays or to_claim(state) is None
+
+
+def _patience(rules: RoundRules, state: RoundState, busy: list[str]) -> float:
+    """Seconds after the end of a world in which these nodes must report that they know of it.
+
+    Not much, if others have not heard from them for a lease already.
+    """
+    silent = {
+        other
+        for node in the_world(state).nodes
+        if (present := state.members.get(node.node)) is not None
+        for other in present.member.silent
+    }
+    return min(rules.lease, REPORT_TIME) if silent.issuperset(busy) else rules.lease
+
+
+def _may_go_without(rules: RoundRules, state: RoundState, busy: list[str]) -> bool:
+    """Return whether the next world need not wait any longer for these nodes: their agents have not
+    even reported that they know of the world's end, and another node's workers are gone."""
+    world = the_world(state)
+    members = [
+        state.members[node.node].member for node in world.nodes if node.node in state.members
+    ]
+    is_gone = any(member.gone >= world.generation for member in members)
+    knows = any(state.members[node].member.stopping >= world.generation for node in busy)
+    return rules.probes and is_gone and not knows
+
+
+def _calls_for_probe(rules: RoundRules, state: RoundState, world: World) -> bool:
+    """Return whether the end of a world makes all members probe each other: its nodes may not reach
+    each other."""
+    if not rules.probes or world.phase != "over" or world.probe > world.generation:
+        return False
+    if connectivity.silent_pairs(state) or state.contested & world.members:
+        return True
+    if any(suspects.is_unconnected(failure) for failure in state.failures):
+        return True
+    # A newcomer is blamed for a world that fails before its first step, unless there is a cut.
+    has_new = any(node.new for node in world.nodes) and suspects.failed_early(state)
+    return has_new and any(map(root_cause.waited_for_others, state.failures))
+
+
+def _is_probing(state: RoundState) -> bool:
+    """Return whether nodes of the last world still find out which others they can reach."""
+    return any(
+        present.member.probed < connectivity.required_probe(state, node.node)
+        for node in the_world(state).nodes
+        if (present := state.members.get(node.node)) is not None
+        and not present.member.leaving
+        and node.node not in state.refused
+    )
+
+
+def _to_drop(rules: RoundRules, state: RoundState) -> tuple[str, ...]:
+    """The members whose machines refuse connections, and without which no state is lost: the nodes
+    of the running world have it, or these members have none.
+
+    Others that are free may lose it at any time, and a firewall may refuse in the name of all.
+    """
+    world = state.world
+    refused = state.refused & state.members.keys()
+    if not refused or (world is not None and world.phase == "over"):
+        return ()
+    training = world.members if world is not None and world.is_under_way else frozenset[str]()
+    needed = holders_left_out(rules, state, training)
+    return tuple(sorted(refused.difference(training, needed)))

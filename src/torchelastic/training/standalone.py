@@ -29,7 +29,7 @@ from torchelastic.errors import TorchElasticError
 from torchelastic.events.failure import Failure
 from torchelastic.rendezvous import url as urls
 from torchelastic.rendezvous.membership.node_driver import NodeDriver
-from torchelastic.transport.interfaces import interface_of
+from torchelastic.transport.addresses import interface_of
 from torchelastic.worker import channel, orders, status_page
 from torchelastic.worker.worker_stores import OwnStores
 

@@ -12,22 +12,26 @@ from it. Rejections are logged once for each source and reason.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import resource
 import socket
 import ssl
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Generic, TypeVar
 
+from torchelastic.config import parse_endpoint
 from torchelastic.errors import TlsError, WireError
 from torchelastic.side_tasks import TaskSet
 from torchelastic.transport import frames
 from torchelastic.transport.addresses import LISTEN_BACKLOG
 from torchelastic.transport.auth import Secret, is_nonce, new_nonce
-from torchelastic.transport.limits import AdmissionLimits, Told, source_of
-from torchelastic.transport.link import Link
-from torchelastic.transport.splice import TORCH_STORE, splice
+from torchelastic.transport.link import Link, notice_lost_peers
 from torchelastic.transport.tls import TlsPipe
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -264,3 +268,160 @@ def _most_visitors() -> int:
     """Half of the files this process may open: the rest is for admitted connections."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_VISITORS if files == resource.RLIM_INFINITY else min(MOST_VISITORS, files // 2)
+
+
+# --- limits on visitors ----------------------------------------------------------------------------
+
+# Strangers can open connections faster than they can be checked. Beyond the limits, the oldest is
+# dropped: a client of ours says its hello at once and does not wait.
+
+#: The number of entries that `Told` remembers.
+REMEMBERED = 256
+
+
+class AdmissionLimits(Generic[T]):
+    """Connections that are not admitted yet, the oldest first."""
+
+    def __init__(self, most: int, most_of_a_source: int) -> None:
+        self.most = most
+        self.most_of_a_source = most_of_a_source
+        #: Visitor -> source. Dicts for their order.
+        self._sources: dict[T, str] = {}
+        self._visitors: dict[str, dict[T, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(list(self._sources))
+
+    def __contains__(self, visitor: T) -> bool:
+        return visitor in self._sources
+
+    def enter(self, visitor: T, source: str) -> T | None:
+        """Add a visitor; return one that must go for it, already removed here."""
+        self._sources[visitor] = source
+        of_source = self._visitors.setdefault(source, {})
+        of_source[visitor] = None
+        too_many = len(of_source) > self.most_of_a_source
+        if not too_many and len(self._sources) <= self.most:
+            return None
+        oldest = next(iter(of_source if too_many else self._sources))
+        self.leave(oldest)
+        return oldest
+
+    def leave(self, visitor: T) -> None:
+        """Remove a visitor that is admitted or gone; nothing happens if it already was."""
+        source = self._sources.pop(visitor, None)
+        if source is None:
+            return
+        del self._visitors[source][visitor]
+        if not self._visitors[source]:
+            del self._visitors[source]
+
+
+class Told:
+    """Remembers what was logged about which source, so that it is logged once; forgets old
+    sources."""
+
+    def __init__(self, most: int = REMEMBERED) -> None:
+        self._most = most
+        self._told: OrderedDict[tuple[str, str], None] = OrderedDict()
+
+    def first_time(self, source: str, what: str) -> bool:
+        known = (source, what) in self._told
+        self._told[source, what] = None
+        self._told.move_to_end((source, what))
+        while len(self._told) > self._most:
+            self._told.popitem(last=False)
+        return not known
+
+
+def source_of(address: str) -> str:
+    """The source that an address belongs to. With IPv6 one machine has a whole network of
+    addresses.
+
+    >>> source_of("10.0.0.1"), source_of("::ffff:10.0.0.1"), source_of("2001:db8::5:6:7:8%eth0")
+    ('10.0.0.1', '10.0.0.1', '2001:db8::/64')
+    """
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(ip, ipaddress.IPv4Address):
+        return str(ip)
+    if ip.ipv4_mapped is not None:
+        return str(ip.ipv4_mapped)
+    return str(ipaddress.ip_network((ip, 64), strict=False))
+
+
+# --- workers that look for torch's store -----------------------------------------------------------
+
+# torchrun's static rendezvous has torch's store at `--master-port`, and scripts use that port
+# directly: `init_process_group("tcp://localhost:29500")`. Here an agent listens there, and every
+# generation has its own store: a client that uses torch's protocol is connected to that one.
+
+#: The first bytes of a client of torch's store: a query of type 0 and a number that names the
+#: protocol. As the length of a frame of ours, they would be far beyond the limit of a greeting.
+TORCH_STORE = b"\x00\xce\xf7\x85\x3c"
+
+
+class _End(asyncio.Protocol):
+    """One of two connections: everything it receives is sent to the other one."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.other: _End = self
+        self.over = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        notice_lost_peers(transport.get_extra_info("socket"))
+
+    def data_received(self, data: bytes) -> None:
+        if self.other.transport is not None:
+            self.other.transport.write(data)
+
+    def pause_writing(self) -> None:
+        if self.other.transport is not None:
+            self.other.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self.other.transport is not None:
+            self.other.transport.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.over.done():
+            self.over.set_result(None)
+        if self.other.transport is not None:
+            self.other.transport.close()
+
+
+def splice(near: asyncio.Transport, first: bytes, address: str) -> asyncio.Task[None]:
+    """Connect a transport, of which `first` has been read, with the store at `address`.
+
+    The task ends with the connections; they end when it is cancelled.
+    """
+    ours, theirs = _End(), _End()
+    ours.other, theirs.other = theirs, ours
+    ours.transport = near
+    near.pause_reading()
+    near.set_protocol(ours)
+    return asyncio.create_task(_run(ours, theirs, first, address), name="a worker at its store")
+
+
+async def _run(ours: _End, theirs: _End, first: bytes, address: str) -> None:
+    assert ours.transport is not None
+    try:
+        host, port = parse_endpoint(address)
+        await asyncio.get_running_loop().create_connection(lambda: theirs, host, port)
+        ours.data_received(first)
+        ours.transport.resume_reading()
+        await asyncio.wait({ours.over, theirs.over})
+    except OSError:
+        pass  # the store is gone: its client learns that from the end of the connection
+    finally:
+        for end in (ours, theirs):
+            if end.transport is not None:
+                end.transport.abort()

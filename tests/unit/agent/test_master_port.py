@@ -16,7 +16,7 @@ from torchelastic.clock import SystemClock
 from torchelastic.config import LaunchConfig
 from torchelastic.rendezvous.membership.backend import meet
 from torchelastic.rendezvous.world import WORLD_KEY
-from torchelastic.transport.splice import TORCH_STORE
+from torchelastic.transport.listener import TORCH_STORE
 
 PATIENCE = 20.0
 

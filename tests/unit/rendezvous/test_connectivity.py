@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 
 from tests.unit.rendezvous.round_support import Job, failure
-from torchelastic.rendezvous import connectivity, ended_world
-from torchelastic.rendezvous.decide import decide
+from torchelastic.rendezvous import connectivity
+from torchelastic.rendezvous.decide import REPORT_TIME, decide
 
 LEASE = 3.0
 
@@ -201,7 +201,7 @@ def test_a_frozen_node_is_left_out_soon_after_the_end_of_its_world():
     fall_silent(job, "ab")
     stop(job, "ac")
     probe(job, "ac", "b")
-    job.wait(ended_world.REPORT_TIME - 0.1)
+    job.wait(REPORT_TIME - 0.1)
     assert job.world.phase == "over"
     job.wait(0.2)
     assert (job.world.phase, job.names) == ("running", ["a", "c"])

@@ -9,8 +9,12 @@ import pytest
 
 from torchelastic.errors import ConfigError
 from torchelastic.transport import addresses as endpoint
-from torchelastic.transport.addresses import bind_endpoint, loopback_addresses, reachable_address
-from torchelastic.transport.interfaces import Placed
+from torchelastic.transport.addresses import (
+    Placed,
+    bind_endpoint,
+    loopback_addresses,
+    reachable_address,
+)
 
 #: For documentation: no machine has it.
 NOBODYS = "192.0.2.7"

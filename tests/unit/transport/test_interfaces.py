@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from torchelastic.transport import interfaces
-from torchelastic.transport.interfaces import Placed, can_be_told, interface_of, placed_addresses
+from torchelastic.transport import addresses
+from torchelastic.transport.addresses import Placed, can_be_told, interface_of, placed_addresses
 
 SOME = [
     Placed("127.0.0.1", "lo"),
@@ -36,7 +36,7 @@ def test_this_machine_has_a_loopback_interface():
     ],
 )
 def test_the_interface_of_an_address(monkeypatch, address, interface):
-    monkeypatch.setattr(interfaces, "placed_addresses", lambda: SOME)
+    monkeypatch.setattr(addresses, "placed_addresses", lambda: SOME)
     assert interface_of(address) == interface
 
 
@@ -44,7 +44,7 @@ def test_where_the_kernel_may_not_be_asked_nothing_is_known(monkeypatch):
     def refuse(*args):
         raise PermissionError(1, "not permitted")
 
-    monkeypatch.setattr(interfaces.socket, "socket", refuse)
+    monkeypatch.setattr(addresses.socket, "socket", refuse)
     assert placed_addresses() == []
 
 

@@ -4,12 +4,12 @@ import doctest
 
 import pytest
 
-from torchelastic.transport import limits
-from torchelastic.transport.limits import AdmissionLimits, Told
+from torchelastic.transport import listener
+from torchelastic.transport.listener import AdmissionLimits, Told
 
 
 def test_doctests_hold():
-    assert doctest.testmod(limits).failed == 0
+    assert doctest.testmod(listener).failed == 0
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 
 from tests.ports import free_port
 from torchelastic.clock import SystemClock
+from torchelastic.rendezvous.embedded.dial_host import OwnEndpoint
 from torchelastic.transport.connect import Endpoint
 from torchelastic.transport.listener import Listener
-from torchelastic.transport.own_endpoint import OwnEndpoint
 
 
 @pytest.mark.parametrize(

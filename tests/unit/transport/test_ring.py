@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.rendezvous.embedded_support import JOB, connected, serving, story, within
-from torchelastic.rendezvous.membership.prober import Prober
-from torchelastic.rendezvous.membership.suspicion import Suspicion, replace_leader
+from torchelastic.rendezvous.membership.suspicion import Prober, Suspicion, replace_leader
 from torchelastic.rendezvous.world import LEADER_KEY, MEMBER_PREFIX, Member, World
 from torchelastic.transport import frames, ring
 from torchelastic.transport.addresses import bind_endpoint

@@ -20,10 +20,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from tests.test_architecture import FILES, PACKAGE
 from torchelastic.agent.watch import inspector
 from torchelastic.events.analysis.hangs import RankActivity
-from torchelastic.rendezvous.embedded import journal
+from torchelastic.rendezvous.embedded import state_file
 from torchelastic.rendezvous.embedded.failover_state import FailoverState
-from torchelastic.rendezvous.embedded.journal import KeptJob, RecordedTable
-from torchelastic.rendezvous.embedded.state_file import StateFile
+from torchelastic.rendezvous.embedded.state_file import KeptJob, RecordedTable, StateFile
 from torchelastic.rendezvous.embedded.voter_file import VoterFile
 from torchelastic.rendezvous.majority import Elector, Electorate, Roll
 from torchelastic.rendezvous.world import Member, World
@@ -155,7 +154,7 @@ def files(directory: Path) -> Iterator[Sample]:
     table.put("old", '{"n":1}', lease="t" * 16, stamp="s/1")
     table.put("gone", "{}", lease="t" * 16)
     file = StateFile(str(directory / "state"))
-    file.rewrite(journal.snapshot({"job": KeptJob("store", table)}))
+    file.rewrite(state_file.snapshot({"job": KeptJob("store", table)}))
     table.record = lambda entry, lasting: file.append(entry, lasting=lasting)
     table.put("é", "{}", beside={"other": "{}"}, stamp="s/2")
     table.open_lease("u" * 16, 2, 0.0)
@@ -163,7 +162,7 @@ def files(directory: Path) -> Iterator[Sample]:
     for entry in (["new", "other", "store-2"], ["forget", "other"]):
         file.append(entry, lasting=True)
     file.close()
-    assert journal.replay(StateFile(file.path).read(), 0.0)["job"].table.get("") == table.get("")
+    assert state_file.replay(StateFile(file.path).read(), 0.0)["job"].table.get("") == table.get("")
     for name in ("voter", "state"):
         for number, line in enumerate((directory / name).read_text().splitlines()):
             yield f"file {name} {number}", line

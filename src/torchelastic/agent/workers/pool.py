@@ -40,8 +40,8 @@ from torchelastic.snapshot import messages
 from torchelastic.snapshot.node.snapshot_service import Snapshots
 from torchelastic.system import linux
 from torchelastic.system.cgroup import Cgroup
+from torchelastic.transport.addresses import interface_of
 from torchelastic.transport.auth import Secret
-from torchelastic.transport.interfaces import interface_of
 from torchelastic.worker import collective_log, error_file, optimizer_steps, orders, status_page
 from torchelastic.worker.bootstrap import TOLD_MESSAGE, TOLD_TRACEBACK, result_path
 

@@ -7,7 +7,7 @@ import sys
 from torchelastic.cli.options.parser import Parsed
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import EXIT_OK, EXIT_RENDEZVOUS_LOST, RendezvousLost
-from torchelastic.rendezvous.embedded import server_process
+from torchelastic.rendezvous.embedded import service
 
 
 def serve(parsed: Parsed) -> int:
@@ -21,7 +21,7 @@ def serve(parsed: Parsed) -> int:
         rdzv_tls_ca=parsed["rdzv_tls_ca"],
     )
     try:
-        server_process.run(config, parsed["endpoint"], parsed["state_file"])
+        service.run(config, parsed["endpoint"], parsed["state_file"])
     except RendezvousLost as error:
         print(f"{parsed.prog}: {error}", file=sys.stderr)
         return EXIT_RENDEZVOUS_LOST

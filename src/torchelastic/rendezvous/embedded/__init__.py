@@ -3,9 +3,10 @@
 node            this agent as a client of the host, or as the host
 server, client  the store over connections, and the `Store` protocol
 table           its state: rows, revisions, leases, history; pure
-service         the store without an agent, in its own process (server_process)
-journal         the entries of a store that outlives its process, pure; state_file: the file
-votes           the messages of an election; ask_peers sends them; election decides, pure
+dial_host       the endpoints of the job, and connections to the host
+service         the store without an agent, in its own process
+state_file      the file of a store that outlives its process
+ask_peers       the messages of an election, sent to many; election decides, pure
 failover_state  a node's knowledge with which it can vote and become host
 voter_file      a voter's state on disk
 tie_breaker     the witness for a node without a host

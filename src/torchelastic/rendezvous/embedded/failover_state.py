@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torchelastic.records import replace
+from torchelastic.rendezvous.embedded.ask_peers import Ballot
 from torchelastic.rendezvous.embedded.table import Table
-from torchelastic.rendezvous.embedded.votes import Ballot
 from torchelastic.rendezvous.leader import CONFIRMED_KEY
 from torchelastic.rendezvous.majority import Candidacy, Elector, Roll
 from torchelastic.rendezvous.store import Json

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 
@@ -24,27 +24,28 @@ from torchelastic.clock import Clock
 from torchelastic.config import format_endpoint
 from torchelastic.errors import RendezvousLost
 from torchelastic.rendezvous import majority
-from torchelastic.rendezvous.embedded import host_timeouts
-from torchelastic.rendezvous.embedded.ask_peers import Returns, announce, ask_for_votes, unless
-from torchelastic.rendezvous.embedded.client import EmbeddedStore
-from torchelastic.rendezvous.embedded.dial_host import dial, wait_for_host
-from torchelastic.rendezvous.embedded.election import Poll, Search
-from torchelastic.rendezvous.embedded.failover_state import FailoverState, LeasedRows, table_of
-from torchelastic.rendezvous.embedded.founding import Founding
-from torchelastic.rendezvous.embedded.server import EmbeddedServer
-from torchelastic.rendezvous.embedded.tie_breaker import TieBreaker
-from torchelastic.rendezvous.embedded.voter_file import Voter, VoterFile
-from torchelastic.rendezvous.embedded.votes import (
+from torchelastic.rendezvous.embedded.ask_peers import (
     QUESTIONS,
     AnnouncementReply,
     Ballot,
     HostAnnouncement,
+    Returns,
     VoteRequest,
+    announce,
+    ask_for_votes,
+    unless,
 )
+from torchelastic.rendezvous.embedded.client import EmbeddedStore
+from torchelastic.rendezvous.embedded.dial_host import OwnEndpoint, dial, wait_for_host
+from torchelastic.rendezvous.embedded.election import OTHERS_CONTINUE, Poll, Search
+from torchelastic.rendezvous.embedded.failover_state import FailoverState, LeasedRows, table_of
+from torchelastic.rendezvous.embedded.server import RECONNECT_GRACE, EmbeddedServer
+from torchelastic.rendezvous.embedded.tie_breaker import TieBreaker
+from torchelastic.rendezvous.embedded.voter_file import Voter, VoterFile
 from torchelastic.rendezvous.majority import Candidacy, Elector
 from torchelastic.rendezvous.store import Json
 from torchelastic.rendezvous.witness.vote_keys import Witness
-from torchelastic.rendezvous.world import MEMBER_PREFIX, PART_PREFIX
+from torchelastic.rendezvous.world import MEMBER_PREFIX, PART_PREFIX, WORLD_KEY, World
 from torchelastic.side_tasks import TaskSet
 from torchelastic.transport import frames
 from torchelastic.transport.auth import Credentials
@@ -52,8 +53,7 @@ from torchelastic.transport.connect import Endpoint
 from torchelastic.transport.frames import Row
 from torchelastic.transport.link import Link
 from torchelastic.transport.listener import Handler, Listener
-from torchelastic.transport.own_endpoint import OwnEndpoint
-from torchelastic.transport.ring import OnSuspicion, answer_that_we_live
+from torchelastic.transport.ring import OnSuspicion, answer_that_we_live, lives
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +248,7 @@ class EmbeddedNode:
         `rows` as in `regain`. Waits up to `seconds` to be asked.
         """
         server = self.server
-        if server is None or not host_timeouts.others_stay(server.rows(MEMBER_PREFIX), self._node):
+        if server is None or not others_stay(server.rows(MEMBER_PREFIX), self._node):
             return
         await self._leave("The host is leaving the job.")
         self._leased_rows = LeasedRows(self._lease, rows)
@@ -525,9 +525,9 @@ class EmbeddedNode:
     async def _grace_of(self, rows: Sequence[Row]) -> float | None:
         """As host: seconds to wait for the agent of these rows after its connection ended."""
         parts = self.server.rows(PART_PREFIX) if self.server is not None else []
-        newest = host_timeouts.newest_summary(self.server, self._holding)
-        alone = host_timeouts.trains_alone(newest, parts, self._node)
-        return await host_timeouts.grace_of(rows, at=self._endpoint_at, alone=alone)
+        newest = newest_summary(self.server, self._holding)
+        alone = trains_alone(newest, parts, self._node)
+        return await grace_of(rows, at=self._endpoint_at, alone=alone)
 
     def _redirect(self, link: Link, hello: frames.Hello) -> None:
         """Tell a client of the store where the host is."""
@@ -537,7 +537,7 @@ class EmbeddedNode:
 
     def _store_of_workers(self) -> str:
         """The worker store of the newest world; empty if there is none."""
-        return str(host_timeouts.newest_summary(self.server, self._holding).get("store", ""))
+        return str(newest_summary(self.server, self._holding).get("store", ""))
 
     def _known_hosts(self) -> list[str]:
         if not self._elector.has_host:
@@ -598,3 +598,102 @@ class EmbeddedNode:
 
 def _log_bug(error: Exception) -> None:
     logger.error("Internal error in the rendezvous.", exc_info=error)
+
+
+async def grace_of(
+    rows: Sequence[Row], *, at: Callable[[str], Endpoint], alone: bool
+) -> float | None:
+    """Seconds to wait for the agent of these rows after its connection ended; None: its whole
+    lease.
+
+    0 if its machine refuses connections to its port. If it lives, if that is unknown, or if a node
+    trains `alone` without its host, the lease decides.
+    """
+    records = [row.text for row in rows if row.key.startswith(MEMBER_PREFIX)]
+    address = frames.decode_value(records[0] or "{}").get("peer") if records else None
+    grace: float | None = RECONNECT_GRACE
+    if address:
+        grace = 0.0 if await lives(at(address)) is False else None
+    return None if records and alone else grace
+
+
+def newest_summary(server: EmbeddedServer | None, holding: FailoverState) -> Json:
+    """The summary of the newest world; a host has it first."""
+    if server is None:
+        return holding.rows.get(WORLD_KEY, {})
+    texts = {row.key: row.text for row in server.rows(WORLD_KEY)}
+    return frames.decode_value(texts.get(WORLD_KEY) or "{}")
+
+
+def trains_alone(summary: Json, parts: Iterable[Row], host: str) -> bool:
+    """Return whether the last world is a single node other than its host."""
+    if summary.get("count") != 1:
+        return False
+    found = [frames.decode_value(row.text or "{}") for row in parts]
+    return World.from_parts(summary, found).steps_without(host)
+
+
+def others_stay(members: Iterable[Row], host: str) -> bool:
+    """Return whether any member other than the host stays."""
+    records = [frames.decode_value(row.text or "{}") for row in members]
+    return any(one.get("node") != host and not one.get("leaving") for one in records)
+
+
+class Founding:
+    """What one node has heard of other runs of its job, and of nodes that can continue one."""
+
+    def __init__(self, job: str, clock: Clock, lease: float, *, joins_closed: bool) -> None:
+        """`joins_closed`: a new node joins a job that has ended, and ends, too."""
+        self._job = job
+        self._clock = clock
+        self._lease = lease
+        self._joins_closed = joins_closed
+        self._told_of_end = False
+        #: When a node with a world of this job, which has lost its host, last asked for a vote.
+        self._asked_at = -math.inf
+        #: Nodes that saw the end of their run of the job, as other agents say.
+        self.ended: Set[str] = frozenset()
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether no node with a world of this job has asked for a vote for a lease's time. Its
+        workers may have the only copy of the newest state."""
+        return self._clock.now() - self._asked_at >= self._lease
+
+    def asked_by(self, candidate: VoteRequest, address: str) -> bool:
+        """Note a request for a vote; return whether the candidate can continue the job: its agent
+        has been in a world since it started."""
+        if candidate.resumed or candidate.generation < 0:
+            return False
+        if self.is_allowed:
+            logger.warning(
+                "the node at %s has generation %d of job '%s' and has lost its host: %s",
+                address,
+                candidate.generation,
+                self._job,
+                OTHERS_CONTINUE,
+            )
+        self._asked_at = self._clock.now()
+        return True
+
+    async def is_over(self, store: EmbeddedStore) -> bool:
+        """Return whether a host that a new node has found belongs to a run that has ended; then
+        disconnect, because that host waits for its clients to exit."""
+        if self._joins_closed:
+            return False
+        try:
+            world = (await store.get(WORLD_KEY)).items.get(WORLD_KEY)
+        except RendezvousLost:
+            world = None
+        else:
+            if world is None or world.value.get("phase") != "closed":
+                return False
+        if world is not None and not self._told_of_end:
+            self._told_of_end = True
+            logger.info(
+                "the last run of job '%s' has ended; waiting for its host at %s to exit",
+                self._job,
+                store.place,
+            )
+        await store.close()
+        return True

@@ -24,9 +24,8 @@ from torchelastic.side_tasks import TaskSet
 from torchelastic.transport import frames
 from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.frames import Row
-from torchelastic.transport.limits import Told, source_of
 from torchelastic.transport.link import Link
-from torchelastic.transport.listener import Listener
+from torchelastic.transport.listener import Listener, Told, source_of
 
 __all__ = ["EmbeddedServer", "bind_endpoint"]
 

@@ -11,18 +11,20 @@ import asyncio
 import json
 import logging
 import secrets
+import signal
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from torchelastic.clock import Clock, SystemClock
+from torchelastic.config import LaunchConfig, format_endpoint, parse_endpoint
 from torchelastic.errors import ConfigError, LeaseExpired, RendezvousLost
-from torchelastic.rendezvous.embedded import journal
-from torchelastic.rendezvous.embedded.journal import Entry, KeptJob, RecordedTable
+from torchelastic.rendezvous.embedded import state_file
 from torchelastic.rendezvous.embedded.server import EmbeddedServer
-from torchelastic.rendezvous.embedded.state_file import StateFile
+from torchelastic.rendezvous.embedded.state_file import Entry, KeptJob, RecordedTable, StateFile
 from torchelastic.rendezvous.world import WORLD_KEY
-from torchelastic.transport import frames
+from torchelastic.transport import credentials, frames
+from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.auth import ANONYMOUS, Credentials
 from torchelastic.transport.link import Link
 from torchelastic.transport.listener import Listener
@@ -136,7 +138,7 @@ class RendezvousService:
             return {}
         try:
             kept = self._jobs_in(self._file)
-            self._file.rewrite(journal.snapshot(kept))
+            self._file.rewrite(state_file.snapshot(kept))
         except BaseException:
             self._file.close()
             raise
@@ -145,10 +147,10 @@ class RendezvousService:
     def _jobs_in(self, file: StateFile) -> dict[str, KeptJob]:
         entries = file.read()
         try:
-            kept = journal.replay(entries, self._clock.now())
+            kept = state_file.replay(entries, self._clock.now())
         except (KeyError, TypeError, ValueError, AssertionError, LeaseExpired) as error:
             how = f"inconsistent entries: {type(error).__name__} {error}"
-            raise ConfigError(journal.damaged(file.path, how)) from error
+            raise ConfigError(state_file.damaged(file.path, how)) from error
         foreign = [job for job in kept if self._job is not None and job != self._job]
         if foreign:
             raise ConfigError(
@@ -163,7 +165,7 @@ class RendezvousService:
         try:
             self._file.append(entry, lasting=lasting)
             if self._file.is_long:
-                self._file.rewrite(journal.snapshot(self._kept))
+                self._file.rewrite(state_file.snapshot(self._kept))
         except (OSError, ConfigError) as error:
             # No server is better than one that confirms changes it would not know after a restart.
             self.failure = RendezvousLost(
@@ -178,3 +180,51 @@ def _is_over(table: RecordedTable) -> bool:
     rows = {row.key: row.text for row in table.get("")}
     world = rows.get(WORLD_KEY)
     return not rows or (world is not None and json.loads(world).get("phase") == "closed")
+
+
+# --- its process ---------------------------------------------------------------------------------
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def run(config: LaunchConfig, endpoint: str, state_file: str | None) -> None:
+    """Serve until a signal asks to stop.
+
+    `config` has the credentials, and the job's id if only one job is served. Raises `ConfigError`
+    for invalid settings, `RendezvousLost` when the state file fails.
+    """
+    asyncio.run(_run(config, endpoint, state_file))
+
+
+async def _run(config: LaunchConfig, endpoint: str, state_file: str | None) -> None:
+    stop = asyncio.Event()
+    for signum in _SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    host, port = parse_endpoint(endpoint)
+    shown = credentials.load(config)
+    # First: clients of the last server already have a port to wait at.
+    sockets = bind_endpoint(host, port, is_host=True)
+    if sockets is None:
+        raise ConfigError(
+            f"Cannot serve at {endpoint}: another process uses the port, or this machine does "
+            "not have that address. Choose another --endpoint."
+        )
+    try:
+        service = RendezvousService(
+            job=config.run_id or None,
+            credentials=shown,
+            state_file=state_file,
+            on_failure=stop.set,
+        )
+    except BaseException:
+        for sock in sockets:
+            sock.close()
+        raise
+    port = await service.listen(sockets)
+    jobs = f"job '{config.run_id}'" if config.run_id else "any job"
+    # For users, and for scripts that asked for port 0.
+    print(f"Serving the rendezvous of {jobs} at {format_endpoint(host, port)}.", flush=True)
+    await stop.wait()
+    await service.close()
+    if service.failure is not None:
+        raise service.failure

@@ -1,16 +1,191 @@
 """The file in which a store or a voter keeps its state: rewritten from time to time, appended
-otherwise. `journal` describes its content."""
+otherwise.
+
+It has the tables of the jobs, then every change. An entry is a list in JSON, and its first item
+names its kind:
+
+    ["job", JOB, NAME, TABLE]                       a job as it was when the file was written
+    ["new", JOB, NAME]                              a job that came later, its table empty
+    ["put", JOB, KEY, TEXT, LEASE, BESIDE, STAMP]   as `Table.put` did it
+    ["open", JOB, TOKEN, SECONDS]                   a lease
+    ["end", JOB, TOKEN]                             the end of one
+    ["forget", JOB]
+
+Keep-alives are not written: after a restart every lease has its whole time again, and living
+clients come back within it. Changes are written as operations: replayed in the same order, they
+give the same revisions, so that clients notice no difference.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
-from collections.abc import Iterable
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torchelastic.errors import ConfigError
-from torchelastic.rendezvous.embedded import journal
-from torchelastic.rendezvous.embedded.journal import Entry
+from torchelastic.rendezvous.embedded.table import Table
+from torchelastic.transport.frames import Row
+
+FORMAT = "torchelastic-rendezvous-state"
+VERSION = 1
+
+Entry = list[Any]
+#: Writes an entry; True: it must be on disk before any client learns of it.
+Recorder = Callable[[Entry, bool], None]
+
+
+class RecordedTable(Table):
+    """A table that records its changes, once `record` is set."""
+
+    def __init__(self, job: str) -> None:
+        super().__init__()
+        self._job = job
+        self.record: Recorder | None = None
+
+    def put(
+        self,
+        key: str,
+        text: str,
+        *,
+        expected: int | None = None,
+        lease: str | None = None,
+        beside: Mapping[str, str] | None = None,
+        provided: tuple[str, int] | None = None,
+        stamp: str = "",
+    ) -> list[Row]:
+        rows = super().put(
+            key,
+            text,
+            expected=expected,
+            lease=lease,
+            beside=beside,
+            provided=provided,
+            stamp=stamp,
+        )
+        if rows:
+            entry = ["put", self._job, key, text, lease, dict(beside or {}), stamp]
+            # Keys without a lease outlive all nodes: the world, its generation, the budget.
+            self._write(entry, lasting=lease is None)
+        return rows
+
+    def open_lease(self, token: str, seconds: float, now: float) -> None:
+        before = self.seconds_of(token)
+        super().open_lease(token, seconds, now)
+        if before != seconds:
+            self._write(["open", self._job, token, seconds])
+
+    def end_lease(self, token: str) -> list[Row]:
+        before = self.seconds_of(token)
+        rows = super().end_lease(token)
+        if before is not None:
+            self._write(["end", self._job, token])
+        return rows
+
+    def _write(self, entry: Entry, *, lasting: bool = False) -> None:
+        if self.record is not None:
+            self.record(entry, lasting)
+
+
+@dataclass
+class KeptJob:
+    """A job in the journal."""
+
+    #: The name of its store, for clients that come back.
+    name: str
+    table: RecordedTable
+
+
+def snapshot(jobs: Mapping[str, KeptJob]) -> list[Entry]:
+    """The entries that describe the current state."""
+    return [["job", job, kept.name, kept.table.to_json()] for job, kept in jobs.items()]
+
+
+def replay(entries: Iterable[Entry], now: float) -> dict[str, KeptJob]:
+    """The jobs that the entries describe."""
+    jobs: dict[str, KeptJob] = {}
+    for entry in entries:
+        match entry:
+            case ["job", job, name, table]:
+                jobs[job] = KeptJob(name, RecordedTable(job))
+                jobs[job].table.load(table, now)
+            case ["new", job, name]:
+                jobs[job] = KeptJob(name, RecordedTable(job))
+            case ["put", job, key, text, lease, beside, stamp]:
+                jobs[job].table.put(key, text, lease=lease, beside=beside, stamp=stamp)
+            case ["open", job, token, seconds]:
+                jobs[job].table.open_lease(token, seconds, now)
+            case ["end", job, token]:
+                jobs[job].table.end_lease(token)
+            case ["forget", job]:
+                del jobs[job]
+            case _:
+                raise ValueError(f"unknown entry: {entry}")
+    return jobs
+
+
+# --- lines ---------------------------------------------------------------------------------------
+
+
+def line(content: Entry) -> bytes:
+    """One line of the file: its checksum and its content."""
+    text = json.dumps(content, separators=(",", ":")).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def heading() -> bytes:
+    """The first line."""
+    return line([FORMAT, VERSION])
+
+
+def parse(data: bytes, path: str) -> list[Entry]:
+    """The entries of a file. Raises `ConfigError` for a foreign or damaged file.
+
+    A last line without a newline was being written when the process died; no client was told of it.
+    """
+    lines = data.split(b"\n")[:-1]
+    head = _content(lines[0]) if lines else None
+    if head is None or head[:1] != [FORMAT]:
+        raise ConfigError(
+            f"{path} is not a rendezvous state file: name another one in --state-file."
+        )
+    if head != [FORMAT, VERSION]:
+        raise ConfigError(
+            f"{path} was written by another version of torchelastic: use that version, or name "
+            "another file in --state-file."
+        )
+    entries = []
+    for number, text in enumerate(lines[1:], start=2):
+        entry = _content(text)
+        if entry is None:
+            raise ConfigError(damaged(path, f"line {number} has a wrong checksum"))
+        entries.append(entry)
+    return entries
+
+
+def damaged(path: str, how: str) -> str:
+    """The error message for a damaged state file."""
+    return (
+        f"The state file {path} is damaged ({how}): restore it from a copy, or remove it and "
+        "restart its jobs from the beginning."
+    )
+
+
+def _content(text: bytes) -> Entry | None:
+    """The content of a line; None if its checksum is wrong."""
+    total, _, rest = text.partition(b" ")
+    try:
+        if int(total, 16) != zlib.crc32(rest):
+            return None
+        content = json.loads(rest)
+    except ValueError:
+        return None
+    return content if isinstance(content, list) else None
+
 
 #: The file is rewritten when its changes exceed this many bytes, and this many times its size after
 #: the last rewrite.
@@ -38,7 +213,7 @@ class StateFile:
         if not self._is_current():
             raise ConfigError(self._in_use())
         with open(self._descriptor, "rb", closefd=False) as file:
-            return journal.parse(file.read(), self.path)
+            return parse(file.read(), self.path)
 
     def _lock(self, descriptor: int) -> None:
         try:
@@ -62,7 +237,7 @@ class StateFile:
 
     def rewrite(self, entries: Iterable[Entry]) -> None:
         """Rewrite the file: after a crash there is either the old or the new one."""
-        lines = [journal.heading(), *map(journal.line, entries)]
+        lines = [heading(), *map(line, entries)]
         temporary = f"{self.path}.new"
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         try:
@@ -85,9 +260,9 @@ class StateFile:
 
     def append(self, entry: Entry, *, lasting: bool) -> None:
         """Append one change; a `lasting` one survives the machine, others survive this process."""
-        line = journal.line(entry)
-        _write(self._descriptor, line)
-        self._size += len(line)
+        data = line(entry)
+        _write(self._descriptor, data)
+        self._size += len(data)
         if lasting:
             os.fdatasync(self._descriptor)
 

@@ -30,8 +30,7 @@ from torchelastic.rendezvous import majority
 from torchelastic.rendezvous.embedded.ask_peers import Returns
 from torchelastic.rendezvous.embedded.election import Poll
 from torchelastic.rendezvous.embedded.failover_state import FailoverState
-from torchelastic.rendezvous.embedded.journal import Entry
-from torchelastic.rendezvous.embedded.state_file import StateFile, sync_directory
+from torchelastic.rendezvous.embedded.state_file import Entry, StateFile, sync_directory
 from torchelastic.rendezvous.job_settings import JobSettings
 from torchelastic.rendezvous.majority import Elector
 

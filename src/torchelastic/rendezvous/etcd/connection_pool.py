@@ -20,9 +20,9 @@ from typing import Any, NoReturn, TypeVar
 
 from torchelastic.clock import Clock
 from torchelastic.config import format_endpoint
-from torchelastic.errors import RendezvousLost, RendezvousRefused, WireError
-from torchelastic.rendezvous.etcd import etcd_messages, etcd_tls
-from torchelastic.rendezvous.etcd.settings import Login
+from torchelastic.errors import ConfigError, RendezvousLost, RendezvousRefused, WireError
+from torchelastic.rendezvous.etcd import etcd_messages
+from torchelastic.rendezvous.etcd.settings import Login, TlsFiles
 from torchelastic.rendezvous.store import Json
 from torchelastic.transport.addresses import reachable_address
 from torchelastic.transport.http_client import HttpConnection
@@ -297,7 +297,7 @@ class ConnectionPool:
 
     def _not_trusted(self, address: Address, error: ssl.SSLError) -> NoReturn:
         self._refuse(
-            f"TLS connection to etcd at {address} failed ({etcd_tls.words(error)}): check "
+            f"TLS connection to etcd at {address} failed ({tls_words(error)}): check "
             "protocol, cacert, cert and key in --rdzv-conf."
         )
 
@@ -408,5 +408,39 @@ def _words(trouble: BaseException) -> str:
     if isinstance(trouble, asyncio.TimeoutError):
         return "no answer"
     if isinstance(trouble, ssl.SSLError):
-        return etcd_tls.words(trouble)
+        return tls_words(trouble)
     return str(trouble) or type(trouble).__name__
+
+
+# --- TLS -----------------------------------------------------------------------------------------
+
+
+def client_context(files: TlsFiles) -> ssl.SSLContext:
+    """The TLS context for connections to etcd; etcd's host name is checked against its certificate.
+
+    Raises `ConfigError` for unusable files.
+    """
+    names = ""
+    try:
+        names = f"cacert={files.cacert}"
+        context = ssl.create_default_context(cafile=files.cacert or None)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if files.cert:
+            names = f"cert={files.cert}" + (f", key={files.key}" if files.key else "")
+            # With no password callback, OpenSSL would ask for an encrypted key's password at the
+            # terminal.
+            context.load_cert_chain(files.cert, files.key or None, password="")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"Cannot use {names} for TLS to etcd ({reason}): name PEM files, with an unencrypted "
+            "key."
+        ) from None
+    return context
+
+
+def tls_words(error: ssl.SSLError) -> str:
+    """Describe a TLS error for users."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {error.verify_message}"
+    return (error.reason or str(error)).replace("_", " ").lower()

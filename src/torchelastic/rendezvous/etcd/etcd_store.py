@@ -8,23 +8,23 @@ import itertools
 import logging
 import math
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 
 from torchelastic.clock import Clock, SystemClock
-from torchelastic.errors import LeaseExpired, RendezvousError
+from torchelastic.config import DEFAULT_ETCD_PORT, parse_endpoints
+from torchelastic.errors import LeaseExpired, RendezvousError, RendezvousRefused
 from torchelastic.rendezvous.etcd import etcd_messages
 from torchelastic.rendezvous.etcd.connection_pool import (
     TEMPORARY_ERRORS,
     Address,
     ConnectionPool,
     RetryLimit,
+    client_context,
 )
 from torchelastic.rendezvous.etcd.etcd_messages import JobKeys
-from torchelastic.rendezvous.etcd.etcd_tls import client_context
 from torchelastic.rendezvous.etcd.settings import EtcdSettings
-from torchelastic.rendezvous.etcd.watch_events import WatchEvents
-from torchelastic.rendezvous.membership.lease import HeldLease
-from torchelastic.rendezvous.store import Change, Item, Json, Listing
+from torchelastic.rendezvous.store import Change, HeldLease, Item, Json, Listing
+from torchelastic.rendezvous.world import PART_PREFIX, WORLD_KEY
 
 log = logging.getLogger(__name__)
 
@@ -429,3 +429,140 @@ class EtcdStore:
             self._keeper.cancel()
             await asyncio.wait({self._keeper})
             self._keeper = None
+
+
+class WatchEvents:
+    """The changes under a prefix, each once, in order.
+
+    etcd forgets old changes after a compaction. A watch that asks for such changes restarts from a
+    listing; a key missing there has been deleted. To detect that, this keeps the names of all keys
+    that its caller may know.
+    """
+
+    def __init__(self, prefix: str, after: int, known: Iterable[str]) -> None:
+        self.prefix = prefix
+        self.seen = after
+        self._known = {key for key in known if key.startswith(prefix)}
+
+    def take(self, changes: Iterable[Change]) -> list[Change]:
+        """The new changes."""
+        news = [change for change in changes if change.revision > self.seen]
+        for change in news:
+            # Only after all of them: several changes may have one revision, as when a lease ends.
+            self.seen = change.revision
+            if change.item is None:
+                self._known.discard(change.key)
+            else:
+                self._known.add(change.key)
+        return news
+
+    def catch_up(self, listing: Listing) -> list[Change]:
+        """The changes between the last one delivered and a listing: the last of each key."""
+        put = [
+            Change(key, item, item.modified)
+            for key, item in listing.items.items()
+            if item.modified > self.seen
+        ]
+        put.sort(key=lambda change: change.revision)
+        gone = [
+            Change(key, None, listing.revision) for key in sorted(self._known - set(listing.items))
+        ]
+        self.seen = listing.revision
+        self._known = set(listing.items)
+        return [*put, *gone]
+
+
+# --- the store of a job --------------------------------------------------------------------------
+
+# A closed world stays there for nodes that are slow to see it, but not forever: the next job with
+# the same id would take it for its own end. The last node to leave removes it; if that node was
+# killed, the first node of the next job does. A job whose nodes were all killed is not closed: it
+# continues, with its generation and budget, when nodes come back.
+
+#: Seconds for the last node to remove the job's keys.
+CLEANUP_TIMEOUT = 2.0
+
+
+async def open_store(
+    endpoint: str,
+    run_id: str,
+    options: Mapping[str, str],
+    *,
+    timeout: float | None,
+    clock: Clock,
+) -> EtcdStore:
+    """Connect to the store of a job at etcd.
+
+    Waits up to `timeout` seconds (None: forever) for etcd. `options` are those of `--rdzv-conf` or
+    of a rendezvous URL. Raises `RendezvousLost`, `RendezvousRefused` or `ConfigError`.
+    """
+    store = await EtcdStore.connect(
+        parse_endpoints(endpoint, DEFAULT_ETCD_PORT),
+        run_id,
+        timeout=timeout,
+        settings=EtcdSettings.of(options),
+        clock=clock,
+    )
+    try:
+        await remove_closed_job(store, timeout)
+    except BaseException:
+        await store.close()
+        raise
+    return store
+
+
+async def close_store(store: EtcdStore) -> None:
+    """Leave; the last node removes the job's keys."""
+
+    async def leave() -> None:
+        await store.end_lease()
+        await remove_if_finished(store)
+
+    try:
+        await asyncio.wait_for(leave(), CLEANUP_TIMEOUT)
+    except (RendezvousError, asyncio.TimeoutError) as error:
+        # Not worth waiting for: the next job with this id finds the keys, and removes them.
+        log.debug("could not clean up the job's keys in etcd: %r", error)
+    await store.close()
+
+
+async def remove_if_finished(store: EtcdStore) -> bool:
+    """Delete the keys of a job if it is closed, or never started, and has no node."""
+    listing = await store.get("")
+    world = listing.items.get(WORLD_KEY)
+    if world is not None and not _is_closed(world):
+        return False
+    modified = 0 if world is None else world.modified
+    return await store.forget_job(WORLD_KEY, modified, PART_PREFIX)
+
+
+async def remove_closed_job(store: EtcdStore, timeout: float | None) -> None:
+    """Before joining, wait for the nodes of a closed job with this id to exit, and remove its keys.
+
+    It is not the job to join: that one has not started yet. Waits up to `timeout` seconds (None:
+    forever).
+    """
+    try:
+        await asyncio.wait_for(_wait_for_exit(store), timeout)
+    except asyncio.TimeoutError:
+        raise RendezvousRefused(
+            "An earlier job with the same --rdzv-id is closed, but some of its nodes are still "
+            f"running after {timeout:g} s: stop them, or use another id."
+        ) from None
+
+
+async def _wait_for_exit(store: EtcdStore) -> None:
+    while True:
+        listing = await store.get("")
+        world = listing.items.get(WORLD_KEY)
+        if world is None or not _is_closed(world):
+            return
+        if await store.forget_job(WORLD_KEY, world.modified, PART_PREFIX):
+            return
+        log.info("an earlier job with the same id is ending; waiting for its nodes to exit")
+        async with contextlib.aclosing(store.watch("", after=listing.revision)) as changes:
+            await anext(changes)
+
+
+def _is_closed(world: Item) -> bool:
+    return world.value.get("phase") == "closed"

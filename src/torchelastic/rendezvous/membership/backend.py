@@ -14,8 +14,7 @@ from torchelastic.rendezvous.backend_parameters import check_backend
 from torchelastic.rendezvous.embedded.failover_state import FailoverState
 from torchelastic.rendezvous.embedded.node import EmbeddedNode
 from torchelastic.rendezvous.embedded.voter_file import VoterFile
-from torchelastic.rendezvous.etcd.etcd_store import EtcdStore
-from torchelastic.rendezvous.etcd.open_store import close_store, open_store
+from torchelastic.rendezvous.etcd.etcd_store import EtcdStore, close_store, open_store
 from torchelastic.rendezvous.store import Json, Store
 from torchelastic.rendezvous.witness.vote_keys import Witness
 from torchelastic.rendezvous.witness.witness_client import WitnessClient

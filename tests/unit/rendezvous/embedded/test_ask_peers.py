@@ -10,8 +10,7 @@ import pytest
 
 from tests.unit.transport.listener_support import JOB
 from torchelastic.rendezvous.embedded import ask_peers as module
-from torchelastic.rendezvous.embedded.ask_peers import ask_for_votes
-from torchelastic.rendezvous.embedded.votes import Ballot, VoteRequest
+from torchelastic.rendezvous.embedded.ask_peers import Ballot, VoteRequest, ask_for_votes
 from torchelastic.transport import frames
 from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.connect import Endpoint

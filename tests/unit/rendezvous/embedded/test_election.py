@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from torchelastic.rendezvous import majority
-from torchelastic.rendezvous.embedded.ask_peers import Returns
+from torchelastic.rendezvous.embedded.ask_peers import Ballot, Returns
 from torchelastic.rendezvous.embedded.election import DOUBLINGS_LIMIT, Poll, Search
 from torchelastic.rendezvous.embedded.failover_state import FailoverState
-from torchelastic.rendezvous.embedded.votes import Ballot
 from torchelastic.rendezvous.majority import CANDIDACY_STAGGER, Candidacy, Elector, Electorate, Roll
 
 NODES = frozenset("abcd")

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tests.unit.rendezvous.embedded_support import a_few_examples
 from torchelastic.errors import ConfigError
-from torchelastic.rendezvous.embedded import journal
-from torchelastic.rendezvous.embedded.journal import KeptJob, RecordedTable
+from torchelastic.rendezvous.embedded import state_file
+from torchelastic.rendezvous.embedded.state_file import KeptJob, RecordedTable
 
 
 class Written:
@@ -26,11 +26,11 @@ class Written:
         self.lasting.append(lasting)
 
     def replayed(self, now=100.0):
-        return journal.replay(self.entries, now)["job"]
+        return state_file.replay(self.entries, now)["job"]
 
     def as_snapshot(self):
         kept = {"job": KeptJob("store-1", self.table)}
-        return json.loads(json.dumps(journal.snapshot(kept)))
+        return json.loads(json.dumps(state_file.snapshot(kept)))
 
 
 def same(table, other):
@@ -88,7 +88,7 @@ def test_leases_begin_again_and_end_with_their_keys():
     written.table.put("member/a", "{}", lease="L")
 
     for entries in (written.entries, written.as_snapshot()):
-        table = journal.replay(entries, 100.0)["job"].table
+        table = state_file.replay(entries, 100.0)["job"].table
         assert table.next_deadline() == 103.0
         assert table.keep_alive("L", 102.0)
         assert not table.expire(103.0)
@@ -101,7 +101,7 @@ def test_a_client_that_is_up_to_date_gets_only_new_changes():
     written.table.put("world", "2")
 
     for entries in (written.entries, written.as_snapshot()):
-        table = journal.replay(entries, 0.0)["job"].table
+        table = state_file.replay(entries, 0.0)["job"].table
         assert table.since("", 2) == []
         (row,) = table.put("world", "3")
         assert table.since("", 2) == [row]
@@ -113,7 +113,7 @@ def test_who_fell_behind_hears_of_what_was_deleted_before_the_restart():
     written.table.put("member/a", "{}", lease="L")
     written.table.end_lease("L")
 
-    table = journal.replay(written.as_snapshot(), 0.0)["job"].table
+    table = state_file.replay(written.as_snapshot(), 0.0)["job"].table
 
     assert [(row.key, row.text) for row in table.since("member/", 1)] == [("member/a", None)]
 
@@ -121,9 +121,9 @@ def test_who_fell_behind_hears_of_what_was_deleted_before_the_restart():
 def test_jobs_are_apart_and_can_be_forgotten():
     entries = [["new", "a", "A"], ["new", "b", "B"], ["put", "a", "world", "{}", None, {}, ""]]
 
-    jobs = journal.replay(entries, 0.0)
+    jobs = state_file.replay(entries, 0.0)
     assert (jobs["a"].table.revision, jobs["b"].table.revision) == (1, 0)
-    assert list(journal.replay([*entries, ["forget", "a"]], 0.0)) == ["b"]
+    assert list(state_file.replay([*entries, ["forget", "a"]], 0.0)) == ["b"]
 
 
 OPERATIONS = st.one_of(
@@ -154,16 +154,16 @@ def test_whatever_was_done_and_whenever_it_was_written_whole(operations, whole_a
 
 
 def text(*entries):
-    return journal.heading() + b"".join(map(journal.line, entries))
+    return state_file.heading() + b"".join(map(state_file.line, entries))
 
 
 def test_a_line_that_was_not_finished_was_never_told():
-    assert journal.parse(text(), "F") == []
+    assert state_file.parse(text(), "F") == []
     first = ["new", "jöb\n", "A"]
     whole = text(first, ["new", "b", "B"])
 
     for end in range(len(text(first)), len(whole)):
-        assert journal.parse(whole[:end], "F") == [first]
+        assert state_file.parse(whole[:end], "F") == [first]
 
 
 @pytest.mark.parametrize(
@@ -172,15 +172,15 @@ def test_a_line_that_was_not_finished_was_never_told():
         (b"", "not a rendezvous state file"),
         (b"import torch\n", "not a rendezvous state file"),
         (b"00000000 {}\n", "not a rendezvous state file"),
-        (journal.line(["something-else", 1]), "not a rendezvous state file"),
-        (journal.line([journal.FORMAT, 2]), "another version"),
+        (state_file.line(["something-else", 1]), "not a rendezvous state file"),
+        (state_file.line([state_file.FORMAT, 2]), "another version"),
         (text(["new", "a", "A"]).replace(b'"A"', b'"B"'), "damaged .line 2"),
-        (text() + b"\n" + journal.line(["new", "a", "A"]), "damaged .line 2"),
-        (text() + journal.line({"a": 1}), "damaged .line 2"),
+        (text() + b"\n" + state_file.line(["new", "a", "A"]), "damaged .line 2"),
+        (text() + state_file.line({"a": 1}), "damaged .line 2"),
     ],
 )
 def test_what_is_not_ours_or_not_whole_is_refused_with_a_reason(data, sentence):
     with pytest.raises(ConfigError, match=sentence) as refused:
-        journal.parse(data, "F")
+        state_file.parse(data, "F")
 
     assert "\n" not in str(refused.value)

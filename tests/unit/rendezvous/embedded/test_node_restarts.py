@@ -24,12 +24,11 @@ from tests.unit.rendezvous.embedded.test_node import (
 from tests.unit.rendezvous.embedded_support import JOB, story, within
 from torchelastic.clock import SystemClock
 from torchelastic.errors import RendezvousLost, VoteOutdated
-from torchelastic.rendezvous.embedded.ask_peers import Returns, ask_for_votes
+from torchelastic.rendezvous.embedded.ask_peers import Ballot, Returns, VoteRequest, ask_for_votes
 from torchelastic.rendezvous.embedded.election import Poll
 from torchelastic.rendezvous.embedded.failover_state import FailoverState
 from torchelastic.rendezvous.embedded.node import EmbeddedNode
 from torchelastic.rendezvous.embedded.voter_file import VoterFile
-from torchelastic.rendezvous.embedded.votes import Ballot, VoteRequest
 from torchelastic.rendezvous.majority import Elector, Electorate, Roll
 from torchelastic.rendezvous.witness.vote_keys import Witness
 from torchelastic.rendezvous.witness.witness_client import WitnessClient

@@ -6,7 +6,7 @@ import pytest
 from torchelastic.errors import WireError
 from torchelastic.rendezvous.etcd import etcd_messages
 from torchelastic.rendezvous.etcd.etcd_messages import EtcdBusy, EtcdRefused, JobKeys
-from torchelastic.rendezvous.etcd.watch_events import WatchEvents
+from torchelastic.rendezvous.etcd.etcd_store import WatchEvents
 from torchelastic.rendezvous.store import Change, Item, Listing
 
 KEYS = JobKeys.of("job", "/torchelastic")

@@ -3,7 +3,7 @@
 import pytest
 
 from torchelastic.errors import ConfigError
-from torchelastic.rendezvous.etcd.etcd_tls import client_context
+from torchelastic.rendezvous.etcd.connection_pool import client_context
 from torchelastic.rendezvous.etcd.settings import EtcdSettings, Login, TlsFiles
 
 

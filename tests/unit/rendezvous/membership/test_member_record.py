@@ -8,7 +8,7 @@ from itertools import islice
 
 from tests.unit.agent.support import in_loop
 from tests.unit.rendezvous.embedded_support import connected, serving, soon
-from torchelastic.rendezvous.membership.member_record import NEIGHBOURS, MemberRecord, _numbers
+from torchelastic.rendezvous.membership.member_session import NEIGHBOURS, MemberRecord, _numbers
 from torchelastic.rendezvous.world import Member
 
 

@@ -10,8 +10,7 @@ import pytest
 from tests.unit.agent.support import in_loop, place
 from torchelastic.clock import SystemClock
 from torchelastic.config import LaunchConfig
-from torchelastic.rendezvous.membership.member_record import MemberRecord
-from torchelastic.rendezvous.membership.member_session import MemberSession
+from torchelastic.rendezvous.membership.member_session import MemberRecord, MemberSession
 from torchelastic.rendezvous.membership.node_driver import LogObserver
 from torchelastic.rendezvous.store import Item
 from torchelastic.rendezvous.world import Member, World

@@ -14,8 +14,7 @@ from tests.unit.rendezvous.embedded_support import story, within
 from torchelastic.errors import ConfigError, RendezvousRefused
 from torchelastic.rendezvous.majority import FIRST_VOTE
 from torchelastic.rendezvous.witness import witness_client as asking_module
-from torchelastic.rendezvous.witness.reachability import WitnessWatch
-from torchelastic.rendezvous.witness.vote_keys import Witness
+from torchelastic.rendezvous.witness.vote_keys import Witness, WitnessWatch
 from torchelastic.rendezvous.witness.witness_client import WitnessClient, WitnessSilent
 from torchelastic.rendezvous.witness.witness_storage import Directory, answer, open_storage
 
