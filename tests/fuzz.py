@@ -42,7 +42,7 @@ def greetings(job: str) -> list[frames.Message]:
         frames.Hello(frames.PROTOCOL, frames.VERSION, job, None),
         frames.Hello(frames.PROTOCOL, frames.VERSION, job, TOKEN, frames.RING, -5, new_nonce()),
         frames.Hello(
-            frames.PROTOCOL, frames.VERSION, job, None, frames.SUCCESSION, 10**9, new_nonce()
+            frames.PROTOCOL, frames.VERSION, job, None, frames.ELECTION, 10**9, new_nonce()
         ),
         frames.Hello(frames.PROTOCOL, frames.VERSION, job, None, frames.SNAPSHOT, 0, new_nonce()),
         frames.Hello(frames.PROTOCOL, frames.VERSION, job, None, frames.EVENTS, 0, new_nonce()),

@@ -14,11 +14,9 @@ IN_PROSE = re.compile(
     r"rumours?|slates?|vigil|whereabouts)\b",
     re.IGNORECASE,
 )
-#: Names in messages and files, which stay.
-STORED = {"heirs", "DOINGS", "doings", "graves"}
 
 
 def in_name(name: str) -> list[str]:
     """The retired words in an identifier."""
-    words = (word.lower() for word in re.findall(r"[A-Z]?[a-z]+", name) if name not in STORED)
+    words = (word.lower() for word in re.findall(r"[A-Z]?[a-z]+", name))
     return [word for word in words if IN_NAMES.fullmatch(word.removesuffix("s"))]

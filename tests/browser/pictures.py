@@ -229,7 +229,7 @@ def hung() -> JobView:
     """Held up by a rank that did not come to a collective."""
     stack = '  File "train.py", line 34, in train_step\n    dist.all_reduce(loss)\n'
     reduce = hangs.Collective("ALLREDUCE", 180)
-    doings = [
+    activities = [
         hangs.RankActivity(
             rank=rank,
             node=f"node-{'ab'[rank // 2]}",
@@ -246,7 +246,7 @@ def hung() -> JobView:
             wall=NOW - 60,
             sentence="rank 3 on node-b hangs at step 89",
             cause=failure(message="no step for 30 s", traceback="", exitcode=-9),
-            hang=hangs.part(hangs.event_of(doings)),
+            hang=hangs.part(hangs.event_of(activities)),
         )
     )
 

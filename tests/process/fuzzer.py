@@ -23,7 +23,7 @@ from torchelastic.transport.auth import Secret, new_nonce
 #: Connections that are left open, and say nothing more.
 IDLE = 50
 PATIENCE = 10.0
-PURPOSES = (frames.STORE, frames.RING, frames.SUCCESSION, frames.SNAPSHOT, frames.EVENTS)
+PURPOSES = (frames.STORE, frames.RING, frames.ELECTION, frames.SNAPSHOT, frames.EVENTS)
 
 
 class Attacker:

@@ -197,7 +197,7 @@ class Agent:
     def base_known(self, base: Base) -> None:
         """Report to the leader the base the workers here continue from; a few nodes do."""
         world = self.state.world
-        if world is None or not world.resident:  # else workers hold it
+        if world is None or not world.in_process:  # else workers hold it
             self._kept = base.generation
         place = world.place(self._node) if world is not None else None
         if place is not None and place < BASE_REPORTERS:

@@ -38,9 +38,9 @@ class Offer(NamedTuple):
 def are_in_process(state: RoundState) -> bool:
     """Return whether the next world has in-process workers."""
     if state.world is not None and state.world.nodes:
-        return state.world.resident
+        return state.world.in_process
     members = state.members.values()
-    return bool(members) and all(present.member.resident for present in members)
+    return bool(members) and all(present.member.in_process for present in members)
 
 
 def replica_size(rules: RoundRules, state: RoundState) -> int:
@@ -180,7 +180,7 @@ def _steps_unreported(state: RoundState) -> int:
     if world is None or not world.nodes:
         return -1
     members = [present.member for present in state.members.values()]
-    if not world.resident and all(member.holds < 0 for member in members):
+    if not world.in_process and all(member.holds < 0 for member in members):
         return -1  # a script without kept state
     without_step = any(
         member.gone >= world.generation > member.holds
@@ -201,7 +201,7 @@ def _handing_over(rules: RoundRules, state: RoundState) -> frozenset[str]:
     """Leaving nodes that must be in one more world to hand over their state: no staying node of the
     last world has it (per place, if replicas span nodes), and there are newcomers to receive it."""
     world = state.world
-    if world is None or not world.resident or world.phase != "pausing":
+    if world is None or not world.in_process or world.phase != "pausing":
         return frozenset()
     there = [present.member for present in state.members.values()]
     standing = [member for member in there if member.standing]

@@ -14,8 +14,8 @@ of its host. Workers of a new generation start only when every member that is al
 reported that its workers of the old one are gone: no worker reads a checkpoint that an old worker
 is still writing, and no two worlds make progress at once.
 
-A world whose workers have all called `torchelastic.train` is in-process; its stored field says
-`resident`. Its workers outlive their generation, which ends in one of two ways:
+A world whose workers have all called `torchelastic.train` is in-process. Its workers outlive their
+generation, which ends in one of two ways:
 
     by a failure   running ──▶ over ──every worker has stopped──▶ the next world
     by agreement   running ──▶ pausing ──every worker has reported its step──▶ the next world
@@ -105,8 +105,8 @@ def _decide(rules: RoundRules, state: RoundState, now: float) -> RoundDecision:
     if world is None:
         return form(rules, state, now, at_once=False)
     if world.phase == "waiting":
-        gives_up = _give_up(state) if world.resident else None
-        return gives_up or form(rules, state, now, at_once=world.resident)
+        gives_up = _give_up(state) if world.in_process else None
+        return gives_up or form(rules, state, now, at_once=world.in_process)
     if world.phase == "agreeing":
         return _await_agreement(state, now)
     if world.phase == "running":
@@ -114,7 +114,7 @@ def _decide(rules: RoundRules, state: RoundState, now: float) -> RoundDecision:
     if world.phase == "pausing":
         return _await_steps(rules, state, now)
     if world.phase == "over":
-        follow_up = _continue_in_process if world.resident else _continue_or_close
+        follow_up = _continue_in_process if world.in_process else _continue_or_close
         return follow_up(rules, state, now)
     return RoundDecision()
 
@@ -145,16 +145,16 @@ def _await_agreement(state: RoundState, now: float) -> RoundDecision:
 def _enlist(rules: RoundRules, state: RoundState) -> RoundDecision | None:
     """Make a world in-process once all of its workers have called `torchelastic.train`."""
     world = the_world(state)
-    if world.resident:
+    if world.in_process:
         return None
     members = state.members
-    called = [node.node in members and members[node.node].member.resident for node in world.nodes]
+    called = [node.node in members and members[node.node].member.in_process for node in world.nodes]
     if all(called) and not state.failures:
         enlisted = [members[node.node].member for node in world.nodes]
         if why := _mesh_misfit(rules, enlisted):
             return RoundDecision(replace(world, phase="closed", exitcode=EXIT_USAGE, reason=why))
-        return RoundDecision(replace(world, resident=True, replica=enlisted[0].replica))
-    if state.done and any(present.member.resident for present in members.values()):
+        return RoundDecision(replace(world, in_process=True, replica=enlisted[0].replica))
+    if state.done and any(present.member.in_process for present in members.values()):
         reason = "some nodes exited without calling torchelastic.train while others wait in it"
         return RoundDecision(replace(world, phase="closed", exitcode=EXIT_FAILED, reason=reason))
     return None
@@ -173,7 +173,7 @@ def _mesh_misfit(rules: RoundRules, members: list[Member]) -> str:
 
 def _watch(rules: RoundRules, state: RoundState, now: float) -> RoundDecision:
     """End a running world after success or a failure, for a leave, or to resize it."""
-    if the_world(state).resident:
+    if the_world(state).in_process:
         ended, stop = _in_process_ended(state), _ask_for_steps
     else:
         ended, stop = _script_ended(state), _end_generation
@@ -389,7 +389,7 @@ def _continue_or_close(rules: RoundRules, state: RoundState, now: float) -> Roun
     found = suspects.find(rules, state, failure, consequences)
     failed = failed_alike(state, failure) if failure is not None else frozenset()
     if found.instead:
-        restart = RestartDecision(True, world.ledger, "")  # not charged
+        restart = RestartDecision(True, world.restarts, "")  # not charged
     else:
         restart = judge(
             Ending(
@@ -402,7 +402,7 @@ def _continue_or_close(rules: RoundRules, state: RoundState, now: float) -> Roun
                 all_ranks=failure is not None and _raised_on_all_ranks(state, failure),
                 without=bool(failed) and failed <= found.out,
             ),
-            world.ledger,
+            world.restarts,
             budget=rules.max_restarts,
             count_resizes=rules.count_resizes,
         )
@@ -413,7 +413,7 @@ def _continue_or_close(rules: RoundRules, state: RoundState, now: float) -> Roun
         state,
         world=replace(
             world,
-            ledger=restart.history,
+            restarts=restart.history,
             cause=cause,
             consequences=_shortened(consequences),
             reason="; ".join(filter(None, said)),

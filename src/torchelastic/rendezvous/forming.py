@@ -78,13 +78,13 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         start=last.start or chosen[0].node,
         phase="running",
         host=state.host,
-        heirs=_host_of(state),
+        candidates=_host_of(state),
         term=state.term,
         witness=_witness(state, chosen),
         store=store,
         ending=None,
         after=None,
-        resident=are_in_process(state),
+        in_process=are_in_process(state),
         replica=replica_size(rules, state),
         reason=_start_reason(last),
         spares=_names_of_others(ordered, chosen),
@@ -220,7 +220,7 @@ def _start_reason(last: World) -> str:
         return "the job starts"
     if last.phase != "waiting":
         return last.reason
-    return f"enough {'workers' if last.resident else 'nodes'} are available again"
+    return f"enough {'workers' if last.in_process else 'nodes'} are available again"
 
 
 def _wait(rules: RoundRules, state: RoundState, now: float) -> RoundDecision:
@@ -243,7 +243,7 @@ def _wait(rules: RoundRules, state: RoundState, now: float) -> RoundDecision:
         times = [again, _starts_awaited_until(state) if state.out else math.inf]
         times += [now + left] if left is not None else []
         return RoundDecision(wake_at=min(time for time in times if time > now))
-    if last is not None and last.resident and last.phase == "over":
+    if last is not None and last.in_process and last.phase == "over":
         what = f"{last.reason}; {what}"  # the reason for its end is known by now
     world = replace(
         last or World(generation=0, phase="waiting"),

@@ -54,7 +54,7 @@ from torchelastic.rendezvous.world import (
 
 #: The electorates of the next world, and the last world known to be confirmed (`majority`).
 ROLL_KEY = "roll"
-CONFIRMED_KEY = "settled"
+CONFIRMED_KEY = "confirmed"
 
 #: Seconds between two looks at the checkpoint path, and the looks without a change after which it
 #: counts as written.

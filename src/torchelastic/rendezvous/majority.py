@@ -10,8 +10,7 @@ halves of a split network never both continue:
 
 The electorate is the last world's nodes and its host, even if the host is not in that world. A
 world is *confirmed* once a majority of the electorate before it has confirmed it. Until then, that
-electorate must agree to the next world as well: its nodes may not know of the newest one. Stored
-names and messages say `settled`.
+electorate must agree to the next world as well: its nodes may not know of the newest one.
 
 If the number of voters is even, storage can be one more voter: the *witness*. It has one vote in
 each such electorate; the first node that claims the vote has it forever, for one term.

@@ -115,7 +115,7 @@ class Member:
     leaving: str = ""
     #: The workers are in-process: they outlive their generation (`torchelastic.train`). The fields
     #: below are about in-process workers.
-    resident: bool = False
+    in_process: bool = False
     #: Local ranks of the workers that are in a world or could enter one.
     standing: tuple[int, ...] = ()
     #: The number of workers that are starting.
@@ -209,13 +209,6 @@ _NODE, _PEER = WorldNode._fields.index("node"), WorldNode._fields.index("peer")
 _by_rank = itemgetter(WorldNode._fields.index("node_rank"))
 
 
-class Candidate(NamedTuple):
-    """A node that may become the host of the embedded store, and the address of its agent."""
-
-    node: str
-    peer: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class World:
     """The leader's decision: the generation, its nodes, and its phase.
@@ -239,11 +232,11 @@ class World:
     count: int = 0
     roles: Mapping[str, int] = field(default_factory=dict)
     #: The number of parts that the list of nodes is stored in, and the digest of the list.
-    shards: int = 1
+    part_count: int = 1
     digest: str = ""
     #: The failover candidates of the embedded store, in order, and their agents' addresses; its
     #: current host; and the host's term.
-    heirs: Mapping[str, str] = field(default_factory=dict)
+    candidates: Mapping[str, str] = field(default_factory=dict)
     host: str = ""
     term: int = 0
     #: The token of the witness if it has a vote on the next world.
@@ -259,13 +252,13 @@ class World:
     base: Base | None = None
     #: Why the world is in this phase, in a sentence.
     reason: str = ""
-    #: The restarts that the job has used, including this generation's (a stored name).
-    ledger: RestartHistory = field(default_factory=RestartHistory)
+    #: The restarts that the job has used, including this generation's.
+    restarts: RestartHistory = field(default_factory=RestartHistory)
     #: The first failure of the last failed generation, and its consequences.
     cause: Failure | None = None
     consequences: tuple[Failure, ...] = ()
     #: Its workers are in-process: they enter the next world instead of being stopped.
-    resident: bool = False
+    in_process: bool = False
     #: The step that the workers of the last generation run through before they enter this one or,
     #: in a world that is over, before they stop; None: they stop at once. If the training is done:
     #: its last step.
@@ -348,11 +341,6 @@ class World:
         proves nothing."""
         return self.count == 1 and self.place(host) is None
 
-    @property
-    def candidates(self) -> tuple[Candidate, ...]:
-        """The failover candidates, in order."""
-        return tuple(Candidate(*pair) for pair in self.heirs.items())
-
     def role_size(self, role: str) -> int:
         """The number of workers with this role."""
         return self.roles.get(role, 0)
@@ -370,7 +358,7 @@ class World:
         """The same world with these nodes, and its totals. The host stays a failover candidate: it
         has a vote, in the world or not."""
         nodes, handing_over = tuple(nodes), tuple(handing_over)
-        host = {self.host: self.heirs[self.host]} if self.host in self.heirs else {}
+        host = {self.host: self.candidates[self.host]} if self.host in self.candidates else {}
         roles: dict[str, int] = {}
         for node in nodes:
             roles[node.role] = roles.get(node.role, 0) + node.nproc
@@ -381,14 +369,14 @@ class World:
             size=sum(roles.values()),
             count=len(nodes),
             roles=roles,
-            shards=shards_for(len(nodes) + len(handing_over)),
+            part_count=parts_for(len(nodes) + len(handing_over)),
             digest=_digest(nodes, handing_over),
-            heirs={**{node.node: node.peer for node in _spread(nodes)}, **host},
+            candidates={**{node.node: node.peer for node in _spread(nodes)}, **host},
         )
 
     def in_parts(self, most: int) -> World:
         """The same world in at most this many parts, of any size."""
-        return replace(self, shards=min(self.shards, most))
+        return replace(self, part_count=min(self.part_count, most))
 
     # --- as JSON ---------------------------------------------------------------------------------
 
@@ -398,7 +386,7 @@ class World:
             **self.summary(),
             "nodes": list(self.nodes),
             "handing_over": list(self.handing_over),
-            "heirs": dict(self.heirs),
+            "candidates": dict(self.candidates),
         }
 
     def summary(self) -> Json:
@@ -409,8 +397,8 @@ class World:
             for name in _names(World)
             if name not in _IN_PARTS and getattr(self, name) != _WORLD_DEFAULTS.get(name, ...)
         }
-        if "ledger" in made:
-            made["ledger"] = dict(vars(self.ledger))
+        if "restarts" in made:
+            made["restarts"] = dict(vars(self.restarts))
         if self.cause is not None:
             made["cause"] = self.cause.to_json()
         if self.consequences:
@@ -423,16 +411,16 @@ class World:
             _key(index): {
                 "generation": self.generation,
                 "digest": self.digest,
-                "heirs": self.heirs,
+                "candidates": self.candidates,
                 "nodes": [],
                 "handing_over": [],
             }
-            for index in range(self.shards)
+            for index in range(self.part_count)
         }
         for node in self.nodes:
-            parts[part_key(node.node, self.shards)]["nodes"].append(node)
+            parts[part_key(node.node, self.part_count)]["nodes"].append(node)
         for gone in self.handing_over:
-            parts[part_key(gone, self.shards)]["handing_over"].append(gone)
+            parts[part_key(gone, self.part_count)]["handing_over"].append(gone)
         return parts
 
     @classmethod
@@ -458,7 +446,7 @@ class World:
             self,
             nodes=other.nodes,
             handing_over=other.handing_over,
-            heirs=other.heirs,
+            candidates=other.candidates,
         )
 
     def with_parts(self, parts: Sequence[Mapping[str, Any]]) -> World:
@@ -468,7 +456,7 @@ class World:
             self,
             nodes=tuple(sorted(nodes, key=_by_rank)),
             handing_over=tuple([node for part in parts for node in part["handing_over"]]),
-            heirs=parts[0]["heirs"] if parts else {},
+            candidates=parts[0]["candidates"] if parts else {},
         )
 
     def has_list_of(self, other: World) -> bool:
@@ -492,12 +480,12 @@ def _failures(items: Iterable[Json]) -> tuple[Failure, ...]:
 
 _WORLD_DEFAULTS = _defaults(World)
 #: Fields of a world that are stored apart from its summary.
-_IN_PARTS = frozenset({"nodes", "handing_over", "heirs"})
+_IN_PARTS = frozenset({"nodes", "handing_over", "candidates"})
 #: Converters of the fields whose JSON form differs.
 _FROM_JSON: dict[str, Callable[[Any], Any]] = {
     "nodes": lambda items: tuple(WorldNode.from_json(item) for item in items),
     "handing_over": tuple,
-    "ledger": lambda data: RestartHistory(**_known(RestartHistory, data)),
+    "restarts": lambda data: RestartHistory(**_known(RestartHistory, data)),
     "base": Base.from_json,
     "cause": Failure.from_json,
     "consequences": _failures,
@@ -517,21 +505,21 @@ def _spread(nodes: Sequence[WorldNode]) -> list[WorldNode]:
     ]
 
 
-def shards_for(count: int) -> int:
+def parts_for(count: int) -> int:
     """The number of parts for a list of this many nodes: a power of two, 8 to 16 nodes in each.
 
-    >>> [shards_for(count) for count in (1, 16, 17, 32, 1024, 4096)]
+    >>> [parts_for(count) for count in (1, 16, 17, 32, 1024, 4096)]
     [1, 1, 2, 2, 64, 256]
     """
-    shards = 1
-    while shards * PART_NODES < count:
-        shards *= 2
-    return shards
+    part_count = 1
+    while part_count * PART_NODES < count:
+        part_count *= 2
+    return part_count
 
 
-def part_key(node: str, shards: int) -> str:
+def part_key(node: str, part_count: int) -> str:
     """The key of the part for a node."""
-    return _key(zlib.crc32(node.encode()) % shards)
+    return _key(zlib.crc32(node.encode()) % part_count)
 
 
 def _key(index: int) -> str:

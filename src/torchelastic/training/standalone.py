@@ -129,7 +129,7 @@ class StandaloneNode:
         self._channel.setblocking(False)
         self._status_page = status_page.create()
         try:
-            async with self._driver.membership(resident=True, starting=1, ready=True):
+            async with self._driver.membership(in_process=True, starting=1, ready=True):
                 self._driver.tasks.start(self._listen, "listen")
                 self._driver.tasks.start(self._watch, "hang-watchdog")
                 while not self._state.is_terminal:
@@ -187,7 +187,7 @@ class StandaloneNode:
             case orders.Pong():
                 self._pong = report
             case orders.Begins():
-                best = self._state.world.ledger.best_step if self._state.world is not None else -1
+                best = self._state.world.restarts.best_step if self._state.world is not None else -1
                 if said := beginning(report, best_step=best, in_process=True):
                     logger.warning(said)
 

@@ -2,7 +2,7 @@
 
 Another process may send garbage. A field that has the wrong type or is missing raises a
 `ValueError` with one sentence; the caller decides what to do. A field with a default may be
-missing, and unknown fields are ignored: other releases may send less, or more.
+missing, and unknown fields are ignored.
 
 A field has a plain type (bool, int, str, None, or a union of these), or is declared as float,
 `Count`, a dataclass, `dict[str, T]`, `list[T]`, `tuple[T, ...]`, or as a `NamedTuple` or

@@ -49,10 +49,10 @@ TOKEN_LIMIT = 128
 #: Purposes of a connection, named in its hello.
 STORE = "store"
 RING = "ring"
-SUCCESSION = "succession"
+ELECTION = "election"
 SNAPSHOT = "snapshot"
 EVENTS = "events"
-DOINGS = "doings"
+ACTIVITIES = "activities"
 
 #: The key of a message's name.
 _KIND = "kind"
@@ -90,7 +90,7 @@ class Hello(Message):
     job: str
     #: The lease to take up again, after a connection was lost.
     lease: str | None
-    #: `STORE`, `RING`, `SUCCESSION`, `SNAPSHOT`, `EVENTS` or `DOINGS`.
+    #: `STORE`, `RING`, `ELECTION`, `SNAPSHOT`, `EVENTS` or `ACTIVITIES`.
     purpose: str = STORE
     #: The latest term of the store's hosts that the client knows of.
     term: int = 0

@@ -270,7 +270,7 @@ def _most_visitors() -> int:
     return MOST_VISITORS if files == resource.RLIM_INFINITY else min(MOST_VISITORS, files // 2)
 
 
-# --- limits on visitors ----------------------------------------------------------------------------
+# --- limits on visitors --------------------------------------------------------------------------
 
 # Strangers can open connections faster than they can be checked. Beyond the limits, the oldest is
 # dropped: a client of ours says its hello at once and does not wait.
@@ -355,7 +355,7 @@ def source_of(address: str) -> str:
     return str(ipaddress.ip_network((ip, 64), strict=False))
 
 
-# --- workers that look for torch's store -----------------------------------------------------------
+# --- workers that look for torch's store ---------------------------------------------------------
 
 # torchrun's static rendezvous has torch's store at `--master-port`, and scripts use that port
 # directly: `init_process_group("tcp://localhost:29500")`. Here an agent listens there, and every

@@ -1,4 +1,4 @@
-"""A model of embedded failover: every decision is made by `succession`, every order is possible.
+"""A model of embedded failover: every decision is made by `majority`, every order is possible.
 
 What was said is never taken back: each message lies in a set of its own and may be heard at any
 later time, several times, or never. That is loss, duplication, delay and reordering at once. A node
@@ -593,7 +593,7 @@ class Model:
     def _after_a_lease(self, state: State, host: Node) -> State:
         """None of those who train has agreed: the host has waited until their leases had ended.
 
-        That can only be so where one node trains, and its host does not: see `succession`.
+        That can only be so where one node trains, and its host does not: see `majority`.
         """
         alone = host.world[1].nodes
         if alone & self._agree(state, host) or not alone:

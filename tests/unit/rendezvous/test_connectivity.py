@@ -17,9 +17,9 @@ LEASE = 3.0
 def in_process(nnodes: str = "1:5", nodes: str = "abcde", **rules) -> Job:
     """A job at etcd whose workers have called `train`, and have taken a step."""
     job = Job(nnodes, probes=True, lease=LEASE, **rules)
-    job.come(*nodes, resident=True, standing=(0, 1))
+    job.come(*nodes, in_process=True, standing=(0, 1))
     job.wait(5)
-    assert (job.world.phase, job.world.resident, job.names) == ("running", True, [*nodes])
+    assert (job.world.phase, job.world.in_process, job.names) == ("running", True, [*nodes])
     return job
 
 
@@ -89,7 +89,7 @@ def test_other_silence_does_not_end_a_world(node, silent, generation):
 def test_the_end_of_a_world_by_silence_uses_no_restart():
     job = in_process()
     cut(job, "abc", "de")
-    assert job.world.ledger.used == 0
+    assert job.world.restarts.used == 0
 
 
 # --- which side continues ------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_a_single_pair_that_is_cut_costs_one_node():
 def test_no_side_has_the_whole_state_the_job_waits_and_says_where_it_is():
     job = Job("1:4", probes=True, lease=LEASE, replica_size=4)
     for place, name in enumerate("abcd"):
-        where = {"resident": True, "standing": (0, 1), "place": place % 2, "replica": 4}
+        where = {"in_process": True, "standing": (0, 1), "place": place % 2, "replica": 4}
         job.come(name, **where, holds=0)
     job.state = replace(job.state, places={name: i % 2 for i, name in enumerate("abcd")})
     job.wait(5)
@@ -176,7 +176,7 @@ def test_nodes_come_back_when_they_reach_the_others_and_not_before():
 )
 def test_a_newcomer_joins_once_it_has_reached_every_node_of_the_world(probed, unreached, joins):
     job = in_process("1:3", "ab")
-    job.come("c", resident=True, standing=(0, 1), probed=probed, unreached=tuple(unreached))
+    job.come("c", in_process=True, standing=(0, 1), probed=probed, unreached=tuple(unreached))
     job.wait(5)
     assert (job.world.phase == "pausing") is joins
 
@@ -223,7 +223,7 @@ def test_a_frozen_node_that_alone_may_have_the_state_is_awaited_until_its_lease_
     """The other one joined, and has stopped before it got the state."""
     job = in_process("1:2", "a")
     job.say("a", holds=0)
-    job.come("b", resident=True, standing=(0, 1), probed=0)
+    job.come("b", in_process=True, standing=(0, 1), probed=0)
     job.wait(5)
     for name in "ab":
         job.say(name, paused=0, entered=7)
@@ -263,7 +263,7 @@ def test_a_node_that_refuses_connections_is_left_out_at_once_and_then_dropped():
 def test_the_last_holder_of_the_state_is_not_dropped_for_a_refusal():
     job = in_process("1:2", "a")
     job.say("a", holds=0)
-    job.come("b", resident=True, standing=(0, 1), probed=0)
+    job.come("b", in_process=True, standing=(0, 1), probed=0)
     job.wait(5)
     for name in "ab":
         job.say(name, paused=0, entered=7)
@@ -304,7 +304,7 @@ def test_a_refusal_in_the_name_of_a_living_node_makes_all_probe():
 
 def test_a_spare_that_refuses_connections_is_dropped_while_the_others_train():
     job = in_process("1:2", "ab")
-    job.come("c", resident=True, standing=(0, 1))
+    job.come("c", in_process=True, standing=(0, 1))
     refuse(job, "c")
     assert (job.world.phase, to_drop(job)) == ("running", ("c",))
 
@@ -319,7 +319,7 @@ def test_a_worker_that_gets_no_answer_makes_all_probe_and_no_node_is_held_out():
     assert job.world.probe == job.world.generation + 1
     stop(job, "abcde")
     probe(job, "abc", "de")
-    assert (job.names, job.world.held, job.world.ledger.used) == (["a", "b", "c"], (), 0)
+    assert (job.names, job.world.held, job.world.restarts.used) == (["a", "b", "c"], (), 0)
     assert "a, b, c cannot reach d, e" in job.world.reason
 
 

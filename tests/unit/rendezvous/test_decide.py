@@ -23,7 +23,7 @@ def test_a_failure_restarts_the_same_nodes_only_when_all_workers_are_gone():
     assert job.kinds[-1] == "failure"
     job.say("a", gone=0, store="a:9")
     assert (job.world.phase, job.world.generation, job.names) == ("running", 1, ["a", "b"])
-    assert job.world.ledger.used == 1
+    assert job.world.restarts.used == 1
     assert "ValueError: no" in job.world.reason
     assert "1 of 100 restarts used" in job.world.reason
     assert job.world.cause == failure("b")
@@ -67,7 +67,7 @@ def test_decide_same_exception_on_all_ranks_twice_before_a_step_closes_the_job(l
             failures = tuple(failure(node, generation, rank=rank) for rank in ranks)
             job.say(node, failures=failures)
         job.all_gone()
-    assert (job.world.phase, job.world.ledger.repeats) == (phase, 2)
+    assert (job.world.phase, job.world.restarts.repeats) == (phase, 2)
 
 
 def test_a_failure_of_an_older_generation_is_history():
@@ -99,7 +99,7 @@ def test_a_node_failure_goes_on_without_settling_and_spends_nothing():
     job.die("b")
     assert (job.world.phase, job.kinds[-1]) == ("over", "node-failure")
     job.all_gone()
-    assert (job.world.phase, job.names, job.world.ledger.used) == ("running", ["a", "c"], 0)
+    assert (job.world.phase, job.names, job.world.restarts.used) == ("running", ["a", "c"], 0)
     assert job.world.reason.startswith("b failed")
     assert (job.world.cause.node, job.world.cause.is_node) == ("b", True)
     assert job.world.cause.sentence().startswith("b failed: its connection or lease ended")
@@ -117,14 +117,14 @@ def test_a_leave_is_not_waited_for():
     assert "b leaves (SIGTERM)" in job.world.reason
 
 
-@pytest.mark.parametrize("resident", [False, True])
-def test_a_leave_and_its_end_that_become_known_at_once(resident):
+@pytest.mark.parametrize("in_process", [False, True])
+def test_a_leave_and_its_end_that_become_known_at_once(in_process):
     """A leader that stood still takes both up before it decides."""
     job = running(nodes="ab")
-    if resident:
+    if in_process:
         for name in "ab":
-            job.say(name, resident=True, standing=(0, 1))
-        assert job.world.resident
+            job.say(name, in_process=True, standing=(0, 1))
+        assert job.world.in_process
     member, created = job.records.pop("b")
     draft = StateUpdate(job.state)
     draft.see(replace(member, leaving="SIGTERM"), created, job.now)
@@ -194,7 +194,7 @@ def test_count_resizes_makes_membership_changes_spend_the_budget():
     job = running("1:4", "abc", max_restarts=1, count_resizes=True)
     job.die("c")
     job.all_gone()
-    assert job.world.ledger.used == 1
+    assert job.world.restarts.used == 1
     job.die("b")
     job.all_gone()
     assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_FAILED)

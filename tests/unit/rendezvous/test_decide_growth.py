@@ -20,7 +20,7 @@ def test_newcomers_within_the_settle_time_come_in_one_resize():
     assert (job.world.phase, job.kinds[-1]) == ("over", "resize")
     job.all_gone()
     assert (job.names, job.world.generation) == (["a", "b", "c", "d"], 1)
-    assert job.world.ledger.used == 0
+    assert job.world.restarts.used == 0
 
 
 def test_a_newcomer_is_admitted_only_when_ready():

@@ -17,7 +17,7 @@ def resident_job(nodes: str = "a b", nnodes: str = "1:4", **rules) -> Job:
     job.now += 10
     job.settle()
     for name in nodes.split():
-        job.say(name, resident=True, standing=(0, 1))
+        job.say(name, in_process=True, standing=(0, 1))
     return job
 
 
@@ -33,18 +33,18 @@ def workers(job: Job) -> dict[str, tuple[int, ...]]:
 def test_a_world_is_resident_when_all_its_workers_have_enlisted():
     job = Job("2:2")
     job.come("a", "b")
-    job.say("a", resident=True, standing=(0, 1))
-    assert not job.world.resident
-    job.say("b", resident=True, standing=(0, 1))
-    assert (job.world.resident, job.world.generation, job.world.phase) == (True, 0, "running")
+    job.say("a", in_process=True, standing=(0, 1))
+    assert not job.world.in_process
+    job.say("b", in_process=True, standing=(0, 1))
+    assert (job.world.in_process, job.world.generation, job.world.phase) == (True, 0, "running")
 
 
 def test_nobody_is_resident_after_a_failure_before_that():
     job = Job("2:2")
     job.come("a", "b")
     job.say("a", failures=(failure("a"),))
-    job.say("b", resident=True, standing=(0, 1))
-    assert (job.world.resident, job.world.phase) == (False, "over")
+    job.say("b", in_process=True, standing=(0, 1))
+    assert (job.world.in_process, job.world.phase) == (False, "over")
 
 
 def test_a_lost_worker_is_left_out_at_once_and_comes_back_by_agreement():
@@ -86,7 +86,7 @@ def test_a_node_may_bring_some_of_its_workers_only():
 
 def test_a_failure_while_the_workers_are_asked_voids_the_question():
     job = resident_job("a", nnodes="1:2")
-    job.come("b", resident=True, standing=(0, 1))
+    job.come("b", in_process=True, standing=(0, 1))
     job.now += 10
     job.settle()
     assert job.world.phase == "pausing"
@@ -102,7 +102,7 @@ def test_a_failure_while_the_workers_are_asked_voids_the_question():
 def test_answers_about_an_older_generation_do_not_count():
     job = resident_job("a", nnodes="1:2")
     job.say("a", paused=-1, entered=99)
-    job.come("b", resident=True, standing=(0, 1))
+    job.come("b", in_process=True, standing=(0, 1))
     job.now += 10
     job.settle()
     assert job.world.phase == "pausing"
@@ -116,12 +116,12 @@ def test_a_leave_goes_by_agreement_and_the_others_go_on():
     job.say("b", paused=0, entered=3)
     assert (job.world.phase, job.world.after) == ("running", 3)
     assert workers(job) == {"a": (0, 1)}
-    assert job.world.ledger.used == 0
+    assert job.world.restarts.used == 0
 
 
 def test_who_alone_has_the_state_meets_a_newcomer_before_it_leaves():
     job = resident_job("a", nnodes="1:2")
-    job.come("b", resident=True, standing=(0, 1))
+    job.come("b", in_process=True, standing=(0, 1))
     job.say("a", leaving="SIGTERM")
     job.say("a", paused=0, entered=3)
     assert (job.world.generation, job.world.after) == (1, 3)
@@ -148,7 +148,7 @@ def test_who_goes_without_waiting_for_the_boundary_ends_the_generation(word, end
     job.die("b")
     assert (job.world.phase, job.world.ending) == ("over", ending)
     job.say("a", gone=0)
-    assert (job.world.phase, job.world.generation, job.world.ledger.used) == ("running", 1, 0)
+    assert (job.world.phase, job.world.generation, job.world.restarts.used) == ("running", 1, 0)
 
 
 def leave_at_min() -> Job:
@@ -215,7 +215,7 @@ def test_nodes_that_have_ended_are_not_waited_for_in_train():
     job = Job("2:2")
     job.come("a", "b")
     job.say("a", done=0, gone=0)
-    job.say("b", resident=True, standing=(0, 1))
+    job.say("b", in_process=True, standing=(0, 1))
     assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_FAILED)
 
 
@@ -248,7 +248,7 @@ def test_a_lease_lost_after_the_training_does_not_fail_a_job_whose_node_comes_ba
     )
     job.say("a", done=0, gone=0)
     job.wait(5.0)
-    job.come("b", resident=True, standing=b.standing, gone=0)
+    job.come("b", in_process=True, standing=b.standing, gone=0)
     job.wait(100.0)
     assert job.world.phase == "over"
     job.say("b", done=0)
@@ -300,7 +300,7 @@ def test_an_error_is_tried_again_once_then_ends_the_job():
     job = resident_job()
     job.say("a", failures=(error("a", 0, step=7),), step=7)
     gone(job, 0)
-    assert (job.world.phase, job.world.ledger.used) == ("running", 1)
+    assert (job.world.phase, job.world.restarts.used) == ("running", 1)
     job.say("b", failures=(error("b", 1, step=7, rank=3),), step=7)
     gone(job, 1)
     assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_USAGE)
@@ -337,10 +337,10 @@ def test_a_lost_peer_is_only_a_hint():
 
 def test_nodes_of_one_resident_worker_each_need_no_launcher():
     job = Job("2:3", settle=0.0)
-    job.come("a", "b", nproc=1, resident=True, standing=(), starting=1)
+    job.come("a", "b", nproc=1, in_process=True, standing=(), starting=1)
     assert job.worlds[-1].phase == "waiting"
     job.say("a", standing=(0,), starting=0)
     job.say("b", standing=(0,), starting=0)
     job.now += 1
     job.settle()
-    assert (job.world.resident, job.world.size) == (True, 2)
+    assert (job.world.in_process, job.world.size) == (True, 2)

@@ -24,7 +24,7 @@ def test_a_slow_node_gives_its_place_and_nothing_is_spent():
     job.all_gone()
     assert (job.world.phase, job.world.generation, job.names) == ("running", 1, ["a", "c"])
     assert job.world.spares == ("b",)
-    assert job.world.ledger.used == 0
+    assert job.world.restarts.used == 0
     assert job.world.reason.startswith("c replaces slow b")
 
 
@@ -121,16 +121,16 @@ def test_finished_work_is_not_done_again_for_it(said):
     assert job.world.phase == "running"
 
 
-RESIDENT = {"resident": True, "standing": (0, 1)}
+IN_PROCESS = {"in_process": True, "standing": (0, 1)}
 
 
 @pytest.fixture
 def training() -> Job:
     """In-process workers on two nodes, and on a spare."""
     job = Job("2:2")
-    job.come("a", "b", **RESIDENT)
-    job.come("c", **RESIDENT)
-    assert (job.world.phase, job.names, job.world.resident) == ("running", ["a", "b"], True)
+    job.come("a", "b", **IN_PROCESS)
+    job.come("c", **IN_PROCESS)
+    assert (job.world.phase, job.names, job.world.in_process) == ("running", ["a", "b"], True)
     return job
 
 
@@ -143,7 +143,7 @@ def test_resident_workers_change_between_two_steps(training):
     assert (world.phase, world.generation, world.after) == ("running", 1, 8)
     assert training.names == ["a", "c"]
     assert world.handing_over == ("b",), "it runs through the step, too"
-    assert world.ledger.used == 0
+    assert world.restarts.used == 0
     assert world.reason == "c replaces slow b"
     training.wait(1000)
     assert training.world.generation == 1

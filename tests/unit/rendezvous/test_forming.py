@@ -152,16 +152,18 @@ def test_static_places_are_obeyed_and_a_second_claim_is_a_spare():
     ],
     ids=["nobody", "a spare", "all", "an older state", "slow, alone", "slow, not alone"],
 )
-@pytest.mark.parametrize("is_resident", [False, True], ids=["script", "train"])
+@pytest.mark.parametrize("is_in_process", [False, True], ids=["script", "train"])
 @pytest.mark.parametrize("limit", ["nodes", "sizes"])
-def test_whoever_has_the_newest_state_is_in_the_next_world(holds, slow, names, is_resident, limit):
+def test_whoever_has_the_newest_state_is_in_the_next_world(
+    holds, slow, names, is_in_process, limit
+):
     """The last world may never have begun, without the only node that has the state."""
     many = limit == "sizes"
     job = Job("1:4" if many else "2:2", world_sizes=WorldSizes.parse("4" if many else "1,2,3,4"))
     job.come("a", "b", "c")
     job.wait(1.0)
     assert job.names == ["a", "b"]
-    trains = {"resident": True, "standing": (0, 1)} if is_resident else {}
+    trains = {"in_process": True, "standing": (0, 1)} if is_in_process else {}
     for name in "abc":
         job.say(name, holds=holds.get(name, -1), **trains)
     job.state = round_state.slow_seen(job.state, frozenset(slow))

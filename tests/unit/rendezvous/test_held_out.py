@@ -161,10 +161,10 @@ def test_those_who_failed_least_often_are_taken_first():
     ],
     ids=["alone", "newer", "not alone", "nobody", "least often", "only that one", "unable"],
 )
-@pytest.mark.parametrize("is_resident", [False, True], ids=["script", "train"])
-def test_who_alone_has_the_newest_state_is_let_in(holds, out, unable, names, is_resident):
+@pytest.mark.parametrize("is_in_process", [False, True], ids=["script", "train"])
+def test_who_alone_has_the_newest_state_is_let_in(holds, out, unable, names, is_in_process):
     job = running("1:3", "abc")
-    trains = {"resident": True, "standing": (0, 1)} if is_resident else {}
+    trains = {"in_process": True, "standing": (0, 1)} if is_in_process else {}
     for name in "abc":
         job.say(name, holds=holds.get(name, -1), **trains)
     hold_out(job, *out, unable=unable)
@@ -176,7 +176,7 @@ def test_who_alone_has_the_newest_state_is_let_in(holds, out, unable, names, is_
 @pytest.mark.parametrize(("holds", "phase"), [(3, "running"), (-1, "waiting")])
 def test_only_for_a_state_it_is_let_in_before_the_workers_of_others_have_started(holds, phase):
     job = Job("1:2")
-    job.come("a", "b", resident=True, standing=(0, 1))
+    job.come("a", "b", in_process=True, standing=(0, 1))
     hold_out(job, "b")
     job.say("a", failures=(failure("a", exitcode=-9, message="killed"),), standing=(), starting=2)
     job.say("a", gone=0)
@@ -196,7 +196,7 @@ def test_a_newcomer_that_alone_has_the_newest_state_is_tried_again_within_the_bu
         job.say(name, holds=held)
     assert (job.world.generation, job.names) == (1, ["a", "b"])
     fail(job, "a", "b", message="lost a peer: connection closed")
-    assert (job.names, job.world.ledger.used) == ((["a"], 0) if back else (["a", "b"], 1))
+    assert (job.names, job.world.restarts.used) == ((["a"], 0) if back else (["a", "b"], 1))
     assert out_of(job) == ({"b"} if back else set())
     assert ("continuing without b" in job.world.reason) == back
 
@@ -254,10 +254,10 @@ def test_a_new_leader_begins_the_hold_again():
 
 def test_resident_workers_of_a_held_node_stand_by():
     job = Job("1:3")
-    job.come("a", "b", resident=True, standing=(0, 1))
+    job.come("a", "b", in_process=True, standing=(0, 1))
     job.wait(job.rules.settle)
     hold_out(job, "c")
-    job.come("c", resident=True, standing=(0, 1))
+    job.come("c", in_process=True, standing=(0, 1))
     job.wait(FIRST_HOLD - 1)
     assert job.world.phase == "running"
     job.wait(2)

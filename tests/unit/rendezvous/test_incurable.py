@@ -25,7 +25,7 @@ def test_a_node_that_lacks_a_module_is_held_out_and_the_others_train():
 def test_it_spends_nothing_of_what_the_others_have():
     job = running("1:3", "abc", max_restarts=0)
     fail(job, "b")
-    assert (job.world.phase, job.names, job.world.ledger.used) == ("running", ["a", "c"], 0)
+    assert (job.world.phase, job.names, job.world.restarts.used) == ("running", ["a", "c"], 0)
     job.wait(TRAINED_AFTER)
     fail(job, "c")
     assert (job.world.phase, job.names) == ("running", ["a"])

@@ -26,7 +26,7 @@ from tests.unit.rendezvous.majority_model import (
     running,
 )
 from tests.unit.rendezvous.majority_search import calm_down, outcome, search, wander
-from torchelastic.rendezvous import majority as succession
+from torchelastic.rendezvous import majority
 from torchelastic.rendezvous.majority import Electorate, Roll
 
 pytestmark = pytest.mark.timeout(120 * SOAK)
@@ -129,7 +129,7 @@ def test_by_chance(first, options):
 
 # --- checks of the check: without any one of the rules it must fail ------------------------------
 
-REFUSAL, VOTED = succession.refusal, succession.voted
+REFUSAL, VOTED = majority.refusal, majority.voted
 
 
 def any_vote_will_do(electorates, votes):
@@ -301,7 +301,7 @@ def test_every_rule_is_needed(name, monkeypatch):
     fault = FAULTS[name]
     assert not isinstance(end_of(fault.way), Violation)
     if fault.rule:
-        monkeypatch.setattr(succession, *fault.rule)
+        monkeypatch.setattr(majority, *fault.rule)
     if fault.way:
         assert isinstance(end_of(fault.way, fault.options), Violation)
     else:

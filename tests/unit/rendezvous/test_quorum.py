@@ -348,7 +348,7 @@ def with_spare_host(*others: str, term: int = 1) -> Job:
     job = hosted("1:5", term=term)
     train(job, "a", *others)
     for name in ("a", *others):
-        job.say(name, resident=True, standing=(0, 1), peer=f"{name}:1")
+        job.say(name, in_process=True, standing=(0, 1), peer=f"{name}:1")
     job.say("a", standing=(), starting=2, failures=(failure("a", exitcode=-9),), gone=0)
     stop(job, *others)
     assert (job.names, job.world.phase) == ([*others], "running")
@@ -358,16 +358,16 @@ def with_spare_host(*others: str, term: int = 1) -> Job:
 
 def test_others_know_where_a_spare_host_is():
     job = with_spare_host("b")
-    assert job.world.heirs == {"b": "b:1", "a": "a:1"}
+    assert job.world.candidates == {"b": "b:1", "a": "a:1"}
     again = job.world.with_nodes(job.world.nodes, ["c"])
-    assert again.heirs == job.world.heirs
+    assert again.candidates == job.world.candidates
 
 
 @pytest.mark.parametrize("others", ["b", "bc"])
 def test_a_spare_host_goes_on_when_a_node_is_lost_and_comes_back_without_a_vote(others):
     job = with_spare_host(*others)
     job.die("b")
-    job.come("new", resident=True, standing=(0, 1))
+    job.come("new", in_process=True, standing=(0, 1))
     stop(job, *others[1:])
     assert job.world.phase == "running"
     accept(job, "a", *job.names)
@@ -396,7 +396,7 @@ def test_a_host_that_takes_over_waits_for_the_lease_of_who_trains_alone():
     """b may be cut off, and needs nobody for a step."""
     first = with_spare_host("b")
     later = taken_over(first, "a", may_begin_at=3.0)
-    later.come("a", "c", resident=True, standing=(0, 1))
+    later.come("a", "c", in_process=True, standing=(0, 1))
     assert (later.world.phase, later.wake_at) == ("waiting", 3.0)
     later.wait(3.0)
     assert (later.names, later.world.phase) == (["a", "c"], "running")

@@ -121,7 +121,7 @@ class ShardedJob(Job):
             self.state = round_state.allotted(self.state, places)
             for name, place in places.items():
                 member, _ = self.records[name]
-                again = {"standing": ()} if member.place >= 0 and member.resident else {}
+                again = {"standing": ()} if member.place >= 0 and member.in_process else {}
                 self.say(name, place=place, **again)
 
     @property
@@ -134,7 +134,7 @@ class ShardedJob(Job):
     def enlist(self, mesh: int) -> None:
         for name in self.names:
             nproc = self.records[name][0].nproc
-            self.say(name, resident=True, standing=tuple(range(nproc)), replica=mesh)
+            self.say(name, in_process=True, standing=tuple(range(nproc)), replica=mesh)
 
     def pause(self) -> None:
         """All nodes of a pausing world report their step."""
@@ -149,7 +149,7 @@ def sharded(nnodes: str, nodes: str, mesh: int, nproc: int, **rules) -> ShardedJ
     job.come(*nodes, nproc=nproc)
     job.wait(1.0)
     job.enlist(mesh)
-    assert (job.world.phase, job.world.resident, job.world.replica) == ("running", True, mesh)
+    assert (job.world.phase, job.world.in_process, job.world.replica) == ("running", True, mesh)
     return job
 
 
@@ -171,7 +171,7 @@ def test_meshes_that_make_no_replicas_end_the_job(rules, meshes, sentence):
     job = ShardedJob("2:2", **rules)
     job.come("a", "b")
     for name, mesh in zip("ab", meshes, strict=True):
-        job.say(name, resident=True, standing=(0, 1), replica=mesh)
+        job.say(name, in_process=True, standing=(0, 1), replica=mesh)
     assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_USAGE)
     assert sentence in job.world.reason
 
@@ -245,7 +245,7 @@ def test_world_sizes_count_workers_of_whole_replicas(sizes, nodes, ranks):
     job.wait(1.0)
     assert (job.ranks, job.world.replica) == (ranks, 2)
     job.enlist(2)
-    assert job.world.resident
+    assert job.world.in_process
     job.say("a", failures=(failure("a"),), standing=(1,), starting=1)
     job.all_gone()
     assert all(len(node.local_ranks) == 2 for node in job.world.nodes)
@@ -298,7 +298,7 @@ def test_a_lost_node_takes_its_partner_out_of_the_world():
     job.die("b")
     job.all_gone()
     assert (job.ranks, job.world.spares) == ("c0 d0", ("a",))
-    job.come("e", nproc=1, resident=True)
+    job.come("e", nproc=1, in_process=True)
     assert job.records["e"][0].place == 1
     job.say("e", standing=(0,))
     job.wait(1.0)
@@ -319,7 +319,7 @@ def test_a_spare_with_the_same_place_takes_over_at_once():
     job = spanning("abcdef")
     assert job.ranks == "a0 b0 c0 d0"
     for name in "ef":
-        job.say(name, resident=True, standing=(0,))
+        job.say(name, in_process=True, standing=(0,))
     job.die("b")
     job.all_gone()
     assert job.ranks == "a0 f0 c0 d0"
@@ -328,7 +328,7 @@ def test_a_spare_with_the_same_place_takes_over_at_once():
 
 def test_a_spare_moves_to_the_place_that_is_short():
     job = spanning("abcde")
-    job.say("e", resident=True, standing=(0,))
+    job.say("e", in_process=True, standing=(0,))
     assert job.records["e"][0].place == 0
     job.die("b")
     job.all_gone()
@@ -352,13 +352,13 @@ def test_the_only_node_with_a_shard_does_not_move():
     assert sorted(places.values()) == [0, 1], "one of the two that have the same shard"
     (kept,) = [name for name in places if places[name] == 1]
     job.say("d" if kept == "b" else "b", standing=(), holds=-1)
-    job.come("e", "f", nproc=1, place=1, resident=True)
+    job.come("e", "f", nproc=1, place=1, in_process=True)
     assert job.records[kept][0].place == 1
 
 
 def test_a_node_that_moves_is_in_no_world_before_it_says_so():
     job = spanning("abcde")
-    job.say("e", resident=True, standing=(0,))
+    job.say("e", in_process=True, standing=(0,))
     rules, state = job.rules, round_state.allotted(job.state, {"e": 1})
     assert "e" not in [offer.node for offer in choosing.candidates(rules, state)]
     assert "e" in [offer.node for offer in choosing.candidates(rules, job.state)]
@@ -370,7 +370,7 @@ def test_the_last_holder_of_a_place_is_in_the_next_world_slow_or_not():
     for name in "ab":
         job.say(name, holds=0)
     for name in "cd":
-        job.say(name, resident=True, standing=(0,))
+        job.say(name, in_process=True, standing=(0,))
     job.state = round_state.slow_seen(job.state, {"a"})
     ordered = choosing.in_order(choosing.candidates(rules, job.state), job.world)
     assert [offer.node for offer in choosing.choose(rules, ordered, job.state)] == ["a", "b"]
@@ -378,7 +378,7 @@ def test_the_last_holder_of_a_place_is_in_the_next_world_slow_or_not():
 
 def test_a_leaving_node_hands_its_shard_over_to_a_new_replica():
     job = spanning("ab")
-    job.come("c", "d", nproc=1, resident=True)
+    job.come("c", "d", nproc=1, in_process=True)
     job.say("a", leaving="SIGTERM")
     for name in "cd":
         job.say(name, standing=(0,))
@@ -415,7 +415,7 @@ def test_the_table_of_the_guide(nproc, size, nnodes, sizes, nodes, broken, found
             name,
             nproc=nproc,
             place=place,
-            resident=True,
+            in_process=True,
             standing=tuple(range(bool(missing), nproc)),
             replica=size,
         )

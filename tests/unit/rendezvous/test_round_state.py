@@ -65,4 +65,4 @@ def test_a_new_leader_takes_no_failure_for_one_in_vain():
     job.records = dict(old.records)
     job.say("a", failures=(failure("a"),))
     job.all_gone()
-    assert (job.world.generation, job.world.ledger.used, job.world.ledger.in_vain) == (1, 1, 0)
+    assert (job.world.generation, job.world.restarts.used, job.world.restarts.in_vain) == (1, 1, 0)

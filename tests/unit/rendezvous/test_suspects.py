@@ -62,7 +62,7 @@ def test_a_join_that_fails_before_its_first_step_is_undone_and_costs_nothing():
         f"{NO}; continuing without b for 60 s"
     )
     assert (job.world.spares, out(job)) == (("b",), {"b": FIRST_HOLD})
-    assert job.world.ledger.used == 0
+    assert job.world.restarts.used == 0
 
 
 def test_it_is_tried_again_later_and_later_and_the_job_goes_on():
@@ -120,7 +120,7 @@ def test_a_world_that_lived_long_without_a_step_has_not_trained_where_steps_are_
 def test_the_first_world_has_no_newcomers():
     job = running("1:2", "ab")
     fails(job, "a", "b")
-    assert (job.names, job.world.ledger.used) == (["a", "b"], 1)
+    assert (job.names, job.world.restarts.used) == (["a", "b"], 1)
 
 
 def test_a_newcomer_of_a_world_that_never_trained_stays_one():
@@ -148,17 +148,17 @@ def test_a_replacement_that_the_world_needs_is_tried_again_within_the_budget(nno
     job.all_gone()
     assert job.names == ["a", "c"]
     fails(job, "a", "c")
-    assert (job.names, job.world.ledger.used, out(job)) == (["a", "c"], 1, {})
+    assert (job.names, job.world.restarts.used, out(job)) == (["a", "c"], 1, {})
     fails(job, "a", "c")
     assert job.world.phase == "closed"
 
 
 def test_resident_workers_go_back_too_and_keep_their_state():
     job = Job("1:2")
-    job.come("a", resident=True, standing=(0, 1))
+    job.come("a", in_process=True, standing=(0, 1))
     job.wait(job.rules.settle)
     trains(job)
-    job.come("b", resident=True, standing=(0, 1))
+    job.come("b", in_process=True, standing=(0, 1))
     job.say("a", paused=0, entered=7)
     assert (job.world.generation, job.names) == (1, ["a", "b"])
     told = {"message": NO, "alive": True, "step": 8}
@@ -167,16 +167,16 @@ def test_resident_workers_go_back_too_and_keep_their_state():
     job.say("b", gone=1)
     assert (job.world.phase, job.names, job.world.spares) == ("running", ["a"], ("b",))
     assert job.world.reason.endswith(f"at step 8: {NO}; continuing without b for 60 s")
-    assert job.world.ledger.used == 0
+    assert job.world.restarts.used == 0
 
 
 def back_to_two() -> Job:
     """A job that needs two nodes holds c out, and waits for new workers of a."""
     job = Job("2:3")
-    job.come("a", "b", resident=True, standing=(0, 1))
+    job.come("a", "b", in_process=True, standing=(0, 1))
     job.wait(job.rules.settle)
     trains(job)
-    job.come("c", resident=True, standing=(0, 1))
+    job.come("c", in_process=True, standing=(0, 1))
     for name in "ab":
         job.say(name, paused=0, entered=7)
     assert job.names == ["a", "b", "c"]
@@ -206,7 +206,7 @@ def test_a_worker_that_hangs_at_its_start_is_not_awaited_until_the_hold_ends():
 
 def test_a_held_node_is_taken_in_when_the_others_cannot_start():
     job = Job("2:3")
-    job.come("a", "b", "c", resident=True, standing=(0, 1))
+    job.come("a", "b", "c", in_process=True, standing=(0, 1))
     job.wait(job.rules.settle)
     held = held_out.hold((), "c", "c", "no")
     job.state = replace(job.state, world=replace(job.world, held=held), held_since={"c": job.now})
@@ -248,7 +248,7 @@ def test_a_node_that_keeps_being_lost_is_held_out_for_a_short_time_each_time():
         job.wait(0.1 if hold else 5)
         job.all_gone()
         assert job.names == ["a", "b", "c"]
-    assert job.world.ledger.used == 0
+    assert job.world.restarts.used == 0
 
 
 def test_what_it_did_is_forgotten_after_it_has_trained_well():
@@ -290,11 +290,11 @@ def test_a_node_whose_workers_alone_keep_failing_at_start_is_held_out():
     job = running("1:3", "abc")
     for used in range(1, FAILURES_ALLOWED + 1):
         fails(job, "b")
-        assert (job.names, job.world.ledger.used) == (["a", "b", "c"], used)
+        assert (job.names, job.world.restarts.used) == (["a", "b", "c"], used)
         job.wait(2)
     fails(job, "b")
     assert job.names == ["a", "c"]
-    assert job.world.ledger.used == FAILURES_ALLOWED
+    assert job.world.restarts.used == FAILURES_ALLOWED
     assert job.world.reason.endswith("b keeps failing at start: continuing without it for 60 s")
 
 
@@ -303,7 +303,7 @@ def test_a_failing_node_that_the_world_needs_spends_restarts():
     for used in range(1, 5):
         fails(job, "b")
         job.wait(2)
-        assert (job.names, job.world.ledger.used, out(job)) == (["a", "b"], used, {})
+        assert (job.names, job.world.restarts.used, out(job)) == (["a", "b"], used, {})
     fails(job, "b")
     assert job.world.phase == "closed"
 
@@ -315,7 +315,7 @@ def test_nodes_that_are_not_ready_do_not_make_up_for_one_that_keeps_failing():
     for used in range(1, 5):
         fails(job, "b")
         job.wait(2)
-        assert (job.names, job.world.ledger.used, out(job)) == (["a", "b"], used, {})
+        assert (job.names, job.world.restarts.used, out(job)) == (["a", "b"], used, {})
     fails(job, "b")
     assert job.world.phase == "closed"
 
@@ -326,7 +326,7 @@ def test_who_waits_for_others_in_vain_is_not_the_one_that_keeps_failing():
     for used in range(1, FAILURES_ALLOWED + 3):
         fails(job, "a", message=late)
         job.wait(2)
-        assert (job.names, job.world.ledger.used) == (["a", "b", "c"], used)
+        assert (job.names, job.world.restarts.used) == (["a", "b", "c"], used)
     assert job.world.held == ()
 
 
@@ -401,7 +401,7 @@ def test_a_world_that_cannot_connect_goes_on_without_one_of_the_pair(says, left,
     job.all_gone()
     assert (job.world.phase, job.names) == ("running", [*left])
     assert pair in job.world.reason
-    assert job.world.ledger.used == 0
+    assert job.world.restarts.used == 0
 
 
 LOST = "lost a peer: connection closed by peer"
@@ -440,7 +440,7 @@ def test_a_world_that_has_trained_goes_on_without_one_of_two_nodes_that_fall_sil
     silence(job, **says)
     assert (job.world.phase, job.names) == ("running", [*left])
     assert pair in job.world.reason
-    assert (job.world.ledger.used == 0) is (left != "abcd")
+    assert (job.world.restarts.used == 0) is (left != "abcd")
 
 
 def test_a_second_pair_shows_that_the_first_choice_was_wrong():
@@ -495,7 +495,7 @@ def test_a_server_of_the_user_is_no_worker():
     job = running("1:3", "abc")
     message = "ConnectionError: Failed to connect to the tracking server at 10.7.0.1:5000"
     fails(job, "a", "b", "c", message=message)
-    assert (job.names, job.world.ledger.used, job.world.held) == (["a", "b", "c"], 1, ())
+    assert (job.names, job.world.restarts.used, job.world.held) == (["a", "b", "c"], 1, ())
 
 
 def test_what_is_reported_of_a_pair_is_one_line():
@@ -511,7 +511,7 @@ def test_a_pair_that_the_job_needs_is_named():
     fails(job, "b", message=REFUSED.format(addr="a"))
     assert (job.world.phase, job.names) == ("running", ["a", "b"])
     assert "workers of b cannot connect to a" in job.world.reason
-    assert job.world.ledger.used == 1
+    assert job.world.restarts.used == 1
 
 
 def test_an_agent_that_is_started_again_is_not_held_out_for_the_one_before_it():

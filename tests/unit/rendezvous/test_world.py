@@ -14,13 +14,12 @@ from torchelastic.rendezvous.restart_policy import RestartHistory
 from torchelastic.rendezvous.world import (
     FAILOVER_CANDIDATES_LIMIT,
     PART_NODES,
-    Candidate,
     Member,
     World,
     WorldNode,
     addresses_in,
     part_key,
-    shards_for,
+    parts_for,
 )
 
 FAILURE = Failure(
@@ -57,7 +56,7 @@ def test_totals_speak_of_all_nodes():
     world = world_of(5)
     assert (world.count, world.size, world.roles) == (5, 10, {"even": 6, "odd": 4})
     assert (world.role_size("odd"), world.role_size("nobody")) == (4, 0)
-    assert world.candidates == tuple(Candidate(f"node-{n}", f"10.0.0.1:{n}") for n in range(5))
+    assert world.candidates == {f"node-{n}": f"10.0.0.1:{n}" for n in range(5)}
     assert len(world_of(100).candidates) == FAILOVER_CANDIDATES_LIMIT
 
 
@@ -86,9 +85,11 @@ def test_a_summary_and_all_parts_are_the_world(count, leavers):
 def test_a_nodes_own_part_has_its_place(count):
     world = world_of(count)
     parts = sent(world.parts())
-    assert len(parts) == world.shards == shards_for(count)
+    assert len(parts) == world.part_count == parts_for(count)
     for node in world.nodes:
-        mine = World.from_parts(sent(world.summary()), [parts[part_key(node.node, world.shards)]])
+        mine = World.from_parts(
+            sent(world.summary()), [parts[part_key(node.node, world.part_count)]]
+        )
         assert mine.find(node.node) == node
         assert (mine.size, mine.count, mine.roles) == (world.size, world.count, world.roles)
 
@@ -115,7 +116,7 @@ def test_what_a_node_is_sent_does_not_grow_with_the_nodes():
 
 def test_every_part_names_the_candidates_and_no_summary_does():
     world = world_of(100)
-    assert "heirs" not in world.summary()
+    assert "candidates" not in world.summary()
     for part in sent(world.parts()).values():
         mine = World.from_parts(sent(world.summary()), [part])
         over = World.from_json({**sent(world.summary()), "phase": "over"})
@@ -152,8 +153,8 @@ def test_another_phase_has_the_same_list_and_another_list_another_digest():
 
 
 def test_a_world_as_an_agent_holds_it_survives_json():
-    ledger = RestartHistory(used=2)
-    told = {"cause": FAILURE, "consequences": (FAILURE,), "ledger": ledger}
+    restarts = RestartHistory(used=2)
+    told = {"cause": FAILURE, "consequences": (FAILURE,), "restarts": restarts}
     world = world_of(3, after=7, spares=("s",), **told)
     assert World.from_json(sent(world.to_json())) == world
     assert World.from_json({**sent(world.to_json()), "from_a_newer_release": 1}) == world

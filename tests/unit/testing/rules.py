@@ -49,7 +49,7 @@ def newcomers_do_not_see_the_world_of_an_earlier_host(change: Set) -> None:
 
 def a_spare_node_cannot_host(change: Set) -> None:
     """Though it may be the only one left that has taken the last world up."""
-    change(Failover, "_is_to_hold", lambda failover, world: failover._node in world.heirs)
+    change(Failover, "_is_to_hold", lambda failover, world: failover._node in world.candidates)
 
 
 def who_asks_never_asks_for_a_later_term(change: Set) -> None:
@@ -119,11 +119,11 @@ def a_node_takes_along_that_its_workers_are_in_process(change: Set) -> None:
     def silent(state: Any, event: WorkersGone) -> Any:
         state, commands = gone(state, event)
         if any(isinstance(command, Rejoin) for command in commands):
-            commands = [one for one in commands if one != script.ReportMember(NOT_RESIDENT)]
+            commands = [one for one in commands if one != script.ReportMember(NOT_IN_PROCESS)]
         return state, commands
 
     at = (ScriptPhase.STOPPING, WorkersGone)
     change(script, "TRANSITIONS", {**script.TRANSITIONS, at: silent})
 
 
-NOT_RESIDENT = {"resident": False, "standing": ()}
+NOT_IN_PROCESS = {"in_process": False, "standing": ()}

@@ -70,7 +70,7 @@ class Job:
         ours, self.worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         config = standalone.config_for(url.parse(address), None)
         self.node = standalone.StandaloneNode(config, ours, **options)
-        self.world = World(generation=0, phase="running", resident=True, store="elsewhere:1")
+        self.world = World(generation=0, phase="running", in_process=True, store="elsewhere:1")
 
     async def until(self, condition):
         while not condition():

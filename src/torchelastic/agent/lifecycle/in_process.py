@@ -525,7 +525,7 @@ def _report(state: InProcessState, **changes: Any) -> ReportMember:
     starting = len(state.having(Status.STARTING))
     if state.world is not None and state.world.replica:
         changes["replica"] = state.world.replica
-    return ReportMember({"resident": True, "standing": standing, "starting": starting, **changes})
+    return ReportMember({"in_process": True, "standing": standing, "starting": starting, **changes})
 
 
 #: The handler of each event in a serving node; `docs/concepts/states.md` is generated from it.

@@ -229,7 +229,7 @@ def _act_on_world(state: ScriptState) -> Step:
         return state, []
     if world.generation <= state.generation or state.rejoin:  # declared lost: that world will end
         return state, []
-    if world.resident:  # `is_in_process`: `in_process` takes over
+    if world.in_process:  # `is_in_process`: `in_process` takes over
         return state, []
     return _begin(state, world)
 
@@ -335,7 +335,7 @@ def _enlisted(state: ScriptState, event: WorkerEnlisted) -> Step:
         return _failed(state, _fatal(state, event.local_rank, 1, message))
     if len(state.enlisted) < state.nproc:
         return state, []
-    report = {"resident": True, "standing": tuple(range(state.nproc))}
+    report = {"in_process": True, "standing": tuple(range(state.nproc))}
     if event.mesh:
         report["replica"] = event.mesh
     return state, [ReportMember(report)]
@@ -385,7 +385,7 @@ def _fatal(state: ScriptState, local_rank: int, exitcode: int, message: str) -> 
 def is_in_process(state: ScriptState) -> bool:
     """True if the job's workers outlive their generation: `in_process` takes over."""
     steady = state.phase in (ScriptPhase.IDLE, ScriptPhase.STARTING, ScriptPhase.RUNNING)
-    return steady and state.world is not None and state.world.resident
+    return steady and state.world is not None and state.world.in_process
 
 
 def _failed(state: ScriptState, event: WorkerFailed) -> Step:
@@ -405,7 +405,7 @@ def _failed_while_stopping(state: ScriptState, event: WorkerFailed) -> Step:
 
 def _gone(state: ScriptState, event: WorkersGone) -> Step:
     """Report gone; then end, rejoin or do what the latest world says."""
-    report: dict[str, Any] = {"gone": state.generation, "resident": False, "standing": ()}
+    report: dict[str, Any] = {"gone": state.generation, "in_process": False, "standing": ()}
     succeeded = not state.running and not state.failures
     if succeeded:
         report["done"] = state.generation
@@ -419,7 +419,7 @@ def _gone(state: ScriptState, event: WorkersGone) -> Step:
     first: list[Command] = [ReportMember(report)]
     if state.rejoin:
         # The record moves to the next host: no worker here is in-process any more.
-        first = [ReportMember({"resident": False, "standing": ()}), Rejoin(state.generation)]
+        first = [ReportMember({"in_process": False, "standing": ()}), Rejoin(state.generation)]
     state, commands = _act_on_world(state)
     return replace(state, rejoin=False), [*first, *commands]
 

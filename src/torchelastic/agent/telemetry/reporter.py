@@ -246,7 +246,7 @@ class Reporter:
         self._log.emit(events.LeaderFound(name=name))
 
     def world_seen(self, world: World) -> None:
-        self._best_step = world.ledger.best_step
+        self._best_step = world.restarts.best_step
         self._say_over(world)
         if world.phase != "waiting":
             self.line.clear()
@@ -290,7 +290,7 @@ class Reporter:
             size=world.size,
             store=world.store,
             reason=world.reason,
-            restarts_used=world.ledger.used,
+            restarts_used=world.restarts.used,
             spares=list(world.spares),
             held={one.name: one.sentence() for one in world.held if one.seconds},
             count=world.count,

@@ -54,13 +54,13 @@ class HangReport:
         return await asyncio.shield(self.begin())
 
     def diagnose(self, found: WorldActivity) -> HangDiagnosis:
-        return diagnose(found.doings, found.unheard)
+        return diagnose(found.activities, found.unheard)
 
     def tell(self, found: WorldActivity) -> None:
         """Report the findings, once."""
-        if found is not self._told and found.doings:
+        if found is not self._told and found.activities:
             self._told = found
-            self._tell(found.generation, event_of(found.doings, found.unheard))
+            self._tell(found.generation, event_of(found.activities, found.unheard))
 
     def close(self) -> None:
         if self._looking is not None:

@@ -167,7 +167,7 @@ class HangWatchdog:
         rank, stack, missing = self.workers.rank(local_rank), NOTHING, ""
         with observing("Explaining a hang"):
             self.report.tell(found)
-            stack = next((one.stack for one in found.doings if one.rank == rank), NOTHING)
+            stack = next((one.stack for one in found.activities if one.rank == rank), NOTHING)
             judged = self.report.diagnose(found)
             missing = judged.text if rank in judged.missing else ""
         does = verdict(doing, stack, missing)
@@ -181,9 +181,9 @@ class HangWatchdog:
         found = await self.report.found(self.workers.generation(local_rank))
         judged = self.report.diagnose(found)
         left, now = self._time_left(local_rank), time.monotonic()
-        if judged.missing or not found.doings or left is None or left > BEFOREHAND:
+        if judged.missing or not found.activities or left is None or left > BEFOREHAND:
             return
-        if self.workers.rank(local_rank) != first_in_line(found.doings):
+        if self.workers.rank(local_rank) != first_in_line(found.activities):
             return
         if judged.deadlock and judged.text == pace.told:
             if now > pace.told_at + FRESH:

@@ -87,7 +87,7 @@ class WorldActivity:
     """The findings about a world's ranks."""
 
     generation: int = -1
-    doings: tuple[RankActivity, ...] = ()
+    activities: tuple[RankActivity, ...] = ()
     #: Names of the nodes that did not answer, and the number of unnamed ones.
     unheard: tuple[str, ...] = field(default=())
 
@@ -125,7 +125,7 @@ class Inspector:
     def open(self, backend: RendezvousBackend) -> None:
         """Answer other agents from now on."""
         self._backend = backend
-        backend.serve(frames.DOINGS, self._admit)
+        backend.serve(frames.ACTIVITIES, self._admit)
 
     async def close(self) -> None:
         """Stop answering."""
@@ -167,11 +167,11 @@ class Inspector:
         own, told = await asyncio.gather(
             self.here(world.generation), _outcomes(asking, AGENTS_TIMEOUT)
         )
-        doings = [doing for one in (own, *told) if one is not None for doing in one]
+        activities = [doing for one in (own, *told) if one is not None for doing in one]
         silent = [item.name for item, one in zip(others, told, strict=True) if one is None]
         if (unasked := world.count - len(world.nodes) + _left_out(world)) > 0:
             silent.append(f"{unasked} more nodes")
-        ranks = tuple(sorted(doings, key=lambda doing: doing.rank))
+        ranks = tuple(sorted(activities, key=lambda doing: doing.rank))
         return WorldActivity(world.generation, ranks, tuple(silent))
 
     async def others_can_go_on(self, generation: int) -> bool:
@@ -214,7 +214,7 @@ class Inspector:
         if self._backend is None or not peer:
             raise ConnectionError("the agent has no known address")
         place = Endpoint.at(peer, self._job, self._backend.credentials)
-        link, answer = await connect_once(place, purpose=frames.DOINGS, timeout=AGENTS_TIMEOUT)
+        link, answer = await connect_once(place, purpose=frames.ACTIVITIES, timeout=AGENTS_TIMEOUT)
         try:
             if not isinstance(answer, frames.Welcome):
                 raise ConnectionError("the peer did not answer as a torchelastic agent")
@@ -250,23 +250,23 @@ class Inspector:
             link.close()
             return
         assert isinstance(asked, Which)
-        task = self._answers.start(self._answer(link, asked.generation), "doings")
+        task = self._answers.start(self._answer(link, asked.generation), "activities")
         link.ended.add_done_callback(lambda _: task.cancel())
         link.deliver_to(_refuse_more)
 
     async def _answer(self, link: Link, generation: int) -> None:
         try:
-            doings = await self.here(generation)
-            link.send(frames.pack_before(These(generation), lines_of(doings)))
+            activities = await self.here(generation)
+            link.send(frames.pack_before(These(generation), lines_of(activities)))
         finally:
             link.close()
 
 
-def lines_of(doings: Iterable[RankActivity]) -> bytes:
+def lines_of(activities: Iterable[RankActivity]) -> bytes:
     """One JSON line each; without stacks if that would be too long."""
-    lines = [json.dumps(doing.to_json()).encode() for doing in doings]
+    lines = [json.dumps(doing.to_json()).encode() for doing in activities]
     if sum(map(len, lines)) > ANSWER_BYTES:
-        short = [replace(doing, stack="omitted: too long") for doing in doings]
+        short = [replace(doing, stack="omitted: too long") for doing in activities]
         lines = [json.dumps(doing.to_json()).encode() for doing in short]
     return b"\n".join(lines)
 
@@ -304,17 +304,21 @@ def to_json(found: WorldActivity) -> dict[str, object]:
     """Return it as JSON for another process."""
     return {
         "generation": found.generation,
-        "doings": [doing.to_json() for doing in found.doings],
+        "activities": [doing.to_json() for doing in found.activities],
         "unheard": list(found.unheard),
     }
 
 
 def from_json(data: dict[str, object]) -> WorldActivity:
     """Raises `ValueError` if it is invalid."""
-    doings, unheard, generation = data.get("doings"), data.get("unheard"), data.get("generation")
-    if not isinstance(doings, Sequence) or not isinstance(unheard, Sequence):
+    activities, unheard, generation = (
+        data.get("activities"),
+        data.get("unheard"),
+        data.get("generation"),
+    )
+    if not isinstance(activities, Sequence) or not isinstance(unheard, Sequence):
         raise ValueError("The answer has no list of ranks.")
     if not isinstance(generation, int):
         raise ValueError("The answer has no generation.")
-    found = tuple(RankActivity.from_json(one) for one in doings)
+    found = tuple(RankActivity.from_json(one) for one in activities)
     return WorldActivity(generation, found, tuple(str(name) for name in unheard))

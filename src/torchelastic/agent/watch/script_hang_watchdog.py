@@ -105,8 +105,8 @@ class ScriptHangWatchdog:
 
     async def _judge(self, overdue: list[int]) -> None:
         found = await self.report.found(self.workers.generation(min(overdue)))
-        doings = {doing.rank: doing for doing in found.doings}
-        mine = {local: doings.get(self.workers.rank(local)) for local in overdue}
+        activities = {doing.rank: doing for doing in found.activities}
+        mine = {local: activities.get(self.workers.rank(local)) for local in overdue}
         still = {local: doing for local, doing in mine.items() if self._is_overdue(local)}
         if not still or found.generation != self.workers.generation(min(still)):
             return

@@ -158,7 +158,7 @@ class Timers:
         found = await self.report.found(workers.generation(local_rank))
         self.report.tell(found)
         rank = workers.rank(local_rank)
-        return next((one.stack for one in found.doings if one.rank == rank), "")
+        return next((one.stack for one in found.activities if one.rank == rank), "")
 
 
 def first(timers: Iterable[Timer], now: float) -> Timer | None:

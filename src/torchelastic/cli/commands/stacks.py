@@ -24,7 +24,7 @@ def main(parsed: Parsed) -> int:
     if parsed["rank"] is not None:
         found = only(found, parsed["rank"])
     terminal.show(as_json(found) if parsed["json"] else text(found))
-    return EXIT_OK if found.doings else EXIT_FAILED
+    return EXIT_OK if found.activities else EXIT_FAILED
 
 
 def ask(wanted: str | None, job: str | None) -> WorldActivity:
@@ -54,14 +54,14 @@ def _agents(job_logs: JobLogs) -> list[AgentEntry]:
 
 def only(found: WorldActivity, rank: int) -> WorldActivity:
     """Keep only this rank; raise `ConfigError` if only others were seen."""
-    chosen = tuple(doing for doing in found.doings if doing.rank == rank)
-    if not chosen and found.doings:
+    chosen = tuple(doing for doing in found.activities if doing.rank == rank)
+    if not chosen and found.activities:
         raise ConfigError(_not_there(found, rank))
-    return replace(found, doings=chosen)
+    return replace(found, activities=chosen)
 
 
 def _not_there(found: WorldActivity, rank: int) -> str:
-    seen = hangs.listed(doing.rank for doing in found.doings)
+    seen = hangs.listed(doing.rank for doing in found.activities)
     if found.unheard:
         silent = ", ".join(found.unheard)
         return f"Rank {rank} not found. Found: {seen}; not reached: {silent}."
@@ -70,10 +70,10 @@ def _not_there(found: WorldActivity, rank: int) -> str:
 
 def text(found: WorldActivity) -> str:
     """Describe all ranks, grouped by stack, the larger groups first."""
-    if not found.doings:
+    if not found.activities:
         return _with_unheard("no ranks to show: no worker is in a world right now", found)
     groups: dict[str, list[RankActivity]] = {}
-    for doing in found.doings:
+    for doing in found.activities:
         groups.setdefault(doing.stack, []).append(doing)
     blocks = [
         _block(stack, who)
@@ -118,7 +118,7 @@ def as_json(found: WorldActivity) -> str:
     """Return JSON: for each rank the fields of a `hang` event, and the stack."""
     shown = {
         "generation": found.generation,
-        "ranks": [{**hangs.row(doing), "stack": doing.stack} for doing in found.doings],
+        "ranks": [{**hangs.row(doing), "stack": doing.stack} for doing in found.activities],
         "unheard": list(found.unheard),
     }
     return json.dumps(shown, indent=2)

@@ -127,15 +127,15 @@ class HangDiagnosis(NamedTuple):
     deadlock: bool = False
 
 
-def first_in_line(doings: Iterable[RankActivity]) -> int:
+def first_in_line(activities: Iterable[RankActivity]) -> int:
     """Return the rank that speaks for all if all wait: the lowest of those that are furthest, whose
     time is up first."""
-    return min(doings, key=lambda one: (-(one.step or 0), one.rank)).rank
+    return min(activities, key=lambda one: (-(one.step or 0), one.rank)).rank
 
 
-def diagnose(doings: Iterable[RankActivity], unheard: Sequence[str] = ()) -> HangDiagnosis:
+def diagnose(activities: Iterable[RankActivity], unheard: Sequence[str] = ()) -> HangDiagnosis:
     """Find the ranks of a hung world that keep the others waiting."""
-    ranks = sorted(doings, key=lambda one: one.rank)
+    ranks = sorted(activities, key=lambda one: one.rank)
     waiting = {one.rank: at for one in ranks if (at := one.in_collective) is not None}
     gaps = _gaps([one.rank for one in ranks if not one.is_known], unheard)
     found = _judge(ranks, waiting, is_all=not gaps)
@@ -351,9 +351,9 @@ def collective_in(stack: str) -> Collective | None:
 # --- the event -----------------------------------------------------------------------------------
 
 
-def event_of(doings: Iterable[RankActivity], unheard: Sequence[str] = ()) -> events.Hang:
+def event_of(activities: Iterable[RankActivity], unheard: Sequence[str] = ()) -> events.Hang:
     """Return the `hang` event, of bounded size."""
-    ranks = sorted(doings, key=lambda one: one.rank)
+    ranks = sorted(activities, key=lambda one: one.rank)
     found = diagnose(ranks, unheard)
     missing = set(found.missing)
     chosen = sorted(ranks, key=lambda one: one.rank not in missing)[:RANKS_LIMIT]

@@ -1,10 +1,10 @@
 """Ask many agents at once about the host of the store, each with a short timeout.
 
 the asking agent           the agent asked
-vote-request               ->
+vote_request               ->
                            <-   ballot
-host (from the host)       ->
-                           <-   noted
+host_announcement          ->
+                           <-   announcement_reply
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from torchelastic.transport.link import Link
 class VoteRequest(Message):
     """Asks for a vote (`majority.Candidacy`)."""
 
-    kind = "canvass"
+    kind = "vote_request"
     term: int
     node: str
     generation: int
     binding: bool
-    settled: bool
+    confirmed: bool
     #: Its agent was started again since that world: the state of its workers is lost.
     resumed: bool = False
 
@@ -67,7 +67,7 @@ class Ballot(Message):
 class HostAnnouncement(Message):
     """Announces the host of the store."""
 
-    kind = "reign"
+    kind = "host_announcement"
     term: int
     node: str
     #: The newest world it has.
@@ -79,7 +79,7 @@ class HostAnnouncement(Message):
 class AnnouncementReply(Message):
     """Answers an announcement: the newest term this node knows, and the host it knows."""
 
-    kind = "noted"
+    kind = "announcement_reply"
     term: int
     hosts: list[str]
 
@@ -277,7 +277,7 @@ async def _exchange(
     replies: Codec[Reply],
     timeout: float,
 ) -> tuple[Link, Reply]:
-    link, _ = await connect_once(place, purpose=frames.SUCCESSION, timeout=timeout)
+    link, _ = await connect_once(place, purpose=frames.ELECTION, timeout=timeout)
     with contextlib.ExitStack() as unless_answered:
         unless_answered.callback(link.abort)
         link.send(question)

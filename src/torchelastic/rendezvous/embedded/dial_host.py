@@ -1,5 +1,5 @@
-"""Where this node listens, and how it reaches the host of the store: at the endpoints of the job, one
-of which may be its own, or at addresses that others named."""
+"""The endpoints of the job, one of which may be this node's own, and connections to the host of the
+store: at an endpoint, or at addresses that others named."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ class EmbeddedNode:
         """Listen, and become host or client of the job; wait up to `timeout` seconds for a host,
         and report from time to time what it waits for."""
         self._listener.serve(frames.STORE, self._redirect)
-        self._listener.serve(frames.SUCCESSION, self._serve_election)
+        self._listener.serve(frames.ELECTION, self._serve_election)
         self._listener.serve(frames.RING, answer_that_we_live)
         await self._endpoints.listen(self._known_port)
         await self._find_host(timeout, say)

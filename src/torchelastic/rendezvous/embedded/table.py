@@ -319,8 +319,8 @@ class Table:
             "revision": self.revision,
             "rows": [*self._rows.values()],
             "leases": [[token, it.seconds, [*it.keys]] for token, it in self._leases.items()],
-            "graves": [*self._tombstones.values()],
-            "graves_floor": self._tombstones_floor,
+            "tombstones": [*self._tombstones.values()],
+            "tombstones_floor": self._tombstones_floor,
         }
 
     def load(self, data: Mapping[str, Any], now: float) -> None:
@@ -333,8 +333,8 @@ class Table:
         self.revision = self._history.floor = data["revision"]
         self._rows = {row.key: row for row in (Row(*item) for item in data["rows"])}
         self._keys = sorted(self._rows)
-        self._tombstones = {row.key: row for row in (Row(*item) for item in data["graves"])}
-        self._tombstones_floor = data["graves_floor"]
+        self._tombstones = {row.key: row for row in (Row(*item) for item in data["tombstones"])}
+        self._tombstones_floor = data["tombstones_floor"]
         for token, seconds, keys in data["leases"]:
             self.open_lease(token, seconds, now)
             for key in keys:

@@ -48,7 +48,7 @@ class Failover:
         return self._is_to_hold(world) and not self._knows(world)
 
     def _is_to_hold(self, world: World) -> bool:
-        return self._node in world.heirs or world.shards == 1
+        return self._node in world.candidates or world.part_count == 1
 
     def _knows(self, world: World) -> bool:
         return (world.generation, world.digest) == (self._holding.roll.generation, self._digest)
@@ -81,8 +81,8 @@ class Failover:
         places = {node.node: node.peer for node in world.nodes}
         return FailoverState(
             roll=_roll(None, world, places),
-            order=tuple(world.heirs),
-            addresses=_known({**world.heirs, **places}),
+            order=tuple(world.candidates),
+            addresses=_known({**world.candidates, **places}),
         )
 
     def _whole(
@@ -112,8 +112,8 @@ class Failover:
         roll = rows.get(ROLL_KEY)
         return FailoverState(
             roll=_roll(roll, world, addresses),
-            order=tuple(world.heirs),
-            addresses=_known({**world.heirs, **addresses}),
+            order=tuple(world.candidates),
+            addresses=_known({**world.candidates, **addresses}),
             rows=rows,
         )
 

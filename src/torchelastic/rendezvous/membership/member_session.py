@@ -424,7 +424,7 @@ class MemberSession:
         world = await self._with_nodes(store, World.from_json(summary))
         if world is None:
             return
-        self.backend.hear_of([*world.heirs.values()])
+        self.backend.hear_of([*world.candidates.values()])
         takes_up = self.backend.takes_up(world.generation)
         if world.count and not takes_up and world.is_under_way:
             return  # of an earlier host, and not ours: a newer one follows
@@ -454,7 +454,7 @@ class MemberSession:
             return world
         if self._world is not None and world.has_list_of(self._world):
             return world.with_list_of(self._world)
-        key = part_key(self._node, world.shards)
+        key = part_key(self._node, world.part_count)
         part = await store.latest(key)
         if part is None or not world.owns(part.value):
             return None

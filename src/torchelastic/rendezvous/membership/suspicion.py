@@ -11,9 +11,9 @@ Neighbours in the ring suspect an agent whose connection ended or fell silent. T
 Whoever suspects the leader asks it, too, and leads in its place if it is dead, or has not ended a
 world in which nodes fall silent.
 
-A node probes all other members when it is to join a world, and when nodes of a world could not reach
-each other (`World.probe`). Those that it cannot reach it probes again until it can, so a node is left
-out for as long as a cut lasts, and no longer.
+A node probes all other members when it is to join a world, and when nodes of a world could not
+reach each other (`World.probe`). Those that it cannot reach it probes again until it can, so a node
+is left out for as long as a cut lasts, and no longer.
 """
 
 from __future__ import annotations

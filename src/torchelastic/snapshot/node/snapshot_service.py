@@ -288,7 +288,7 @@ def chosen_holders(world: World, node: str, replicas: int) -> list[tuple[str, st
     """
     known = {item.node: item.peer for item in world.nodes}
     if world.place(node) is not None and len(known) == 1:
-        known.update((item.node, item.peer) for item in world.candidates if item.node != node)
+        known.update((other, peer) for other, peer in world.candidates.items() if other != node)
     reachable = [name for name, peer in known.items() if peer]
     return [(name, known[name]) for name in holders(reachable, node, replicas)]
 

@@ -264,7 +264,7 @@ class SimulatedAgent(SimulatedProcess):
     ) -> None:
         if session is not self.session or not session.connected or world is self._seen:
             return
-        self.search.hear_of(list(world.heirs.values()))
+        self.search.hear_of(list(world.candidates.values()))
         if not self.is_member and world.phase != "closed":
             return
         if world.count:

@@ -42,7 +42,7 @@ def world(generation: int = 0, phase: str = "running", me=(0, 1), **fields) -> W
     """This node `a` with these workers, beside a node `b` with two."""
     others = place("b", bool(me), first_rank=len(me))
     nodes = [place("a", nproc=len(me), local_ranks=me), others] if me else [others]
-    made = World(generation=generation, phase=phase, store="b:1", resident=True)
+    made = World(generation=generation, phase=phase, store="b:1", in_process=True)
     return replace(made.with_nodes(nodes), **fields)
 
 
@@ -366,7 +366,7 @@ def test_a_newcomer_starts_workers_before_it_is_in_any_world():
     node = Node(state)
     node.feed(WorkerMessage(0, Enlisted()))
     assert reported(node.feed(WorkerMessage(1, Enlisted()))) == {
-        "resident": True,
+        "in_process": True,
         "standing": (0, 1),
         "starting": 0,
     }

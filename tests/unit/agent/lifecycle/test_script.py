@@ -50,10 +50,10 @@ def seen(*args, **fields) -> WorldSeen:
 
 def gone(generation: int, **more: int) -> ReportMember:
     """No worker is left: neither are in-process ones."""
-    return ReportMember({"gone": generation, "resident": False, "standing": (), **more})
+    return ReportMember({"gone": generation, "in_process": False, "standing": (), **more})
 
 
-NONE_RESIDENT = ReportMember({"resident": False, "standing": ()})
+NONE_IN_PROCESS = ReportMember({"in_process": False, "standing": ()})
 
 
 class Node:
@@ -276,12 +276,12 @@ STORIES = {
         RUNNING,
         (LeaseLost(), [Stop(9)]),
         (seen(1, nodes="bc"), []),
-        (WorkersGone(), [NONE_RESIDENT, Rejoin(0)]),
+        (WorkersGone(), [NONE_IN_PROCESS, Rejoin(0)]),
         phase=ScriptPhase.IDLE,
     ),
     "a lost lease starts nobody in a world that was seen before it": story(
         (*RUNNING, OVER, seen(1), LeaseLost()),
-        (WorkersGone(), [NONE_RESIDENT, Rejoin(0)]),
+        (WorkersGone(), [NONE_IN_PROCESS, Rejoin(0)]),
         (seen(1, phase="over"), [ReportMember({"gone": 1})]),
     ),
     "a lost store stops the workers and ends": story(
@@ -349,7 +349,7 @@ def test_the_workers_of_a_node_make_meshes_of_one_size(meshes, report):
     commands = Node(*RUNNING).feed(*(WorkerEnlisted(*each) for each in enumerate(meshes)))
     changes = next(command for command in commands if isinstance(command, ReportMember)).changes
     if report is not None:
-        assert changes == {"resident": True, "standing": (0, 1), **report}
+        assert changes == {"in_process": True, "standing": (0, 1), **report}
     else:
         (failure,) = changes["failures"]
         assert failure.fatal

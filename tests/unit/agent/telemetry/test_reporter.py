@@ -200,7 +200,7 @@ def test_a_training_that_begins_without_a_checkpoint_is_reported_once_and_each_l
     reporter.begins(Begins(1, 0, stored=False), in_process=True)
     assert len(said) == 1
     assert said[0].startswith("No checkpoint directory is set: ")
-    lost = World(generation=2, phase="over", ledger=RestartHistory(best_step=9))
+    lost = World(generation=2, phase="over", restarts=RestartHistory(best_step=9))
     reporter.world_seen(lost)
     reporter.begins(Begins(3, 0, stored=False), in_process=True)
     assert said[-1].startswith("All copies of the training state were lost: training restarts")

@@ -55,7 +55,7 @@ class Node:
         self.listener = Listener("job", secret=secret)
         self.credentials = Credentials(secret) if secret is not None else ANONYMOUS
         self.slow, self.broken, self.asked = set(), set(), []
-        self.doings = Inspector(Workers(name, ranks), self, node=name, job="job", world=world)
+        self.activities = Inspector(Workers(name, ranks), self, node=name, job="job", world=world)
 
     async def of(self, local_rank):
         """Stands for the reader of stacks, too."""
@@ -68,7 +68,7 @@ class Node:
 
     async def open(self):
         self.port = await self.listener.listen(bind_endpoint("127.0.0.1", 0))
-        self.doings.open(self.backend)
+        self.activities.open(self.backend)
 
     @property
     def backend(self):
@@ -80,7 +80,7 @@ class Node:
         return place(self.name, nproc=1, peer=peer)
 
     async def close(self):
-        await self.doings.close()
+        await self.activities.close()
         await self.listener.close()
 
 
@@ -106,8 +106,8 @@ async def nodes(*ranks, secret=None):
 @in_loop
 async def test_all_nodes_are_asked(secret):
     async with nodes([0, 1], [2], [3], secret=secret) as (_, a, *_):
-        found = await a.doings.everywhere()
-    assert [(one.rank, one.node, one.stack) for one in found.doings] == [
+        found = await a.activities.everywhere()
+    assert [(one.rank, one.node, one.stack) for one in found.activities] == [
         (0, "a", "stack 0 of a"),
         (1, "a", "stack 1 of a"),
         (2, "b", "stack 0 of b"),
@@ -125,21 +125,21 @@ async def test_all_nodes_are_asked(secret):
 async def test_whether_another_node_can_go_on_is_asked(able, closed, found):
     async with nodes([0], [1], [2]) as (_, *every):
         for node in every:
-            node.doings._can_go_on = lambda generation, node=node: (
+            node.activities._can_go_on = lambda generation, node=node: (
                 generation == GENERATION and node.name == able
             )
             if node.name == closed:
                 await node.listener.close()
-        assert await every[0].doings.others_can_go_on(GENERATION) is found
+        assert await every[0].activities.others_can_go_on(GENERATION) is found
 
 
 @in_loop
 async def test_a_node_that_does_not_answer_cannot_go_on(monkeypatch):
     async with nodes([0], [1]) as (_, a, b):
-        monkeypatch.setattr(b.doings, "_admit", lambda link, hello: None)
-        b.doings.open(b.backend)
+        monkeypatch.setattr(b.activities, "_admit", lambda link, hello: None)
+        b.activities.open(b.backend)
         monkeypatch.setattr(inspector, "AGENTS_TIMEOUT", 0.1)
-        assert await a.doings.others_can_go_on(GENERATION) is False
+        assert await a.activities.others_can_go_on(GENERATION) is False
 
 
 @in_loop
@@ -147,9 +147,9 @@ async def test_who_is_gone_or_silent_is_named(monkeypatch):
     monkeypatch.setattr(inspector, "AGENTS_TIMEOUT", 0.2)
     async with nodes([0], [1], [2]) as (_, a, b, c):
         await b.listener.close()
-        monkeypatch.setattr(c.doings, "here", lambda generation: asyncio.sleep(3600))
-        found = await a.doings.everywhere()
-    assert [one.rank for one in found.doings] == [0]
+        monkeypatch.setattr(c.activities, "here", lambda generation: asyncio.sleep(3600))
+        found = await a.activities.everywhere()
+    assert [one.rank for one in found.activities] == [0]
     assert found.unheard == ("b", "c")
 
 
@@ -159,13 +159,13 @@ async def test_a_stack_that_cannot_be_read_does_not_stop_the_others(monkeypatch)
         nothing = "no stack could be read"
         a.broken.add(1)
         b.broken.add(0)
-        found = await a.doings.everywhere()
-        assert [one.stack for one in found.doings] == ["stack 0 of a", nothing, nothing]
+        found = await a.activities.everywhere()
+        assert [one.stack for one in found.activities] == ["stack 0 of a", nothing, nothing]
         a.broken.clear()
         a.slow.add(1)
         monkeypatch.setattr(inspector, "STACKS_TIMEOUT", 0.05)
-        found = await a.doings.everywhere()
-        assert [one.stack for one in found.doings] == ["stack 0 of a", nothing, nothing]
+        found = await a.activities.everywhere()
+        assert [one.stack for one in found.activities] == ["stack 0 of a", nothing, nothing]
 
 
 @in_loop
@@ -177,8 +177,8 @@ async def test_all_nodes_together_have_two_seconds(monkeypatch):
         inspector, "connect_once", lambda *to, **how: connect_once(*to, **how | {"timeout": 30.0})
     )
     async with nodes([0], [1], [2]) as (_, a, b, c):
-        monkeypatch.setattr(b.doings, "here", lambda generation: asyncio.sleep(3600))
-        found = await a.doings.everywhere()
+        monkeypatch.setattr(b.activities, "here", lambda generation: asyncio.sleep(3600))
+        found = await a.activities.everywhere()
     assert found.unheard == ("b", "c"), "the first one's silence takes the time of the second"
     assert c.asked == []
 
@@ -196,8 +196,8 @@ async def test_who_tells_junk_is_not_heard(monkeypatch):
     async with nodes([0], [1]) as (_, a, _b):
         for name, line in JUNK.items():
             monkeypatch.setattr(inspector, "lines_of", lambda _, line=line: line.encode())
-            found = await a.doings.everywhere()
-            assert [one.rank for one in found.doings] == [0], name
+            found = await a.activities.everywhere()
+            assert [one.rank for one in found.activities] == [0], name
             assert found.unheard == ("b",), name
 
 
@@ -206,16 +206,16 @@ async def test_of_a_world_of_which_some_nodes_are_known_the_others_are_counted()
     async with nodes([0]) as (worlds, a):
         worlds.append(worlds[0].with_nodes([a.place] * 5))
         worlds.append(dataclasses.replace(worlds[-1], nodes=(a.place,)))
-        assert (await a.doings.everywhere()).unheard == ("4 more nodes",)
+        assert (await a.activities.everywhere()).unheard == ("4 more nodes",)
         worlds.clear()
-        assert await a.doings.everywhere() == WorldActivity(), (
+        assert await a.activities.everywhere() == WorldActivity(), (
             "without a world nobody does anything"
         )
 
 
 async def connect(node):
     place = Endpoint.at(f"127.0.0.1:{node.port}", "job", ANONYMOUS)
-    link, _ = await connect_once(place, purpose=frames.DOINGS, timeout=5.0)
+    link, _ = await connect_once(place, purpose=frames.ACTIVITIES, timeout=5.0)
     return link
 
 
@@ -227,7 +227,7 @@ async def test_who_says_nothing_is_counted(monkeypatch):
         with pytest.raises(RendezvousRefused, match="Too many agents"):
             await connect(a)
         first.abort()
-        while len(a.doings._peers) == 2:
+        while len(a.activities._peers) == 2:
             await asyncio.sleep(0.001)
         (await connect(a)).abort()
         second.abort()
@@ -238,7 +238,7 @@ async def test_who_says_nothing_is_sent_away(monkeypatch):
     monkeypatch.setattr(inspector, "AGENTS_TIMEOUT", 0.05)
     async with nodes([0]) as (_, a):
         await (await connect(a)).ended
-        while a.doings._peers:
+        while a.activities._peers:
             await asyncio.sleep(0.001)
 
 
@@ -249,7 +249,7 @@ async def test_who_asks_again_is_sent_away_without_an_answer():
         link = await connect(a)
         link.send(frames.pack(Which(GENERATION)) * 100)
         await link.ended
-        while a.doings._answers or a.doings._peers:
+        while a.activities._answers or a.activities._peers:
             await asyncio.sleep(0.001)
         assert len(a.asked) <= 1
 
@@ -266,7 +266,7 @@ async def test_junk_ends_the_connection_and_so_does_the_end_of_the_agent():
 def test_what_was_found_survives_a_journey_and_junk_is_no_finding():
     found = WorldActivity(3, (RankActivity(rank=0, node="a", stack="x"),), ("b",))
     assert from_json(to_json(found)) == found
-    for junk in ({}, {"doings": [], "unheard": []}, {"doings": [{}]}):
+    for junk in ({}, {"activities": [], "unheard": []}, {"activities": [{}]}):
         with pytest.raises(ValueError, match=r"."):
             from_json(junk)
 

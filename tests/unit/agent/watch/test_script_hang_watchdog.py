@@ -33,8 +33,8 @@ def unread(rank, node="a"):
 class Workers:
     """Local ranks 0 and 1, which have committed step 7 long ago in generation 1."""
 
-    def __init__(self, *doings, first=0, since=100.0):
-        self.doings, self.alive, self.stopping = doings, (0, 1), False
+    def __init__(self, *activities, first=0, since=100.0):
+        self.activities, self.alive, self.stopping = activities, (0, 1), False
         self.killed, self.told, self.looks = [], [], 0
         self.seen = (1, 7, time.monotonic() - since)
         self.pid = lambda local_rank: os.getpid()
@@ -56,7 +56,7 @@ class Workers:
         self.killed.append((self.rank(local_rank), why, stack))
 
     async def everywhere(self):
-        return WorldActivity(1, self.doings)
+        return WorldActivity(1, self.activities)
 
 
 def watch(workers, limit, monkeypatch, looks=100):
@@ -88,17 +88,17 @@ ENDED = {
 }
 
 
-@pytest.mark.parametrize(("doings", "first", "killed", "told"), ENDED.values(), ids=ENDED)
-def test_who_is_ended(doings, first, killed, told, monkeypatch):
-    workers = Workers(*doings, first=first)
+@pytest.mark.parametrize(("activities", "first", "killed", "told"), ENDED.values(), ids=ENDED)
+def test_who_is_ended(activities, first, killed, told, monkeypatch):
+    workers = Workers(*activities, first=first)
     watch(workers, 50, monkeypatch)
     assert [rank for rank, *_ in workers.killed] == killed
     assert len(workers.told) == told
     for _, why, stack in workers.killed:
         assert why.startswith("no progress for 1")
         assert why.count("rank 1") == 1
-        assert why.count("rank 1 (frozen)") == doings[1].frozen
-        assert ("s: it is in " in why) is not doings[1].frozen
+        assert why.count("rank 1 (frozen)") == activities[1].frozen
+        assert ("s: it is in " in why) is not activities[1].frozen
         assert stack == ALONE
 
 
@@ -115,10 +115,10 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize(("doings", "limit", "told"), TOLD.values(), ids=TOLD)
-def test_nobody_is_ended_by_the_steps_of_an_optimizer(doings, limit, told, monkeypatch):
+@pytest.mark.parametrize(("activities", "limit", "told"), TOLD.values(), ids=TOLD)
+def test_nobody_is_ended_by_the_steps_of_an_optimizer(activities, limit, told, monkeypatch):
     monkeypatch.setattr(hang_report, "FRESH", 0.0)
-    workers = Workers(*doings, since=10_000.0)
+    workers = Workers(*activities, since=10_000.0)
     workers.commits = False
     watch(workers, limit, monkeypatch)
     assert (workers.killed, len(workers.told)) == ([], told)

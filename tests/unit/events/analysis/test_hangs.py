@@ -191,14 +191,14 @@ CASES = {
 
 
 def test_who_is_missing():
-    for case, (doings, text, missing) in CASES.items():
-        found = diagnose(doings)
+    for case, (activities, text, missing) in CASES.items():
+        found = diagnose(activities)
         assert found.text.startswith(text), case
         assert found.missing == missing, case
 
 
 def test_only_ranks_that_wait_for_each_other_are_in_a_deadlock():
-    assert {case for case, (doings, *_) in CASES.items() if diagnose(doings).deadlock} == {
+    assert {case for case, (activities, *_) in CASES.items() if diagnose(activities).deadlock} == {
         "groups in another order",
         "different collectives",
         "by their stacks, different",
@@ -211,18 +211,20 @@ def test_only_ranks_that_wait_for_each_other_are_in_a_deadlock():
     ("steps", "rank"), [((4, 4, 4), 0), ((4, 5, 5), 1), ((None, 3, 4), 2), ((None, None, None), 0)]
 )
 def test_the_rank_whose_time_is_up_first_speaks_for_all(steps, rank):
-    doings = [RankActivity(rank=number, node="a", step=step) for number, step in enumerate(steps)]
-    assert first_in_line(doings) == rank
+    activities = [
+        RankActivity(rank=number, node="a", step=step) for number, step in enumerate(steps)
+    ]
+    assert first_in_line(activities) == rank
 
 
 def test_nodes_that_do_not_answer_are_named():
     different = [waiting(0), waiting(1, Collective("broadcast", 17))]
-    for doings, text in (
+    for activities, text in (
         ([waiting(0)], "rank 0 waits in all_reduce #17; b, c did not answer"),
         (different, "the ranks call different collectives"),
         ([waiting(0), working(1)], "rank 1 is missing from all_reduce #17, in which rank 0 waits;"),
     ):
-        said = diagnose(doings, ["b", "c"]).text
+        said = diagnose(activities, ["b", "c"]).text
         assert said.startswith(text)
         assert "b, c did not answer" in said
     said = diagnose([waiting(0)], [f"node-{number}" for number in range(100)]).text

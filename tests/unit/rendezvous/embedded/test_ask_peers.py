@@ -16,8 +16,8 @@ from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.connect import Endpoint
 from torchelastic.transport.listener import Listener
 
-WISH = VoteRequest(term=2, node="a", generation=0, binding=False, settled=False)
-VOTE = VoteRequest(term=2, node="a", generation=0, binding=True, settled=False)
+WISH = VoteRequest(term=2, node="a", generation=0, binding=False, confirmed=False)
+VOTE = VoteRequest(term=2, node="a", generation=0, binding=True, confirmed=False)
 GRANTED = Ballot("b", True, "", 1, 0, [], "", 3.0, [])
 HOURS = 3600.0
 
@@ -43,7 +43,7 @@ class Voters:
 @contextlib.asynccontextmanager
 async def voting(voters):
     listener = Listener(JOB)
-    listener.serve(frames.SUCCESSION, voters.converse)
+    listener.serve(frames.ELECTION, voters.converse)
     await listener.listen(bind_endpoint("127.0.0.1", 0))
     try:
         yield Endpoint("127.0.0.1", listener.port, JOB)

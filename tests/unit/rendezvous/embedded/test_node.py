@@ -190,7 +190,7 @@ def test_a_host_that_was_given_up_is_not_waited_for_while_others_still_name_it(m
         async with nodes_at() as table:
             a, b, c = await table.sit("a", "b", "c")
             a._announcing.cancel()
-            for purpose in (frames.STORE, frames.SUCCESSION):  # it takes calls, and never answers
+            for purpose in (frames.STORE, frames.ELECTION):  # it takes calls, and never answers
                 a._listener.serve(purpose, lambda link, hello: None)
             patience = []
             connect = EmbeddedStore.connect
@@ -235,12 +235,12 @@ async def test_a_minority_waits_says_why_and_follows_when_the_others_are_back():
         a, b, c = await table.sit("a", "b", "c")
         await end(a)
         for node in (b, c):  # a cut between them
-            node._listener.serve(frames.SUCCESSION, lambda link, hello: link.abort())
+            node._listener.serve(frames.ELECTION, lambda link, hello: link.abort())
         for node in (b, c):
             with pytest.raises(RendezvousLost, match="1 of 3 nodes are not a majority"):
                 await table.regain(node, timeout=0.3)
         for node in (b, c):  # it heals
-            node._listener.serve(frames.SUCCESSION, node._serve_election)
+            node._listener.serve(frames.ELECTION, node._serve_election)
         await asyncio.gather(table.regain(b), table.regain(c))
         assert sum(node.is_host for node in (b, c)) == 1
 
@@ -306,9 +306,9 @@ async def test_a_host_that_was_succeeded_yields_and_follows():
         a, b, c = await table.sit("a", "b", "c")
         for node in (b, c):  # as if a had been frozen for them
             node.store.lose("it does not answer")
-        a._listener.serve(frames.SUCCESSION, lambda link, hello: link.abort())
+        a._listener.serve(frames.ELECTION, lambda link, hello: link.abort())
         await asyncio.gather(table.regain(b), table.regain(c))
-        a._listener.serve(frames.SUCCESSION, a._serve_election)  # it wakes
+        a._listener.serve(frames.ELECTION, a._serve_election)  # it wakes
         await within(PATIENCE, lost(a))
         assert not a.is_host
         await table.regain(a)
@@ -428,7 +428,7 @@ async def test_a_witness_that_has_voted_for_the_other_keeps_a_node_waiting(tmp_p
     async with nodes_at() as table:
         a, b = await with_witness(table, tmp_path, "a", "b")
         assert await a.witness.claim("after-0", a.term)  # it has gone on alone
-        for purpose in (frames.SUCCESSION, frames.STORE):
+        for purpose in (frames.ELECTION, frames.STORE):
             a._listener.serve(purpose, lambda link, hello: link.abort())
         b.store.lose("a cut")
         with pytest.raises(RendezvousLost, match="the witness voted for them"):

@@ -138,7 +138,7 @@ async def test_a_wish_is_answered_when_the_disk_has_the_world(tmp_path):
         _, _, c = nodes = await three_with_files(table, tmp_path)
         table.form(1, nodes)
         c._host_lost()
-        wish = VoteRequest(term=9, node="b", generation=1, binding=False, settled=False)
+        wish = VoteRequest(term=9, node="b", generation=1, binding=False, confirmed=False)
         at = Endpoint.at(c.peer, JOB, c.credentials)
         returns = await ask_for_votes({"c": at}, wish, enough=lambda returns: False)
         assert returns.ballots["c"].generation == 1
@@ -213,7 +213,7 @@ async def test_who_resumes_a_job_that_has_been_started_again_joins_it_as_a_new_n
             port = int(addresses["c"].rpartition(":")[2])
             sockets = endpoint.listen_beside("localhost", 0, port)
             other = Listener(JOB)
-            other.serve(frames.SUCCESSION, again._serve_election)
+            other.serve(frames.ELECTION, again._serve_election)
             await other.listen(sockets)
         stale = table.restart("b", tmp_path)
         began = SystemClock().now()

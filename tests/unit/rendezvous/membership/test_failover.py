@@ -31,7 +31,7 @@ class Store:
 def test_the_host_has_a_vote_and_is_asked_in_the_world_or_not(node):
     """a hosts and does not train, b and c do; d is a spare, and could host as well: it may be the
     only one left that knows of this world."""
-    made = World(generation=3, phase="running", host="a", heirs={"a": "a:1"})
+    made = World(generation=3, phase="running", host="a", candidates={"a": "a:1"})
     world = made.with_nodes(place(name, rank, peer=f"{name}:1") for rank, name in enumerate("bc"))
     holding = asyncio.run(Failover(node).take(Store(world), world, world.summary()))
     assert holding.roll.latest.nodes == set("abc")
@@ -46,7 +46,7 @@ def test_of_a_large_world_only_its_candidates_have_the_whole():
     world = made.with_nodes(place(name, rank, peer=f"{name}:1") for rank, name in enumerate(names))
     for node in ("spare", *names):
         holding = asyncio.run(Failover(node).take(Store(world), world, world.summary()))
-        assert bool(holding.rows) == (node in world.heirs)
+        assert bool(holding.rows) == (node in world.candidates)
 
 
 def test_who_forms_a_world_hears_when_it_is_confirmed():
