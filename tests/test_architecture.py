@@ -97,7 +97,7 @@ PURE = {
         "tensors/": "shard_layout",
         "testing/": "laws",
         "training/": "gate inbox",
-        "transport/": "auth codec",
+        "transport/": "auth codec http",
         "worker/": "orders",
     }.items()
     for name in names.split()

@@ -20,7 +20,7 @@ from torchelastic.dashboard.access import AccessControl
 from torchelastic.dashboard.job_state import PACKED_HEAD, STILL_HERE, JobState, packed
 from torchelastic.dashboard.responses import Reply, Wanted
 from torchelastic.side_tasks import TaskSet
-from torchelastic.transport import http
+from torchelastic.transport import http, http_socket
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Server:
 
     async def open(self, address: str, port: int) -> tuple[str, int]:
         """Listen and return the address. Raises `OSError` if it cannot listen."""
-        self._listener = await http.listen(address, port, BACKLOG)
+        self._listener = await http_socket.listen(address, port, BACKLOG)
         self._tasks.start(self._accept(self._listener), "accept")
         self._tasks.start(self._keep_looking(), "look")
         host, number = self._listener.getsockname()[:2]
@@ -143,7 +143,7 @@ class Server:
     # --- viewers ---------------------------------------------------------------------------------
 
     async def _accept(self, listener: socket.socket) -> None:
-        async for connection in http.accepted(listener):
+        async for connection in http_socket.accepted(listener):
             self._make_room()
             viewer = Viewer(connection)
             task = self._tasks.start(self._serve(viewer), "reader")
@@ -169,7 +169,9 @@ class Server:
 
     async def _serve(self, viewer: Viewer) -> None:
         try:
-            head = await asyncio.wait_for(http.receive_head(viewer.connection), REQUEST_TIMEOUT)
+            head = await asyncio.wait_for(
+                http_socket.receive_head(viewer.connection), REQUEST_TIMEOUT
+            )
             if head is not None:
                 await self._answer(http.parse(head), viewer)
         except (OSError, asyncio.TimeoutError) as error:

@@ -11,7 +11,7 @@ from torchelastic.config import PAGE_ANYWHERE, LaunchConfig, parse_endpoint
 from torchelastic.doctor.finding import Finding, fault, ok, warning
 from torchelastic.errors import ConfigError
 from torchelastic.events.handlers import sink_for
-from torchelastic.transport import http
+from torchelastic.transport import http_socket
 from torchelastic.transport.addresses import loopback_addresses
 
 CHECK = "endpoints"
@@ -64,4 +64,4 @@ def _address(flag: str, address: str) -> list[Finding]:
 
 
 async def _listen(address: str, port: int) -> None:
-    (await http.listen(address, port, 1)).close()
+    (await http_socket.listen(address, port, 1)).close()

@@ -7,6 +7,6 @@ listener          the server side, an agent's one port: strangers, clients, and 
 auth              the proof of the job's secret, pure; credentials: where secret and keys come from
 addresses         binds and resolves addresses, and lists those of this machine
 ring              connections between neighbours, which notice a lost agent at once
-http              the HTTP of the metrics server and the dashboard
+http, http_socket the HTTP of the metrics server and the dashboard
 http_client       HTTP requests to etcd and to metadata servers
 """

@@ -18,7 +18,7 @@ from torchelastic.events.log import EventLog
 from torchelastic.events.record import Record
 from torchelastic.metrics import prometheus
 from torchelastic.metrics.job_metrics import JobMetrics
-from torchelastic.transport import http
+from torchelastic.transport import http, http_socket
 from torchelastic.transport.addresses import loopback_addresses
 from torchelastic.transport.credentials import read_secret
 
@@ -64,7 +64,7 @@ class MetricsServer:
             return
         address = (loopback_addresses(self._host)[:1] or (self._host,))[0]
         try:
-            listener = await http.listen(address, self._port, BACKLOG)
+            listener = await http_socket.listen(address, self._port, BACKLOG)
         except OSError as error:
             where = format_endpoint(self._host, self._port)
             say(

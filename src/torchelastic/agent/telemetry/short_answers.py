@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from torchelastic.side_tasks import TaskSet, Work
-from torchelastic.transport import http
+from torchelastic.transport import http, http_socket
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class ShortAnswers:
             self._listener.close()
 
     async def _accept(self, listener: socket.socket) -> None:
-        async for connection in http.accepted(listener):
+        async for connection in http_socket.accepted(listener):
             if len(self._talks) >= MOST_CONNECTIONS:
                 next(iter(self._talks)).cancel()  # the oldest
             self._talks.start(self._talk(connection), "request")
@@ -60,7 +60,7 @@ class ShortAnswers:
                 logger.exception("Could not answer a request.")
 
     async def _answer(self, connection: socket.socket) -> None:
-        head = await http.receive_head(connection)
+        head = await http_socket.receive_head(connection)
         if head is None:
             return
         loop = asyncio.get_running_loop()

@@ -26,7 +26,8 @@ from torchelastic.errors import (
     RendezvousLost,
     WireError,
 )
-from torchelastic.rendezvous.store import Change, HeldLease, Item, Json, Listing
+from torchelastic.rendezvous.membership.lease import HeldLease
+from torchelastic.rendezvous.store import Change, Item, Json, Listing
 from torchelastic.transport import frames
 from torchelastic.transport.addresses import can_be_told, reachable_address
 from torchelastic.transport.connect import Endpoint, connect_to_host

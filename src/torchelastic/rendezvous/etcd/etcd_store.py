@@ -23,7 +23,8 @@ from torchelastic.rendezvous.etcd.connection_pool import (
 )
 from torchelastic.rendezvous.etcd.etcd_messages import JobKeys
 from torchelastic.rendezvous.etcd.settings import EtcdSettings
-from torchelastic.rendezvous.store import Change, HeldLease, Item, Json, Listing
+from torchelastic.rendezvous.membership.lease import HeldLease
+from torchelastic.rendezvous.store import Change, Item, Json, Listing
 from torchelastic.rendezvous.world import PART_PREFIX, WORLD_KEY
 
 log = logging.getLogger(__name__)

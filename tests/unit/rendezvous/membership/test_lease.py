@@ -7,7 +7,7 @@ import asyncio
 from tests.unit.rendezvous.embedded_support import run, soon, story
 from torchelastic.clock import FakeClock, SystemClock
 from torchelastic.errors import RendezvousLost, RendezvousRefused
-from torchelastic.rendezvous.store import HeldLease
+from torchelastic.rendezvous.membership.lease import HeldLease
 
 
 def held(clock, *, seconds=15.0, standstill=3.0, sent=0.0) -> tuple[HeldLease, asyncio.Event]:
