@@ -337,9 +337,9 @@ def _noticed(mutant: Mutant, schedules: int) -> int:
 
 
 def _breaks_a_law(module: str, seeds: range) -> bool:
-    from torchelastic.testing.bus import bus_simulation
-    from torchelastic.testing.fault_schedule import made_from, peers_from
-    from torchelastic.testing.stack import stack_simulation
+    from tests.simulation import stack_simulation
+    from tests.simulation.bus import bus_simulation
+    from tests.simulation.fault_schedule import made_from, peers_from
 
     try:
         if module in WITH_ETCD:

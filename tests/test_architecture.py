@@ -33,8 +33,7 @@ LAZY = {PACKAGE / "rendezvous" / "__init__.py", PACKAGE / "distributed" / "__ini
 
 # Top to bottom. A module may import from its own layer and those below.
 LAYERS = (
-    ("testing",),
-    ("cli", "distributed", "__main__"),
+    ("chaos", "cli", "distributed", "__main__"),
     ("compat", "hosts", "integrations", "ray", "torchx", "doctor", "dashboard"),
     ("launcher",),
     ("training",),
@@ -69,6 +68,7 @@ PURE = {
         "agent/lifecycle/": "in_process last_copy script",
         "agent/output/": "terminal_text",
         "agent/telemetry/": "clock_offset health metrics_request",
+        "chaos/": "laws",
         "checkpoint/": "fence interval marker retention time_left",
         "cluster/": (
             "detect indexed_job platform pytorchjob runai skypilot slurm "
@@ -95,7 +95,6 @@ PURE = {
         "rendezvous/etcd/": "etcd_messages",
         "snapshot/": "shard_boxes",
         "tensors/": "shard_layout",
-        "testing/": "laws",
         "training/": "gate inbox",
         "transport/": "auth codec http",
         "worker/": "orders",

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchelastic.chaos import laws
 from torchelastic.data import checker
 from torchelastic.data.verdict import Line as LedgerLine
 from torchelastic.data.verdict import check
-from torchelastic.testing import laws
 
 NO_LIMIT = 1 << 30
 #: How far behind what all ranks have finished a generation may begin: the step before may not be

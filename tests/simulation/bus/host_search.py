@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tests.simulation.bus.host_loop import SimulatedHost, SimulatedSession
+from tests.simulation.bus.message_bus import BusTimer
 from torchelastic.rendezvous import majority
 from torchelastic.rendezvous.embedded.ask_peers import (
     EXCHANGE_TIMEOUT,
@@ -27,11 +29,9 @@ from torchelastic.rendezvous.embedded.node import ANNOUNCEMENTS_PER_LEASE, FIRST
 from torchelastic.rendezvous.leader import ROLL_KEY
 from torchelastic.rendezvous.majority import Candidacy, Elector
 from torchelastic.rendezvous.world import WORLD_KEY
-from torchelastic.testing.bus.host_loop import SimulatedHost, SimulatedSession
-from torchelastic.testing.bus.message_bus import BusTimer
 
 if TYPE_CHECKING:
-    from torchelastic.testing.bus.node_loop import SimulatedAgent
+    from tests.simulation.bus.node_loop import SimulatedAgent
 
 #: The address of the job's endpoint: the agent on that machine.
 ENDPOINT = "@"

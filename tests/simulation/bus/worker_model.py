@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tests.simulation.bus.message_bus import BusTimer
 from torchelastic.agent.lifecycle import in_process, script
 from torchelastic.agent.lifecycle.in_process_state import InProcessState, Status
+from torchelastic.chaos import laws
 from torchelastic.events.failure import Failure
 from torchelastic.rendezvous.world import World
-from torchelastic.testing import laws
-from torchelastic.testing.bus.message_bus import BusTimer
 from torchelastic.worker import orders
 
 if TYPE_CHECKING:
-    from torchelastic.testing.bus.bus_simulation import BusSimulation
-    from torchelastic.testing.bus.node_loop import SimulatedAgent
+    from tests.simulation.bus.bus_simulation import BusSimulation
+    from tests.simulation.bus.node_loop import SimulatedAgent
 
 #: Seconds to start a worker, to stop one, to abort a step, to build a group.
 START, STOP, ABORT, GROUP = 0.3, 0.02, 0.005, 0.02

@@ -10,21 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tests.simulation.bus.host_loop import Json, SimulatedSession
+from tests.simulation.bus.host_search import SimulatedEmbeddedNode
+from tests.simulation.bus.message_bus import SimulatedProcess
+from tests.simulation.bus.worker_model import SimulatedWorkers
 from torchelastic.agent.lifecycle import in_process, script
 from torchelastic.agent.lifecycle.in_process_state import InProcessState
 from torchelastic.agent.lifecycle.script import ScriptState
+from torchelastic.chaos import laws
 from torchelastic.records import replace
 from torchelastic.rendezvous.membership.failover import Failover
 from torchelastic.rendezvous.world import Member, World
-from torchelastic.testing import laws
-from torchelastic.testing.bus.host_loop import Json, SimulatedSession
-from torchelastic.testing.bus.host_search import SimulatedEmbeddedNode
-from torchelastic.testing.bus.message_bus import SimulatedProcess
-from torchelastic.testing.bus.worker_model import SimulatedWorkers
 from torchelastic.worker import orders
 
 if TYPE_CHECKING:
-    from torchelastic.testing.bus.bus_simulation import BusSimulation
+    from tests.simulation.bus.bus_simulation import BusSimulation
 
 #: Seconds until a node can start workers, and until it offers the next worker store.
 WARM_UP_TIME, NEXT_STORE_DELAY = 0.5, 0.01

@@ -1,7 +1,7 @@
 """The control plane in simulation: no seed breaks a law, and each rule taken away is missed.
 
 `SOAK` says how many times as many seeds as in the suite. A seed that fails is replayed by
-`python -m torchelastic.testing.simulate --seed N`.
+`python -m tests.simulation.simulate --seed N`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import sys
 
 import pytest
 
-from tests.support import SOAK
-from tests.unit.testing import rules
-from torchelastic.testing import simulate
-from torchelastic.testing.bus.bus_simulation import violations
-from torchelastic.testing.fault_schedule import (
+from tests.simulation import simulate
+from tests.simulation.bus.bus_simulation import violations
+from tests.simulation.fault_schedule import (
     Schedule,
     ScheduledFault,
     made_from,
     sharded_from,
     shrunk,
 )
+from tests.support import SOAK
+from tests.unit.simulation import rules
 
 pytestmark = pytest.mark.timeout(120 * SOAK)
 
@@ -176,7 +176,7 @@ def test_short_schedules_that_were_found(name, monkeypatch):
 
 
 def test_a_seed_is_replayed_exactly_in_another_process():
-    argv = [sys.executable, "-m", "torchelastic.testing.simulate", "--seed", "5"]
+    argv = [sys.executable, "-m", "tests.simulation.simulate", "--seed", "5"]
     env = {**os.environ, "PYTHONHASHSEED": "1"}  # sets have another order than here
     other = subprocess.run(argv, env=env, capture_output=True, check=True).stdout
     assert other.rpartition(b"\n1 schedule,")[0] == simulate.told(made_from(5)).encode()

@@ -22,14 +22,12 @@ It shares no rule with the product: the meaning of a majority is defined here a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import combinations
 from math import inf
 from typing import Any, NamedTuple
-
-from torchelastic.testing.held_state import HeldState
-from torchelastic.testing.reach import all_linked, are_linked, groups
 
 
 class LawElectorate(NamedTuple):
@@ -298,6 +296,93 @@ class _Known:
     finished: dict[int, set[str]] = field(default_factory=dict)
     failures: list[NodeFailed] = field(default_factory=list)
 
+
+# --- who has which state, and who reaches whom ---------------------------------------------------
+
+
+class HeldState:
+    """The newest step that each worker has; of a sharded model, a worker has one shard of it."""
+
+    def __init__(self, replica: int, workers: int) -> None:
+        """`replica`: the number of workers in a replica, 0 if the model is not sharded; `workers`:
+        on each node."""
+        self._replica, self._workers = replica, workers
+        self._steps: dict[str, dict[int, int]] = {}
+        self._places: dict[str, int] = {}
+
+    def hold(self, node: str, ranks: Iterable[int], step: int) -> None:
+        held = self._steps.setdefault(node, {})
+        for rank in ranks:
+            held[rank] = max(held.get(rank, -1), step)
+
+    def forget(self, node: str, ranks: Iterable[int] | None = None) -> None:
+        """Forget what these workers have; None: all of the node."""
+        held = self._steps.get(node, {})
+        for rank in tuple(held) if ranks is None else ranks:
+            held.pop(rank, None)
+
+    def forget_all(self) -> None:
+        self._steps.clear()
+
+    def note_place(self, node: str, coordinate: int) -> None:
+        """Note the place of a node among those of a replica."""
+        self._places[node] = coordinate // self._workers
+
+    @property
+    def nodes(self) -> set[str]:
+        return set(self._steps)
+
+    def holders(self, nodes: Iterable[str], step: int) -> frozenset[str]:
+        """Those of these nodes that have the step; empty if they do not have all shards of it."""
+        size, workers = self._replica, self._workers
+        if size <= workers:
+            size = max(size, 1)
+            blocks = [range(first, first + size) for first in range(0, workers, size)]
+            return frozenset(n for n in nodes if any(self._has(n, block, step) for block in blocks))
+        whole = frozenset(node for node in nodes if self._has(node, range(workers), step))
+        places = {self._places.get(node) for node in whole}
+        return whole if len(places) == size // workers else frozenset()
+
+    def _has(self, node: str, ranks: Iterable[int], step: int) -> bool:
+        held = self._steps.get(node, {})
+        return all(held.get(rank, -1) >= step for rank in ranks)
+
+
+#: The ways that are cut: from a node, to a node.
+Cuts = Set[tuple[str, str]]
+
+
+def are_linked(one: str, other: str, cut: Cuts) -> bool:
+    """Return whether two nodes reach each other, both ways."""
+    return (one, other) not in cut and (other, one) not in cut
+
+
+def all_linked(nodes: Collection[str], cut: Cuts) -> bool:
+    return all(are_linked(one, other, cut) for one, other in combinations(nodes, 2))
+
+
+def groups(nodes: Set[str], cut: Cuts) -> list[frozenset[str]]:
+    """The nodes in groups, none of which hears anything of another.
+
+    >>> sorted(map(sorted, groups({"a", "b", "c"}, {("a", "c"), ("c", "a"), ("b", "c")})))
+    [['a', 'b', 'c']]
+    """
+    left, found = set(nodes), []
+    while left:
+        group, edge = set[str](), {left.pop()}
+        while edge:
+            group |= edge
+            edge = {
+                node
+                for node in left
+                if any((node, one) not in cut or (one, node) not in cut for one in edge)
+            }
+            left -= edge
+        found.append(frozenset(group))
+    return found
+
+
+# --- the laws ------------------------------------------------------------------------------------
 
 #: Events after which the job may need a lease and a round.
 _DISTURBING = (

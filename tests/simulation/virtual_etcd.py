@@ -12,13 +12,13 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.simulation.virtual_loop import Scheduler
+from tests.simulation.virtual_network import ProcessLoop
+from torchelastic.chaos import laws
 from torchelastic.clock import Clock
 from torchelastic.rendezvous.etcd import etcd_messages
 from torchelastic.rendezvous.etcd.connection_pool import Address, ConnectionPool, RetryLimit
 from torchelastic.rendezvous.store import Json
-from torchelastic.testing import laws
-from torchelastic.testing.stack.virtual_loop import Scheduler
-from torchelastic.testing.stack.virtual_network import ProcessLoop
 
 #: Seconds that a request takes to arrive, and its answer.
 LATENCY = 0.001

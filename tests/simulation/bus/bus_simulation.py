@@ -5,23 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 
+from tests.simulation.bus.host_search import ENDPOINT, SimulatedEmbeddedNode
+from tests.simulation.bus.message_bus import BusTimer, MessageBus
+from tests.simulation.bus.node_loop import SimulatedAgent
+from tests.simulation.bus.worker_model import TrainingRun
+from tests.simulation.fault_schedule import END, HEALED_AT, LEASE, ROUND, Schedule, ScheduledFault
 from torchelastic.agent.lifecycle.script import InvalidTransition
+from torchelastic.chaos import laws
+from torchelastic.chaos.laws import Laws, Violation
 from torchelastic.rendezvous.round_state import RoundRules
 from torchelastic.rendezvous.world import World
-from torchelastic.testing import laws
-from torchelastic.testing.bus.host_search import ENDPOINT, SimulatedEmbeddedNode
-from torchelastic.testing.bus.message_bus import BusTimer, MessageBus
-from torchelastic.testing.bus.node_loop import SimulatedAgent
-from torchelastic.testing.bus.worker_model import TrainingRun
-from torchelastic.testing.fault_schedule import HEALED_AT, Schedule, ScheduledFault
-from torchelastic.testing.laws import Laws, Violation
-
-LEASE = 3.0
-#: Seconds for one round without obstacles: an election, the settle time, starts of workers, and a
-#: step.
-ROUND = 7.0
-#: Seconds of a simulated job.
-END = 60.0
 
 
 class BusSimulation:

@@ -9,7 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.simulation.virtual_loop import Scheduler
+from tests.simulation.virtual_network import ProcessLoop
+from tests.simulation.worker_processes import Nothing, VirtualTraining, VirtualWorkers
 from torchelastic.agent.wiring import Owner, Parts
+from torchelastic.chaos import laws
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.rendezvous.embedded.voter_file import Voter, VoterFile
 from torchelastic.rendezvous.leader import Leader
@@ -19,10 +23,6 @@ from torchelastic.rendezvous.round_state import RoundState
 from torchelastic.rendezvous.store import Store
 from torchelastic.rendezvous.world import World
 from torchelastic.side_tasks import SideTasks
-from torchelastic.testing import laws
-from torchelastic.testing.stack.virtual_loop import Scheduler
-from torchelastic.testing.stack.virtual_network import ProcessLoop
-from torchelastic.testing.stack.worker_processes import Nothing, VirtualTraining, VirtualWorkers
 
 ENTRY = Entry("script", "train.py")
 #: Virtual seconds until a node can start workers: minimum and maximum.

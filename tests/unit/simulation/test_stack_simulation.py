@@ -1,5 +1,5 @@
 """The whole control plane on virtual loops: no seed breaks a law, and each rule taken away is
-missed. A seed that fails is replayed by `python -m torchelastic.testing.simulate --stack --seed N`.
+missed. A seed that fails is replayed by `python -m tests.simulation.simulate --stack --seed N`.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from itertools import pairwise
 
 import pytest
 
-from tests.support import SOAK
-from tests.unit.testing import rules
-from torchelastic.agent.lifecycle import in_process
-from torchelastic.rendezvous.embedded import ask_peers
-from torchelastic.rendezvous.world import World
-from torchelastic.testing import laws, simulate
-from torchelastic.testing.fault_schedule import (
+from tests.simulation import simulate
+from tests.simulation.fault_schedule import (
     ENDLESS,
     Schedule,
     ScheduledFault,
     made_from,
     sharded_from,
 )
-from torchelastic.testing.stack.stack_simulation import StackSimulation, violations
+from tests.simulation.stack_simulation import StackSimulation, violations
+from tests.support import SOAK
+from tests.unit.simulation import rules
+from torchelastic.agent.lifecycle import in_process
+from torchelastic.chaos import laws
+from torchelastic.rendezvous.embedded import ask_peers
+from torchelastic.rendezvous.world import World
 
 pytestmark = pytest.mark.timeout(120 * SOAK)
 
@@ -139,8 +140,8 @@ def test_a_rule_taken_away_is_found_within_some_seeds(rule, monkeypatch):
 def test_a_schedule_has_the_same_history_in_another_process():
     stack = StackSimulation(made_from(5))
     stack.run()
-    code = "from torchelastic.testing.stack.stack_simulation import *; "
-    code += "from torchelastic.testing.fault_schedule import *; "
+    code = "from tests.simulation.stack_simulation import *; "
+    code += "from tests.simulation.fault_schedule import *; "
     code += "stack = StackSimulation(made_from(5)); stack.run(); print(stack.digest())"
     env = {**os.environ, "PYTHONHASHSEED": "7"}
     other = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True)

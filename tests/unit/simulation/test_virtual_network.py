@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from torchelastic.testing.stack.virtual_loop import Scheduler
-from torchelastic.testing.stack.virtual_network import ProcessLoop, VirtualMachine, VirtualNetwork
+from tests.simulation.virtual_loop import Scheduler
+from tests.simulation.virtual_network import ProcessLoop, VirtualMachine, VirtualNetwork
 
 PORT = 7
 

@@ -21,20 +21,27 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+from tests.simulation.agent_process import Disk, VirtualParts
+from tests.simulation.fault_schedule import (
+    END,
+    HEALED_AT,
+    LEASE,
+    NEWCOMERS,
+    ROUND,
+    Schedule,
+    ScheduledFault,
+)
+from tests.simulation.virtual_etcd import VirtualEtcd, VirtualPool
+from tests.simulation.virtual_loop import Scheduler
+from tests.simulation.virtual_network import ProcessLoop, VirtualMachine, VirtualNetwork
+from tests.simulation.worker_processes import VirtualTraining
 from torchelastic.agent.agent import Agent
+from torchelastic.chaos import laws
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import TorchElasticError, VoteOutdated
 from torchelastic.rendezvous.embedded.voter_file import Voter
 from torchelastic.rendezvous.etcd import etcd_store
 from torchelastic.rendezvous.etcd.connection_pool import Address
-from torchelastic.testing import laws
-from torchelastic.testing.bus.bus_simulation import END, LEASE, ROUND
-from torchelastic.testing.fault_schedule import HEALED_AT, NEWCOMERS, Schedule, ScheduledFault
-from torchelastic.testing.stack.agent_process import Disk, VirtualParts
-from torchelastic.testing.stack.virtual_etcd import VirtualEtcd, VirtualPool
-from torchelastic.testing.stack.virtual_loop import Scheduler
-from torchelastic.testing.stack.virtual_network import ProcessLoop, VirtualMachine, VirtualNetwork
-from torchelastic.testing.stack.worker_processes import VirtualTraining
 
 PORT = 29400
 #: The address of etcd, and seconds of an outage of it that leases survive: they last as long.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tests.simulation.bus.message_bus import BusTimer
+from torchelastic.chaos import laws
 from torchelastic.records import replace
 from torchelastic.rendezvous import majority, round_state
 from torchelastic.rendezvous.choosing import to_allot
@@ -15,11 +17,9 @@ from torchelastic.rendezvous.decide import decide
 from torchelastic.rendezvous.embedded.client import FAILOVER_RECONNECT_TIMEOUT, RENEWALS_PER_LEASE
 from torchelastic.rendezvous.round_state import RoundState, StateUpdate
 from torchelastic.rendezvous.world import Member, World
-from torchelastic.testing import laws
-from torchelastic.testing.bus.message_bus import BusTimer
 
 if TYPE_CHECKING:
-    from torchelastic.testing.bus.node_loop import SimulatedAgent
+    from tests.simulation.bus.node_loop import SimulatedAgent
 
 Json = dict[str, Any]
 

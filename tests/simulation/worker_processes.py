@@ -13,13 +13,13 @@ import random
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
+from tests.simulation.fault_schedule import LEASE
+from tests.simulation.virtual_loop import Scheduler
+from tests.simulation.virtual_network import ProcessLoop, VirtualNetwork
 from torchelastic.agent.lifecycle import in_process, script
+from torchelastic.chaos import laws
 from torchelastic.events.failure import Failure
 from torchelastic.rendezvous.world import World
-from torchelastic.testing import laws
-from torchelastic.testing.bus.bus_simulation import LEASE
-from torchelastic.testing.stack.virtual_loop import Scheduler
-from torchelastic.testing.stack.virtual_network import ProcessLoop, VirtualNetwork
 from torchelastic.training.gate import Gate, GateDecision
 from torchelastic.training.inbox import Inbox
 from torchelastic.worker import orders

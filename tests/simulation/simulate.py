@@ -1,4 +1,4 @@
-"""Simulate jobs under faults, and replay one: `python -m torchelastic.testing.simulate`.
+"""Simulate jobs under faults, and replay one: `python -m tests.simulation.simulate`.
 
     --seed 17               the job of seed 17, and what happened to it
     --count 10000           the jobs of 10,000 seeds, from --seed on; ends with the first that fails
@@ -20,17 +20,17 @@ import sys
 import time
 from collections.abc import Sequence
 
-from torchelastic.testing import laws
-from torchelastic.testing.bus.bus_simulation import BusSimulation
-from torchelastic.testing.fault_schedule import (
+from tests.simulation.bus.bus_simulation import BusSimulation
+from tests.simulation.fault_schedule import (
     Schedule,
     made_from,
     peers_from,
     sharded_from,
     shrunk,
 )
-from torchelastic.testing.laws import Violation
-from torchelastic.testing.stack.stack_simulation import StackSimulation
+from tests.simulation.stack_simulation import StackSimulation
+from torchelastic.chaos import laws
+from torchelastic.chaos.laws import Violation
 
 #: The simulation of a job.
 Level = type[BusSimulation] | type[StackSimulation]
@@ -41,7 +41,7 @@ _FREQUENT = (laws.StepFinished, laws.JobDisturbed)
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m torchelastic.testing.simulate",
+        prog="python -m tests.simulation.simulate",
         description="Simulate the control plane of a job under faults, and check its laws.",
     )
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torchelastic.testing.stack.virtual_loop import Scheduler, VirtualLoop
+from tests.simulation.virtual_loop import Scheduler, VirtualLoop
 from torchelastic.transport.addresses import NETWORK
 from torchelastic.transport.link import PEER_TIMEOUT
 

@@ -1,15 +1,16 @@
 """The whole control plane with etcd: nodes are cut from each other, never from etcd. A seed that
-fails is replayed by `python -m torchelastic.testing.simulate --etcd --seed N`."""
+fails is replayed by `python -m tests.simulation.simulate --etcd --seed N`."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.simulation import simulate
+from tests.simulation.fault_schedule import ENDLESS, Schedule, ScheduledFault, peers_from
+from tests.simulation.stack_simulation import StackSimulation, violations
 from tests.support import SOAK
 from torchelastic.agent.agent import Agent
-from torchelastic.testing import laws, simulate
-from torchelastic.testing.fault_schedule import ENDLESS, Schedule, ScheduledFault, peers_from
-from torchelastic.testing.stack.stack_simulation import StackSimulation, violations
+from torchelastic.chaos import laws
 
 pytestmark = pytest.mark.timeout(120 * SOAK)
 

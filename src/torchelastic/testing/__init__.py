@@ -1,1 +1,0 @@
-"""Tests: the checker of the laws, and the simulated control plane."""

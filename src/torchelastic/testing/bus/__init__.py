@@ -1,1 +1,0 @@
-"""Tests: the deciders of the control plane on a message bus, in virtual time."""

@@ -1,1 +1,0 @@
-"""Tests: the whole control plane on virtual event loops, with connections in memory."""

@@ -1,0 +1,1 @@
+"""The simulated control plane: see `docs/concepts/simulation.md`."""

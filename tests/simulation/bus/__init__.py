@@ -1,0 +1,1 @@
+"""The deciders of the control plane on a message bus, in virtual time."""
