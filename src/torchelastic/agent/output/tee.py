@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import os
+import re
 import time
 from pathlib import Path
 
@@ -23,6 +24,11 @@ TRY_AGAIN = 1.0
 COPY_LIMIT = 64 * 1024 * 1024
 #: Bytes of the stream's end that are kept for failure reports.
 TAIL = 16 * 1024
+#: A warning of torch's distributed C++ code, and the beginnings of a C++ stack's lines below it.
+_CPP_WARNING = re.compile(rb"\[W\d+ [\d:.]+ \S+:\d+\] \[c10d\] ")
+_CPP_STACK = (b"Exception raised from ", b"frame #", b"<omitting python frames>")
+#: Bytes of a line in which the two are looked for.
+_HEAD = 512
 
 
 class LineSplitter:
@@ -58,6 +64,48 @@ def _content(line: bytes) -> list[bytes]:
     if not text:
         return [] if line == b"\r" else [b""]
     return [text[start : start + CHUNK] for start in range(0, len(text), CHUNK)]
+
+
+class CppStackFilter:
+    """Removes the C++ stacks below warnings of torch, 20 to 30 lines whenever a store is lost.
+
+    Everything else passes at once, byte by byte. Stacks of errors pass, too.
+    """
+
+    def __init__(self) -> None:
+        #: The beginning of the line that has not ended yet.
+        self._line = b""
+        self._below_warning = self._in_stack = False
+
+    def feed(self, data: bytes) -> bytes:
+        """The part of `data` to show."""
+        if not self._below_warning and b"[c10d]" not in self._line + data:  # usually
+            end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+            self._line = (data[end:] if end else self._line + data)[:_HEAD]
+            return data
+        return b"".join(map(self._shown, data.splitlines(keepends=True)))
+
+    def _shown(self, piece: bytes) -> bytes:
+        line = self._line + piece
+        ended = piece.endswith((b"\n", b"\r"))
+        self._line = b"" if ended else line[:_HEAD]
+        if self._below_warning:
+            if line.startswith(_CPP_STACK):
+                self._in_stack = True
+                return b""
+            if not ended and any(start.startswith(line) for start in _CPP_STACK):
+                return b""
+            was_in_stack, self._below_warning, self._in_stack = self._in_stack, False, False
+            if was_in_stack and line == b"\n":  # an empty line ends a stack
+                return b""
+            return line
+        self._below_warning = ended and _CPP_WARNING.search(line[:_HEAD]) is not None
+        return piece
+
+    def rest(self) -> bytes:
+        """The withheld text after the last line end, once the stream has ended."""
+        is_shown = not self._below_warning or self._line.startswith(_CPP_STACK)
+        return b"" if is_shown else self._line
 
 
 class Backlog:
@@ -221,6 +269,8 @@ class Tee:
         self._prefix = None if prefix is None else os.fsencode(prefix)
         self._console = console
         self._filtered = filtered
+        #: Only with a file, which has them.
+        self._stacks = CppStackFilter() if path is not None else None
         self._shown_lines = LineSplitter()
         self._filtered_lines = LineSplitter()
         self._path = path
@@ -321,6 +371,8 @@ class Tee:
 
     def _finish(self) -> None:
         if not self.finished.is_set():
+            if self._stacks is not None and (rest := self._stacks.rest()):
+                self._write(rest)
             self._show(self._shown_lines.rest())
             self._backlog.close()
             self.finished.set()
@@ -337,6 +389,11 @@ class Tee:
         self._finish()
 
     def _pass_on(self, data: bytes) -> None:
+        if self._stacks is not None:
+            data = self._stacks.feed(data)
+        self._write(data)
+
+    def _write(self, data: bytes) -> None:
         if self._prefix is None:
             self._console.write(data)
         else:

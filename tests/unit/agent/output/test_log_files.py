@@ -25,7 +25,7 @@ from torchelastic.agent.output.log_files import (
 )
 from torchelastic.agent.output.nonblocking_writer import NonblockingWriter
 from torchelastic.agent.output.output_stream import OutputStream
-from torchelastic.agent.output.tee import CHUNK, Backlog, LineSplitter
+from torchelastic.agent.output.tee import CHUNK, Backlog, CppStackFilter, LineSplitter
 from torchelastic.config import LaunchConfig, Std
 from torchelastic.errors import ConfigError
 from torchelastic.events.failure import LOG_LINES_LIMIT
@@ -210,6 +210,55 @@ def test_a_long_line_is_passed_on_in_pieces(size, step):
     assert found.pop() == b"next"
     assert b"".join(found) == line
     assert max(map(len, found)) <= CHUNK
+
+
+WARNING = b"[rank1]:[W1118 19:46:41.236926483 TCPStore.cpp:138] [c10d] recvValue failed\n"
+STACK = (
+    b"Exception raised from recvBytes at Utils.hpp:787 (most recent call first):\n"
+    b"frame #0: c10::Error::Error(c10::SourceLocation) + 0x9d (0x7f in libc10.so)\n"
+    b"<omitting python frames>\nframe #30: <unknown function> + 0x1098ec (0x7f in libc.so.6)\n"
+)
+CPP_ERROR = b"terminate called after throwing an instance of 'c10::Error'\n" + STACK
+
+
+@pytest.mark.parametrize("size", [1, 7, 100, CHUNK])
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (b"loss 3\n" + WARNING + STACK + b"\nloss 2\n", b"loss 3\n" + WARNING + b"loss 2\n"),
+        (2 * (WARNING + STACK + b"\n"), 2 * WARNING),
+        (b"\r 10%\r" + WARNING + STACK + b"\r 20%", b"\r 10%\r" + WARNING + b"\r 20%"),
+        (WARNING + b"\nframe #1 of the video\n", WARNING + b"\nframe #1 of the video\n"),
+        (WARNING + b"frame", WARNING + b"frame"),
+        (WARNING + STACK[:-9], WARNING),
+        (CPP_ERROR, CPP_ERROR),
+    ],
+)
+def test_stack_filter_removes_only_stacks_below_warnings(said, shown, size):
+    stacks = CppStackFilter()
+    found = [stacks.feed(said[start : start + size]) for start in range(0, len(said), size)]
+    assert b"".join(found) + stacks.rest() == shown
+
+
+def test_stack_filter_shows_the_start_of_another_line_at_once():
+    stacks = CppStackFilter()
+    assert stacks.feed(WARNING + b"fra") == WARNING
+    assert stacks.feed(b"gile? [y/n] ") == b"fragile? [y/n] "
+
+
+@pytest.mark.parametrize("how", [{"log_copy": True}, {"tee": OUT}])
+def test_cpp_stacks_are_in_the_log_file_and_not_on_the_console(tmp_path, how):
+    said = WARNING + STACK + b"\ndone\n"
+    run, console = run_one(tmp_path, {(0, OUT): said}, **how)
+    assert run.file(0, "0/stdout.log") == said
+    assert b"done" in console
+    assert b"frame #" not in console
+
+
+def test_cpp_stacks_are_shown_without_a_log_file(tmp_path):
+    said = WARNING + STACK + b"\ndone\n"
+    _, console = run_one(tmp_path, {(0, ERR): said}, log_dir=NO_FILES, tee=ERR)
+    assert b"frame #0" in console
 
 
 def test_without_a_copy_streams_are_inherited_and_only_the_error_file_is_named(tmp_path):
