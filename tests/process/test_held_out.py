@@ -77,5 +77,5 @@ def test_a_job_goes_on_without_a_node_with_which_it_cannot_start(tmp_path):
         f"generation 1 with {newcomer} failed before its first step: rank "
     )
     assert third["reason"].endswith(
-        f"ValueError: the batch cannot be split over 2; continuing without {newcomer} for 60 s"
+        f"ValueError: the batch cannot be split over 2; holding out {newcomer} for 60 s"
     )

@@ -185,7 +185,7 @@ def _hold_all(
         return None
     longest = max(out, key=lambda one: one.seconds).span()
     named = names_of(state, [node.node for node in nodes])
-    return HoldDecision(held, every, f"continuing without {named} for {longest}", instead)
+    return HoldDecision(held, every, f"holding out {named} for {longest}", instead)
 
 
 def _would_lose_state(
@@ -280,9 +280,9 @@ def _count_lost(rules: RoundRules, state: RoundState, held: HeldOutNodes) -> Hol
         return HoldDecision(held)
     for node in lost:
         held = held_out.note_failure(
-            held, node.node, node.name, "it keeps failing", longest=held_out.LOST_HOLD
+            held, node.node, node.name, "it was lost repeatedly", longest=held_out.LOST_HOLD
         )
-    return _hold_counted(rules, state, held, lost, "keeps failing")
+    return _hold_counted(rules, state, held, lost, "was lost repeatedly")
 
 
 def _hold_counted(
@@ -300,7 +300,7 @@ def _hold_counted(
     enough = bool(out) and enough_without(rules, state, gone | state.out)
     if not enough or _would_lose_state(rules, state, held, gone):
         return HoldDecision(held_out.end_all_but(held, state.out))
-    said = [f"{one.name} {what}: continuing without it for {one.span()}" for one in out]
+    said = [f"{one.name} {what}; holding out {one.name} for {one.span()}" for one in out]
     return HoldDecision(held, gone, "; ".join(said), instead)
 
 

@@ -125,10 +125,9 @@ class CoordinatorP2P(Coordinator):
         self._link = _agents_link() if init_method is None else None
         if overridden := [name for name in _NEVER_CALLED if _is_overridden(type(self), name)]:
             log.warning(
-                "%s overrides %s, which train never calls: the agent forms the worlds. "
-                "Move that code to State.sync.",
-                type(self).__name__,
-                " and ".join(overridden),
+                "torchelastic.train ignores %s: the agent runs the rendezvous. Move the code to "
+                "State.sync.",
+                " and ".join(f"{type(self).__name__}.{name}" for name in overridden),
             )
 
     def open(self) -> channel.WorkerLink:

@@ -198,7 +198,7 @@ def test_a_newcomer_that_alone_has_the_newest_state_is_tried_again_within_the_bu
     fail(job, "a", "b", message="lost a peer: connection closed")
     assert (job.names, job.world.restarts.used) == ((["a"], 0) if back else (["a", "b"], 1))
     assert out_of(job) == ({"b"} if back else set())
-    assert ("continuing without b" in job.world.reason) == back
+    assert ("holding out b" in job.world.reason) == back
 
 
 def test_a_node_that_keeps_being_lost_is_not_held_out_while_it_alone_has_the_state():
@@ -209,7 +209,7 @@ def test_a_node_that_keeps_being_lost_is_not_held_out_while_it_alone_has_the_sta
         job.come("c", holds=3)
         job.all_gone()
         assert (job.names, out_of(job)) == (list(names), set("abc") - set(names))
-        assert ("continuing without" in job.world.reason) == (names == "ab")
+        assert ("holding out" in job.world.reason) == (names == "ab")
 
 
 def test_a_node_that_alone_has_the_state_is_not_left_out_for_a_pair():

@@ -19,7 +19,7 @@ def test_a_node_that_lacks_a_module_is_held_out_and_the_others_train():
     job = running("2:3", "abc")
     fail(job, "b")
     assert (job.world.phase, job.names, job.world.spares) == ("running", ["a", "c"], ("b",))
-    assert job.world.reason.endswith("no restart used; continuing without b for 60 s")
+    assert job.world.reason.endswith("no restart used; holding out b for 60 s")
 
 
 def test_it_spends_nothing_of_what_the_others_have():

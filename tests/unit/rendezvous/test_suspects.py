@@ -59,7 +59,7 @@ def test_a_join_that_fails_before_its_first_step_is_undone_and_costs_nothing():
     assert (job.world.phase, job.world.generation, job.names) == ("running", 2, ["a"])
     assert job.world.reason == (
         "generation 1 with b failed before its first step: rank 0 on a (local rank 0, pid 1): "
-        f"{NO}; continuing without b for 60 s"
+        f"{NO}; holding out b for 60 s"
     )
     assert (job.world.spares, out(job)) == (("b",), {"b": FIRST_HOLD})
     assert job.world.restarts.used == 0
@@ -166,7 +166,7 @@ def test_resident_workers_go_back_too_and_keep_their_state():
     job.say("a", gone=1)
     job.say("b", gone=1)
     assert (job.world.phase, job.names, job.world.spares) == ("running", ["a"], ("b",))
-    assert job.world.reason.endswith(f"at step 8: {NO}; continuing without b for 60 s")
+    assert job.world.reason.endswith(f"at step 8: {NO}; holding out b for 60 s")
     assert job.world.restarts.used == 0
 
 
@@ -240,7 +240,7 @@ def test_a_node_that_keeps_being_lost_is_held_out_for_a_short_time_each_time():
     job = running("1:3", "abc")
     for hold in (0.0, 0.0, *(LOST_HOLD,) * 6):
         lose(job, "c")
-        said = "c keeps failing: continuing without it for 15 s"
+        said = "c was lost repeatedly; holding out c for 15 s"
         assert (out(job).get("c", 0.0), said in job.world.reason) == (hold, bool(hold))
         if hold:
             job.wait(hold - 0.1)
@@ -295,7 +295,7 @@ def test_a_node_whose_workers_alone_keep_failing_at_start_is_held_out():
     fails(job, "b")
     assert job.names == ["a", "c"]
     assert job.world.restarts.used == FAILURES_ALLOWED
-    assert job.world.reason.endswith("b keeps failing at start: continuing without it for 60 s")
+    assert job.world.reason.endswith("b keeps failing at start; holding out b for 60 s")
 
 
 def test_a_failing_node_that_the_world_needs_spends_restarts():
