@@ -291,6 +291,7 @@ def test_the_others_do_not_wait_for_the_evaluation_of_a_node_that_leaves(tmp_pat
         assert min(line["step"] for line in later) == 6, "no finished step is lost"
         assert all(len(hashes) == 1 for hashes in steps(made).values())
         assert leaver.wait() == 143
+        assert not any(world["restarts_used"] for world in nodes[0].events("world-formed"))
 
 
 def test_the_end_of_the_process_that_holds_the_stores_disturbs_nobody(tmp_path):

@@ -565,10 +565,15 @@ def _classify(state: RoundState) -> tuple[Kind, Failure | None, tuple[Failure, .
 
 
 def _has_leaver(state: RoundState) -> bool:
-    """Return whether a node of the world has announced that it leaves; it may be gone by now."""
+    """Return whether a node of the world has announced that it leaves, and may be gone by now; or
+    workers lost a peer in the step before this world, the last one of a leaving node."""
+    world = the_world(state)
+    last_step = world.after if world.handing_over and world.after is not None else -1
+    if any(one.step is not None and one.step <= last_step for one in state.failures):
+        return True
     return any(
         node.node not in state.members or state.members[node.node].member.leaving
-        for node in the_world(state).nodes
+        for node in world.nodes
         if node.node not in state.lost
     )
 

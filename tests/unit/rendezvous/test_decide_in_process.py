@@ -192,6 +192,26 @@ def test_a_leaver_is_missed_until_it_has_run_the_step_the_others_are_in(word):
     assert job.world.phase == ("running" if word == "gone" else "over")
 
 
+@pytest.mark.parametrize(
+    ("step", "ending", "used"),
+    [pytest.param(3, "leave", 0, id="last-step"), pytest.param(4, "failure", 1, id="next-step")],
+)
+def test_peer_lost_in_the_last_step_before_a_leave_uses_no_restart(step, ending, used):
+    """The leaver's agent has killed its worker: the others need not wait for its evaluation."""
+    job = resident_job("a b c", nnodes="1:3")
+    job.say("c", leaving="SIGTERM")
+    for name in ("a", "b", "c"):
+        job.say(name, paused=0, entered=3)
+    lost_peer = "lost a peer: Connection closed by peer"
+    job.say("a", failures=(error("a", 1, step=step, message=lost_peer),))
+    assert (job.world.phase, job.world.ending) == ("over", ending)
+    job.say("c", gone=0)
+    job.die("c")
+    gone(job, 1)
+    assert (job.world.phase, job.world.restarts.used) == ("running", used)
+    assert ("c leaves (SIGTERM)" in job.world.reason) == (ending == "leave")
+
+
 def test_a_death_in_the_last_step_does_not_fail_a_training_that_is_done():
     job = resident_job()
     job.say("b", finished=0, finished_after=12, failures=(failure("b"),))

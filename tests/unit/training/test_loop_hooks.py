@@ -171,8 +171,8 @@ def test_an_overridden_method_that_is_never_called_is_named_at_once(caplog):
     Own(init_method="tcp://nowhere/test?min_workers=1")
     (said,) = caplog.messages
     assert said == (
-        "torchelastic.train ignores Own.rendezvous_barrier: the agent runs the rendezvous. Move the "
-        "code to State.sync."
+        "torchelastic.train ignores Own.rendezvous_barrier: the agent runs the rendezvous. Move "
+        "the code to State.sync."
     )
     CoordinatorP2P(init_method="tcp://nowhere/test?min_workers=1")
     assert len(caplog.messages) == 1
