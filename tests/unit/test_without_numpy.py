@@ -18,7 +18,8 @@ SCRIPT = """
     warnings.simplefilter("ignore")
     import torch
     import torch.distributed as dist
-    from torchelastic.checkpoint import CheckpointStore, rank_agreement
+    from torchelastic.checkpoint import CheckpointStore
+    from torchelastic.tensors import agreement
 
     directory, port = sys.argv[1:]
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
@@ -26,7 +27,7 @@ SCRIPT = """
     store.save({"weight": torch.arange(4.0)}, 3, together=True)
     store.wait()
     assert torch.equal(store.load(together=True).tree["weight"], torch.arange(4.0))
-    assert rank_agreement.of_rank_0({"a": 1}) == {"a": 1}
+    assert agreement.of_rank_0({"a": 1}) == {"a": 1}
 """
 
 

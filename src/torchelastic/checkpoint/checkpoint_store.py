@@ -156,9 +156,9 @@ class CheckpointStore(CheckpointManager):
         """
         now = time.monotonic()
         if together and every.steps is None:
-            from torchelastic.checkpoint import rank_agreement
+            from torchelastic.tensors import agreement
 
-            (planned,) = rank_agreement.largest(self._next_step)
+            (planned,) = agreement.largest(self._next_step)
             self._next_step = planned or step + 1  # when the time of a step is known
             return CheckpointSchedule.begin(every, step, now)
         if self._pace is None:
@@ -231,12 +231,11 @@ class CheckpointStore(CheckpointManager):
         of a tree that is otherwise the same, and with its `own` part; without it, this process
         writes the whole tree.
         """
-        from torchelastic.checkpoint import rank_agreement
         from torchelastic.checkpoint.background.save_job import Job
         from torchelastic.checkpoint.write_plan import Planner, by_address
 
         began = time.monotonic()
-        rank, size = rank_agreement.world() if together else (0, 1)
+        rank, size = _place() if together else (0, 1)
         if self._planner is None:
             self._planner = Planner()
         content = self._planner.content(tree, own, rank=rank, size=size)
@@ -305,9 +304,9 @@ class CheckpointStore(CheckpointManager):
         """
         busy, is_named = self._runner.is_busy, True
         if together:
-            from torchelastic.checkpoint import rank_agreement
+            from torchelastic.tensors import agreement
 
-            anyone, self._next_step, is_unnamed = rank_agreement.largest(
+            anyone, self._next_step, is_unnamed = agreement.largest(
                 busy, self._step_after(step), self._sequence is None
             )
             busy, is_named = bool(anyone), not is_unnamed
@@ -369,17 +368,17 @@ class CheckpointStore(CheckpointManager):
     def _agree_on_names(self) -> bool:
         """Use rank 0's fence token and next number on all ranks. Once in a world, when a rank has
         none."""
-        from torchelastic.checkpoint import rank_agreement
+        from torchelastic.tensors import agreement
 
         claim = self._claim
         assert claim is not None
         told: dict[str, Any] = {}
-        if rank_agreement.world()[0] == 0:
+        if _place()[0] == 0:
             try:
                 told = {"token": claim.fence.token, "sequence": self.catalog.next_sequence()}
             except Exception as error:  # of any storage; the others wait for an answer
                 told = {"error": repr(error)}
-        told = rank_agreement.of_rank_0(told)
+        told = agreement.of_rank_0(told)
         if "error" in told:
             log.error("Skipped a checkpoint: could not list %s (%s).", self.url, told["error"])
             return False
@@ -498,12 +497,11 @@ class CheckpointStore(CheckpointManager):
         (`like` may be a function: it gets the stored tensors' metadata by name and returns DTensors
         by name.) With `together` all ranks read the checkpoint that rank 0 finds.
         """
-        from torchelastic.checkpoint import rank_agreement
 
         if not together:
             found, rank = self._newest(beyond), 0
         else:
-            rank = rank_agreement.world()[0]
+            rank = _place()[0]
             found = self._newest_of_rank_0(rank, beyond)
         return None if found is None else self._read(*found, like, rank)
 
@@ -516,7 +514,7 @@ class CheckpointStore(CheckpointManager):
         return None
 
     def _newest_of_rank_0(self, rank: int, beyond: int) -> tuple[str, int] | None:
-        from torchelastic.checkpoint import rank_agreement
+        from torchelastic.tensors import agreement
 
         told: dict[str, Any] = {}
         if rank == 0:
@@ -524,7 +522,7 @@ class CheckpointStore(CheckpointManager):
                 told = {"found": self._newest(beyond)}
             except Exception as error:  # of any storage; the others wait for an answer
                 told = {"error": repr(error)}
-        told = rank_agreement.of_rank_0(told)
+        told = agreement.of_rank_0(told)
         if "error" in told:
             raise CheckpointError(f"Could not read the checkpoints at {self.url}: {told['error']}.")
         return None if told["found"] is None else (str(told["found"][0]), int(told["found"][1]))
@@ -581,6 +579,18 @@ def _generation() -> int:
 def _new_fence(generation: int) -> Fence:
     run, start = env.get("TORCHELASTIC_RUN_ID"), env.get("TORCHELASTIC_START")
     return Fence(secrets.token_hex(3), run, start, generation)
+
+
+def _place() -> tuple[int, int]:
+    """Return rank and size of the ranks that save together."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(
+            "together=True needs a process group: call torch.distributed.init_process_group "
+            "first, or leave out together=True."
+        )
+    return dist.get_rank(), dist.get_world_size()
 
 
 def _is_plain(options: Mapping[str, Any]) -> bool:

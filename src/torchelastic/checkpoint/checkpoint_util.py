@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from torchelastic import torch_backends
 from torchelastic.checkpoint.background.saving import load_latest, save
 from torchelastic.checkpoint.manager import Saved, get_checkpoint_manager
+from torchelastic.tensors import agreement
 
 
 class _Coordinator(Protocol):
@@ -59,6 +58,4 @@ def _anyone(flag: bool) -> bool:
     """Return True if it is set on any worker of the world."""
     if not (dist.is_available() and dist.is_initialized()):
         return flag
-    flags = torch.tensor([int(flag)], device=torch_backends.here())
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    return bool(flags.item())
+    return bool(agreement.largest(int(flag))[0])

@@ -39,8 +39,8 @@ from torchelastic import torch_private
 from torchelastic.checkpoint.background.staging import Slots, layout
 from torchelastic.errors import CheckpointError
 from torchelastic.tensors.dtensors import region_of
-from torchelastic.tensors.rng import bytes_of
 from torchelastic.tensors.shard_layout import Region
+from torchelastic.tensors.tensor_bytes import bytes_of
 
 #: Reserved tensor names: the skeletons of trees, as bytes.
 SKELETON = "torchelastic.skeleton"

@@ -8,7 +8,6 @@ shards           sharded tensors; shard_boxes: which bytes make up a shard
 leave            stores the committed state before this worker's node leaves
 layout, messages the memory's format, and the messages between a worker and its agent
 agent_client     asks the agent, over the worker's channel
-exchange         collectives between the ranks, before any overwrites its state
 own_checkpoints  `restore` in a script with its own checkpoints
 node/            the agent's side
 """

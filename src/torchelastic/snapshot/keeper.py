@@ -32,7 +32,6 @@ from torchelastic import checkpoint, env, faults
 from torchelastic.checkpoint.background.saving import store_for_shards
 from torchelastic.checkpoint.manager import Saved
 from torchelastic.errors import CheckpointError, SnapshotError
-from torchelastic.snapshot import exchange
 from torchelastic.snapshot.agent_client import SnapshotAgent
 from torchelastic.snapshot.layout import SHARED, Version
 from torchelastic.snapshot.messages import InventoryItem, NodeInventory, Settled
@@ -63,7 +62,7 @@ from torchelastic.snapshot.sharded_leave import ShardedLeave
 from torchelastic.snapshot.shards import Shards
 from torchelastic.snapshot.state_tree import Tree
 from torchelastic.snapshot.writer import ShardStatus, Writer, WriterPlace
-from torchelastic.tensors import rank_private, rng, transfer
+from torchelastic.tensors import agreement, rank_private, rng, transfer
 from torchelastic.tensors.buffers import Buffers
 from torchelastic.worker import orders
 from torchelastic.worker.backward_waits import BackwardWaits
@@ -110,7 +109,7 @@ class Keeper:
         self._commits = 0
         #: The group that votes on whether to snapshot shards; None: the default group.
         self._voters: ProcessGroup | None = None
-        self.rank, self.size = exchange.place()
+        self.rank, self.size = agreement.place()
         self.generation = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._first = False
         #: For sharded state: how this rank leaves, and whether any rank does.
@@ -189,11 +188,11 @@ class Keeper:
 
     def _save_before_leaving(self, step: int) -> None:
         """Collective: save sharded state now, if there is enough time on all ranks."""
-        if exchange.all_of_them(checkpoint.can_be_saved(step, self._leave.grace)):
+        if agreement.all_of_them(checkpoint.can_be_saved(step, self._leave.grace)):
             checkpoint.wait()
             self._save_together(step)
             checkpoint.wait()
-            exchange.all_of_them(True)  # rank 0 has made one checkpoint of all parts, or given up
+            agreement.all_of_them(True)  # rank 0 has made one checkpoint of all parts, or given up
 
     def _keep(self, writer: Writer, version: Version) -> None:
         self._resolve_doubt(writer)
@@ -216,7 +215,7 @@ class Keeper:
             return False
         self._publish(writer, version)
         settled = self._all_settled(writer, deadline)
-        return exchange.all_of_them(settled and writer.holds_shards(version))
+        return agreement.all_of_them(settled and writer.holds_shards(version))
 
     def _all_settled(self, writer: Writer, deadline: float) -> bool:
         """Collective: wait until no rank's shards are pending; return whether they may be written
@@ -225,7 +224,7 @@ class Keeper:
             status: int = writer.shard_status()
             if status == ShardStatus.PENDING and time.monotonic() > deadline:
                 status = min(ShardStatus) - 1
-            least = exchange.least(status, self._voters)
+            least = agreement.least(status, self._voters)
             if least != ShardStatus.PENDING:
                 return least > ShardStatus.NEVER and writer.may_begin(ShardStatus(least))
             time.sleep(0.01)
@@ -244,7 +243,7 @@ class Keeper:
     def _all_may_begin(self, writer: Writer) -> bool:
         """Collective: decide whether to begin a version of the shards, the same on all ranks."""
         status = writer.shard_status()
-        least = exchange.least(status - LEAVING_VOTE * self._leave.is_ordered, self._voters)
+        least = agreement.least(status - LEAVING_VOTE * self._leave.is_ordered, self._voters)
         self._someone_leaves = least < min(ShardStatus)
         return not self._someone_leaves and writer.may_begin(ShardStatus(least))
 
@@ -258,7 +257,7 @@ class Keeper:
         whole = found is None or writer.is_whole(found.held)
         if found is not None:
             found.close()
-        said = exchange.gather(whole)
+        said = agreement.gather(whole)
         if damaged := [str(rank) for rank, well in enumerate(said) if not well]:
             raise SnapshotError(
                 "The restored snapshot is damaged on the node of rank "
@@ -337,7 +336,7 @@ class Keeper:
     def _prepare_shards(self) -> None:
         store_for_shards()
         self._shards.reshard()
-        self._voters = exchange.quick_group()
+        self._voters = agreement.quick_group()
 
     def _tell_each_other(self, start: int | None) -> tuple[str, Nodes, int | None, Loaded]:
         """Collective: return this node's name, what all nodes hold, the newest checkpoint's step
@@ -349,10 +348,10 @@ class Keeper:
         taken = self._steps_taken() if self._committed == NOTHING else 0
         plain = self._plain.find()
         known = [stored, start, taken, [self._tree.form, *plain]]
-        said = exchange.gather([*told(holdings, all_of_it=speaks), known])
+        said = agreement.gather([*told(holdings, all_of_it=speaks), known])
         _, starts, takens, forms = zip(*(one[3] for one in said), strict=True)
         if any(form != forms[0] for form in forms):
-            said = exchange.gather([*self._tree.form_lines, plain])
+            said = agreement.gather([*self._tree.form_lines, plain])
             raise different_forms(said)
         return holdings.node, nodes_of(said), said[0][3][0], Loaded(starts, takens)
 
@@ -367,16 +366,16 @@ class Keeper:
     def _from_memory(self, version: Version, nodes: Nodes, searcher: Searcher) -> bool:
         """Collective: load a version; return False if no rank can use it."""
         found, mine = searcher.search(version)
-        said = [SearchReport.from_json(one) for one in exchange.gather(mine.to_json())]
-        agreement = agreed(said, holding(nodes, SHARED, version), sharded=self._shards.any)
-        if agreement is Agreement.LOAD:
+        said = [SearchReport.from_json(one) for one in agreement.gather(mine.to_json())]
+        verdict = agreed(said, holding(nodes, SHARED, version), sharded=self._shards.any)
+        if verdict is Agreement.LOAD:
             self._load(found, said)
             self._load_own(version, nodes, searcher)
             log.info("Resuming from step %d, found in memory.", version[1])
             return True
         if found is not None:
             found.close()
-        if agreement is Agreement.TRY_AGAIN:
+        if verdict is Agreement.TRY_AGAIN:
             raise SnapshotError(absence(version, said))
         self._useless = self._useless or uselessness(said)
         return False
@@ -457,7 +456,7 @@ class Keeper:
                 wrong = str(error)
             except Exception as error:  # of any storage; the others wait for an answer
                 wrong = f"Checkpoints cannot be read: {error!r}."
-        step, wrong = exchange.gather([step, wrong])[0]
+        step, wrong = agreement.gather([step, wrong])[0]
         if wrong:
             raise CheckpointError(wrong)
         if step is not None and self.size > 1:
@@ -476,7 +475,7 @@ class Keeper:
             self._buffers.find()
             if left is not None:
                 rank_private.restore(rank_private.unpack(left), self._buffers)
-        if sentences := [one for one in exchange.gather(wrong) if one]:
+        if sentences := [one for one in agreement.gather(wrong) if one]:
             raise CheckpointError(sentences[0])
         return step
 

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from torchelastic.errors import ConfigError
-from torchelastic.snapshot import exchange
 from torchelastic.snapshot.shards import is_plain
+from torchelastic.tensors import agreement
 from torchelastic.tensors.dtensors import is_sharded
 from torchelastic.tensors.module_state import Form, differences, parameter_name
 
@@ -65,9 +65,9 @@ class PlainParameters:
         live = dict(self._parameters())
         values = torch.stack([_samples(live.get(name)) for name in self._names])
         tolerances = [_tolerance(live.get(name)) for name in self._names]
-        place = first_difference(*exchange.extremes(values), tolerances)
+        place = first_difference(*agreement.extremes(values), tolerances)
         if place is not None:
-            said = exchange.gather(values[place].tolist())
+            said = agreement.gather(values[place].tolist())
             raise different_values(self._names[place], said)
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -24,7 +24,6 @@ from enum import Enum
 from typing import Any
 
 from torchelastic.errors import SnapshotError
-from torchelastic.snapshot import exchange
 from torchelastic.snapshot.agent_client import FETCH_TIMEOUT, SnapshotHolder
 from torchelastic.snapshot.layout import (
     SHARED,
@@ -47,7 +46,7 @@ from torchelastic.snapshot.shards import (
     index_to_json,
 )
 from torchelastic.snapshot.state_tree import Stored, Tree
-from torchelastic.tensors import rank_private
+from torchelastic.tensors import agreement, rank_private
 
 log = logging.getLogger(__name__)
 
@@ -526,7 +525,7 @@ def find_shards(
     needs = index_of(targets or {})
     pieces = _Pieces(opener)
     found = _in_own(needs, rank, nodes, version, pieces) if targets is not None else None
-    if not exchange.all_of_them(found is not None):
+    if not agreement.all_of_them(found is not None):
         found, lost = _in_all(needs, rank, nodes, version, pieces)
         if lost:
             gone = [f"'{piece}' is lost" for piece in lost_shards(nodes, version)]
@@ -570,7 +569,7 @@ def _tell_each_other(
     }
     return {
         piece: index_from_json(index)
-        for said in exchange.gather(told)
+        for said in agreement.gather(told)
         for piece, index in said.items()
     }
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 from torchelastic.checkpoint.background.saving import store_for_shards
 from torchelastic.errors import SnapshotError
-from torchelastic.snapshot import exchange
 from torchelastic.snapshot.agent_client import SnapshotAgent
 from torchelastic.snapshot.layout import Version, is_shard, shard
+from torchelastic.tensors import agreement
 from torchelastic.worker.orders import Leave
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class ShardedLeave:
 
     def _leaves(self, node: str) -> bool:
         """Collective: return whether a rank of this node has its order to leave."""
-        return [node, True] in exchange.gather([node, self.is_ordered])
+        return [node, True] in agreement.gather([node, self.is_ordered])
 
     def _hand_over(self, version: Version) -> bool:
         """Collective: make nodes that stay fetch what only leaving nodes hold; return whether they
@@ -158,10 +158,10 @@ class ShardedLeave:
         held = [
             one.piece for one in here.holdings if one.version == version and is_shard(one.piece)
         ]
-        said = exchange.gather([here.node, self.is_ordered, here.peer, held])
+        said = agreement.gather([here.node, self.is_ordered, here.peer, held])
         fetched, lost = handovers([RankReport(*one) for one in said])
         mine = [one for one in fetched if one.rank == self._rank]
-        return exchange.all_of_them(all([self._fetch(one, version) for one in mine])) and not lost
+        return agreement.all_of_them(all([self._fetch(one, version) for one in mine])) and not lost
 
     def _fetch(self, one: Handover, version: Version) -> bool:
         assert self._agent is not None

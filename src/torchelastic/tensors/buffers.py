@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchelastic.tensors.rng import bytes_of
+from torchelastic.tensors.tensor_bytes import bytes_of
 from torchelastic.torch_private import NormBase, buffers_of, copy_all, version_of
 
 #: Up to this many bytes a buffer is light: copying it costs less than finding out whether to.

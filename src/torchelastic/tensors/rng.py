@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchelastic.tensors.tensor_bytes import bytes_of
+
 #: A Mersenne Twister as Python has it: the index, then 624 words; then the normal deviate, if any.
 _PYTHON = struct.Struct("=i624I")
 _GAUSS = struct.Struct("=d")
@@ -95,11 +97,6 @@ def _split(others: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 # --- torch ----------------------------------------------------------------------------------------
-
-
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Return a contiguous CPU tensor's bytes. (`numpy()` is slower, and may be missing.)"""
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def _tensor(state: bytes) -> torch.Tensor:

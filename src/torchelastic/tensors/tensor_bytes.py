@@ -58,8 +58,13 @@ def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().permute(order)
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return its elements; the memory itself if it has no gaps."""
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return a contiguous CPU tensor's bytes. (`numpy()` is slower, and may be missing.)"""
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def elements_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return its elements as bytes; the memory itself if it has no gaps."""
     dense = _in_memory_order(tensor) if is_dense(tensor) else tensor.detach().contiguous()
     return dense.reshape(-1).view(torch.uint8)
 
@@ -82,7 +87,7 @@ def copy_out(tensor: torch.Tensor, address: int) -> None:
     if _is_at_hand(tensor):
         ctypes.memmove(address, tensor.data_ptr(), tensor.nbytes)
     elif tensor.nbytes:
-        _bytes_at(address, tensor.nbytes).copy_(bytes_of(tensor))
+        _bytes_at(address, tensor.nbytes).copy_(elements_of(tensor))
 
 
 def in_pieces(tensor: torch.Tensor, address: int) -> Iterator[Callable[[], object]]:
@@ -101,7 +106,7 @@ def copy_in(tensor: torch.Tensor, address: int) -> None:
     if tensor.device.type == "cpu":
         ctypes.memmove(tensor.data_ptr(), address, tensor.nbytes)
     elif tensor.nbytes:
-        bytes_of(tensor).copy_(_bytes_at(address, tensor.nbytes))
+        elements_of(tensor).copy_(_bytes_at(address, tensor.nbytes))
 
 
 def _is_at_hand(tensor: torch.Tensor) -> bool:

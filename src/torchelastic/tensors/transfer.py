@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torchelastic import torch_backends
 from torchelastic.errors import TransferError
 from torchelastic.tensors import tensor_tree
-from torchelastic.tensors.tensor_bytes import bytes_of
+from torchelastic.tensors.tensor_bytes import elements_of
 from torchelastic.tensors.tensor_tree import Spec
 
 log = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ def _spans(sizes: Sequence[int], begin: int, end: int) -> Iterator[Span]:
 
 def _send(moving: _Moving, tree: Any, share: _Share, lacking: Sequence[int]) -> None:
     skeleton, tensors = tensor_tree.flatten(tree)
-    flat = [bytes_of(tensor) for tensor in tensors]
+    flat = [elements_of(tensor) for tensor in tensors]
     sizes = [len(one) for one in flat]
     # Holders begin with different peers, so that none has to wait for all of them.
     first = share.index % max(len(lacking), 1)
@@ -183,7 +183,7 @@ def _receive(
     if sum(sizes) != total:
         raise TransferError("The size of a peer's state differs from the size in its skeleton.")
     tensors = [room_for(spec) for spec in specs]
-    flat = [bytes_of(tensor) for tensor in tensors]
+    flat = [elements_of(tensor) for tensor in tensors]
     queues = [messages(sizes, index, len(holders)) for index in range(len(holders))]
     for turn in zip_longest(*queues):  # a message of each: all holders send at the same time
         for peer, message in zip(holders, turn, strict=True):

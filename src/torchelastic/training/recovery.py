@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 from torchelastic.errors import SnapshotError
-from torchelastic.snapshot import exchange
 from torchelastic.snapshot.keeper import newest_stored, nodes_of, told
 from torchelastic.snapshot.layout import Version, shard
 from torchelastic.snapshot.restore import (
@@ -33,6 +32,7 @@ from torchelastic.snapshot.restore import (
     agreed,
     choices,
 )
+from torchelastic.tensors import agreement
 from torchelastic.training.session import Session
 from torchelastic.training.sharded.base import missing_parts
 from torchelastic.training.sharded.part_snapshots import PartSnapshots, whole_versions
@@ -67,12 +67,12 @@ class StateSearch:
         try:
             report = self._find(self._snapshots, version)
             said = [SearchReport.from_json(one) for one in self._gather(report.to_json())]
-            agreement = agreed(said, (), sharded=True)
-            if agreement is Agreement.TRY_AGAIN:
+            verdict = agreed(said, (), sharded=True)
+            if verdict is Agreement.TRY_AGAIN:
                 raise SnapshotError(absence(version, said))
-            if agreement is Agreement.LOAD:
+            if verdict is Agreement.LOAD:
                 self._snapshots.load()
-            return agreement is Agreement.LOAD
+            return verdict is Agreement.LOAD
         finally:
             self._snapshots.forget()
 
@@ -90,7 +90,7 @@ class StateSearch:
 
     def _gather(self, said: Any) -> list[Any]:
         joint: Any = self._here.group.joint
-        return exchange.gather(said, self._here.size, partial(_all_gather, joint))
+        return agreement.gather(said, self._here.size, partial(_all_gather, joint))
 
 
 def _all_gather(joint: Any, everybodys: Any, mine: Any) -> None:

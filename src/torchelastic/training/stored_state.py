@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from torchelastic import checkpoint
-from torchelastic.snapshot import exchange
+from torchelastic.tensors import agreement
 from torchelastic.training.session import Session
 from torchelastic.training.state.state import State
 from torchelastic.worker.leaving import leaving
@@ -30,7 +30,7 @@ def is_wanted_by_any(here: Session, wanted: bool) -> bool:
 
     Its answers may depend on what a process has seen, and these are not equally old.
     """
-    return wanted if here.replica is None else not exchange.all_of_them(not wanted)
+    return wanted if here.replica is None else not agreement.all_of_them(not wanted)
 
 
 def save(here: Session, state: State, step: int) -> None:
@@ -72,7 +72,7 @@ def must_save_together(here: Session) -> bool:
         return False
     if checkpoint.get_checkpoint_manager() is None:
         return False
-    return not exchange.all_of_them(leaving() is None)
+    return not agreement.all_of_them(leaving() is None)
 
 
 def save_together_and_wait(here: Session, state: State, step: int) -> None:
@@ -81,7 +81,7 @@ def save_together_and_wait(here: Session, state: State, step: int) -> None:
     notice = leaving()
     grace = None if notice is None else notice.seconds
     # Rank 0 alone knows what is in storage, and each knows how long its own part takes.
-    if exchange.all_of_them(checkpoint.can_be_saved(step, grace)):
+    if agreement.all_of_them(checkpoint.can_be_saved(step, grace)):
         save(here, state, step)
         checkpoint.wait()
         dist.barrier()  # rank 0 has made one checkpoint of all parts, or given up

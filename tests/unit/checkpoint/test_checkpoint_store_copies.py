@@ -10,10 +10,10 @@ import torch
 from tests.unit.checkpoint.conftest import after, saved, state, steps
 from torchelastic import TorchState, checkpoint, faults
 from torchelastic.checkpoint import checkpoint_store as store_module
-from torchelastic.checkpoint import rank_agreement
 from torchelastic.checkpoint.background import save_job
 from torchelastic.errors import CheckpointError
 from torchelastic.system import memory_limit
+from torchelastic.tensors import agreement
 
 
 @pytest.fixture
@@ -156,9 +156,9 @@ def test_optimizers_wait_until_checkpoints_have_their_copy(used, monkeypatch):
 @pytest.fixture
 def one_of_two(monkeypatch):
     """This process takes part as rank 1 of 2; what is agreed on is what it says itself."""
-    monkeypatch.setattr(rank_agreement, "world", lambda: (1, 2))
-    monkeypatch.setattr(rank_agreement, "largest", lambda *numbers: list(numbers))
-    monkeypatch.setattr(rank_agreement, "of_rank_0", lambda _: {"token": "abcdef", "sequence": 7})
+    monkeypatch.setattr(store_module, "_place", lambda: (1, 2))
+    monkeypatch.setattr(agreement, "largest", lambda *numbers: list(numbers))
+    monkeypatch.setattr(agreement, "of_rank_0", lambda _: {"token": "abcdef", "sequence": 7})
 
 
 def test_a_rank_without_memory_writes_its_part_and_keeps_count(
@@ -192,7 +192,7 @@ def test_a_rank_whose_copy_was_disturbed_leaves_word(open_store, tmp_path, one_o
 def test_rank_0_does_not_wait_for_the_part_of_a_lost_worker(
     open_store, tmp_path, one_of_two, monkeypatch
 ):
-    monkeypatch.setattr(rank_agreement, "world", lambda: (0, 2))
+    monkeypatch.setattr(store_module, "_place", lambda: (0, 2))
     store = open_store(tmp_path)
     assert store.save(state(1), 1, together=True)
     store.lost([1])

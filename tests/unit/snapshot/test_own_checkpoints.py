@@ -15,9 +15,9 @@ from tests.unit.training.rank_support import Ranks
 from torchelastic.checkpoint import CheckpointStore, save, set_checkpoint_manager
 from torchelastic.checkpoint import finish as finish_checkpoints
 from torchelastic.errors import CheckpointError
-from torchelastic.snapshot import exchange
 from torchelastic.snapshot.layout import SHARED
 from torchelastic.snapshot.own_checkpoints import Loaded, steps_taken
+from torchelastic.tensors import agreement
 from torchelastic.training.state.torch_state import TorchState
 from torchelastic.worker.orders import Begins
 
@@ -188,7 +188,7 @@ def test_ranks_that_have_loaded_less_are_sent_the_rest(world, caplog):
 
 
 def test_each_rank_must_load_its_own_shards(world, monkeypatch):
-    monkeypatch.setattr(exchange, "quick_group", lambda: None)
+    monkeypatch.setattr(agreement, "quick_group", lambda: None)
     states = [loaded(5), loaded(4)]
     for state in states:
         monkeypatch.setattr(state._shards, "any", True)

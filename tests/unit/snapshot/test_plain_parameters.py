@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from torchelastic.errors import ConfigError
-from torchelastic.snapshot import exchange
 from torchelastic.snapshot.plain_parameters import (
     PlainParameters,
     different_forms,
     different_values,
 )
+from torchelastic.tensors import agreement
 
 NORMAL = torch.randn(40, 30, generator=torch.Generator().manual_seed(1))
 NAN, INFINITY = float("nan"), float("inf")
@@ -30,14 +30,14 @@ class Model(nn.Module):
 def checked(monkeypatch, *ranks):
     """The check of the first rank, given the values of one parameter on each."""
     others = []
-    monkeypatch.setattr(exchange, "extremes", lambda mine: others.append(mine) or (mine, mine))
+    monkeypatch.setattr(agreement, "extremes", lambda mine: others.append(mine) or (mine, mine))
     for values in ranks:
         parameters = PlainParameters([Model(values)])
         parameters.find()
         parameters.check()
     found = torch.stack(others)
-    monkeypatch.setattr(exchange, "extremes", lambda _: (found.amin(0), found.amax(0)))
-    monkeypatch.setattr(exchange, "gather", lambda _: [one[0].tolist() for one in others])
+    monkeypatch.setattr(agreement, "extremes", lambda _: (found.amin(0), found.amax(0)))
+    monkeypatch.setattr(agreement, "gather", lambda _: [one[0].tolist() for one in others])
     parameters.check()
 
 
@@ -84,7 +84,7 @@ def test_a_parameter_that_is_gone_is_compared_as_zeros(monkeypatch):
     assert parameters.find() == ("the number of plain parameters", "1")
     del model.weight
     seen = []
-    monkeypatch.setattr(exchange, "extremes", lambda mine: seen.append(mine) or (mine, mine))
+    monkeypatch.setattr(agreement, "extremes", lambda mine: seen.append(mine) or (mine, mine))
     parameters.check()
     assert not seen[0].any()
 

@@ -20,12 +20,13 @@ from torchelastic import checkpoint
 from torchelastic.checkpoint import checkpoint_store
 from torchelastic.checkpoint.background import saving
 from torchelastic.errors import CheckpointError, SnapshotError
-from torchelastic.snapshot import agent_client, exchange, sharded_leave, writer
+from torchelastic.snapshot import agent_client, sharded_leave, writer
 from torchelastic.snapshot.layout import SHARED, Memory, shard
 from torchelastic.snapshot.messages import InventoryItem, Sealed
 from torchelastic.snapshot.restore import Node, find_shards
 from torchelastic.snapshot.shards import Piece
 from torchelastic.snapshot.writer import ShardStatus
+from torchelastic.tensors import agreement
 from torchelastic.tensors.shard_layout import Split, region
 from torchelastic.training.state.torch_state import TorchState
 from torchelastic.worker.orders import Leave
@@ -386,8 +387,8 @@ def test_who_has_not_heard_of_it_takes_part_and_goes_on(
     state = build(mesh)
     state.restore()
     votes = iter([min(ShardStatus) - 1])
-    vote = exchange.least
-    monkeypatch.setattr(exchange, "least", lambda mine, *group: next(votes, vote(mine, *group)))
+    vote = agreement.least
+    monkeypatch.setattr(agreement, "least", lambda mine, *group: next(votes, vote(mine, *group)))
     for _ in range(3):
         step(state)
         wait_until_sealed(state)

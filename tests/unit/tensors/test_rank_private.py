@@ -12,6 +12,7 @@ from torch import nn
 from torchelastic.tensors import rank_private, rng
 from torchelastic.tensors.buffers import Buffers
 from torchelastic.tensors.rank_private import Private, Publisher
+from torchelastic.tensors.tensor_bytes import bytes_of
 from torchelastic.worker import status_page as status_pages
 
 
@@ -64,7 +65,7 @@ def test_a_deviate_that_torch_keeps_is_noticed_after_seeding_again():
     none_kept = rng.capture()
     torch.manual_seed(0)
     torch.randn(1)  # the generator is where it was, and keeps the second
-    assert rng.capture().torch == rng.bytes_of(torch.get_rng_state()) != none_kept.torch
+    assert rng.capture().torch == bytes_of(torch.get_rng_state()) != none_kept.torch
 
 
 def test_a_state_of_torchs_that_is_set_is_noticed():
@@ -75,7 +76,7 @@ def test_a_state_of_torchs_that_is_set_is_noticed():
     torch.rand(5)  # the same position, other words
     seen = rng.capture()
     torch.set_rng_state(other)
-    assert rng.capture().torch == rng.bytes_of(other) != seen.torch
+    assert rng.capture().torch == bytes_of(other) != seen.torch
 
 
 @pytest.mark.parametrize("single", [None, 0.5])
@@ -127,7 +128,7 @@ def test_every_single_draw_is_noticed(generate):
         generate()
         before, seen = seen, rng.capture()
         assert seen != before
-        assert seen.torch == rng.bytes_of(torch.get_rng_state())
+        assert seen.torch == bytes_of(torch.get_rng_state())
 
 
 def test_another_generator_of_numpys_is_not_kept():

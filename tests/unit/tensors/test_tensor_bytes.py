@@ -41,7 +41,7 @@ def test_what_is_copied_out_is_read_back_with_its_stride_whole_or_in_pieces(name
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_tensor_without_gaps_is_its_own_memory(name):
     tensor = TENSORS[name]
-    seen = tensor_bytes.bytes_of(tensor)
+    seen = tensor_bytes.elements_of(tensor)
     assert seen.numel() == tensor.nbytes
     dense = name != "expanded" and "gaps" not in name
     assert tensor_bytes.is_dense(tensor) is dense

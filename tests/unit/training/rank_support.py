@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.unit.training.keep_support import FakeSnapshotAgent
-from torchelastic.snapshot import agent_client, exchange
-from torchelastic.tensors import transfer
+from torchelastic.snapshot import agent_client
+from torchelastic.tensors import agreement, transfer
 
 PATIENCE = 60.0
 
@@ -28,10 +28,10 @@ class Ranks:
         self._slots: list[Any] = [None] * self.size
         self._barrier = threading.Barrier(self.size)
         monkeypatch.setattr(agent_client, "connect", lambda: nodes[self._here.rank])
-        monkeypatch.setattr(exchange, "place", lambda: (self._here.rank, self.size))
-        monkeypatch.setattr(exchange, "gather", self._gather)
-        monkeypatch.setattr(exchange, "least", lambda number, *_: min(self._all(number)))
-        monkeypatch.setattr(exchange, "extremes", self._extremes)
+        monkeypatch.setattr(agreement, "place", lambda: (self._here.rank, self.size))
+        monkeypatch.setattr(agreement, "gather", self._gather)
+        monkeypatch.setattr(agreement, "least", lambda number, *_: min(self._all(number)))
+        monkeypatch.setattr(agreement, "extremes", self._extremes)
         monkeypatch.setattr(transfer, "share", self._share)
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:

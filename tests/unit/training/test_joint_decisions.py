@@ -19,8 +19,8 @@ from torch import nn
 
 import torchelastic
 from tests.unit.checkpoint.conftest import open_store, state
-from torchelastic.checkpoint import rank_agreement
-from torchelastic.snapshot import exchange
+from torchelastic.checkpoint import checkpoint_store
+from torchelastic.tensors import agreement
 from torchelastic.training import coordinator, session, stored_state
 from torchelastic.training.sharded.between import Buckets
 from torchelastic.training.state.torch_state import TorchState
@@ -55,19 +55,11 @@ CALLERS = {
         "_newest_of_rank_0": "in every `load(together=True)`",
     },
     "checkpoint/checkpoint_util.py": {"_anyone": USER},
-    "checkpoint/rank_agreement.py": {"_broadcast": SENDS, "largest": SENDS},
     "compat/release01/collectives.py": {
         "_broadcast": USER,
         "all_gather_return_max_long": USER,
         "broadcast_binary": USER,
         "broadcast_model": USER,
-    },
-    "snapshot/exchange.py": {
-        "all_of_them": SENDS,
-        "extremes": SENDS,
-        "gather": SENDS,
-        "least": SENDS,
-        "quick_group": SENDS,
     },
     "snapshot/keeper.py": {
         "_all_may_begin": SHARDED,
@@ -85,6 +77,15 @@ CALLERS = {
     "snapshot/plain_parameters.py": {"check": STEP},
     "snapshot/restore.py": {"_tell_each_other": VOTE, "find_shards": VOTE},
     "snapshot/sharded_leave.py": {"_hand_over": VOTE, "_leaves": VOTE},
+    "tensors/agreement.py": {
+        "_broadcast": SENDS,
+        "all_of_them": SENDS,
+        "extremes": SENDS,
+        "gather": SENDS,
+        "largest": SENDS,
+        "least": SENDS,
+        "quick_group": SENDS,
+    },
     "training/coordinator.py": {"_gather": STEP, "barrier": USER},
     "training/group/ddp.py": {
         "_broadcast": "once in every world, and in the forward after the first backward"
@@ -117,7 +118,7 @@ def callers(path: Path) -> set[str]:
 
 def test_every_caller_of_a_collective_is_listed_with_the_reason_why_all_ranks_call_it():
     found = {}
-    for package in ("training", "snapshot", "checkpoint", "data", "compat/release01"):
+    for package in ("training", "snapshot", "tensors", "checkpoint", "data", "compat/release01"):
         for path in (PACKAGE / package).rglob("*.py"):
             if names := callers(path):
                 found[path.relative_to(PACKAGE).as_posix()] = names
@@ -134,11 +135,11 @@ class TwoRanks:
         self._here = threading.local()
         self._slots = [None, None]
         self._barrier = threading.Barrier(2)
-        monkeypatch.setattr(exchange, "place", lambda: (self.rank, 2))
-        monkeypatch.setattr(exchange, "least", lambda one, *_: min(self.all("least", one)))
-        monkeypatch.setattr(rank_agreement, "world", lambda: (self.rank, 2))
-        monkeypatch.setattr(rank_agreement, "largest", self._largest)
-        monkeypatch.setattr(rank_agreement, "of_rank_0", lambda one: self.all("of rank 0", one)[0])
+        monkeypatch.setattr(agreement, "place", lambda: (self.rank, 2))
+        monkeypatch.setattr(agreement, "least", lambda one, *_: min(self.all("least", one)))
+        monkeypatch.setattr(checkpoint_store, "_place", lambda: (self.rank, 2))
+        monkeypatch.setattr(agreement, "largest", self._largest)
+        monkeypatch.setattr(agreement, "of_rank_0", lambda one: self.all("of rank 0", one)[0])
         monkeypatch.setattr("torch.distributed.barrier", lambda: self.all("barrier", None))
         monkeypatch.setattr(coordinator, "_gather", lambda rate: self.all("rates", rate))
 

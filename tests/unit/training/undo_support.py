@@ -11,6 +11,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, OneCycleLR
 
 from torchelastic.tensors import rng
+from torchelastic.tensors.tensor_bytes import bytes_of
 from torchelastic.training.state.torch_state import TorchState
 
 Point = Callable[[], None]
@@ -249,7 +250,10 @@ def tensors_of(state: TorchState) -> Iterator[tuple[str, object]]:
     tree = state._tree()
     for place, value in _leaves("", tree):
         if isinstance(value, torch.Tensor):
-            yield place, (str(value.dtype), tuple(value.shape), rng.bytes_of(value.contiguous()))
+            yield (
+                place,
+                (str(value.dtype), tuple(value.shape), bytes_of(value.contiguous())),
+            )
         else:
             yield place, value
     yield "random", rng.capture()

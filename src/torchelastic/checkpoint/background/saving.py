@@ -240,7 +240,7 @@ def _load_from_store(
         if put is not None:
             put(loaded.tree)
         else:
-            from torchelastic.tensors.rng import bytes_of
+            from torchelastic.tensors.tensor_bytes import bytes_of
 
             state.load(io.BytesIO(bytes_of(loaded.tree[STATE_KEY])))
     except Exception as error:

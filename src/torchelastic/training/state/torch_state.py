@@ -24,8 +24,8 @@ from torchelastic.tensors import foreign_shards, module_state, rank_private, ten
 from torchelastic.tensors.buffers import Buffers
 from torchelastic.tensors.dtensors import is_sharded
 from torchelastic.tensors.rank_private import Private, Publisher
-from torchelastic.tensors.rng import bytes_of
 from torchelastic.tensors.small_state import Hyperparameters, Saver, Value, saver_of
+from torchelastic.tensors.tensor_bytes import bytes_of
 from torchelastic.training import session
 from torchelastic.training.group import ddp
 from torchelastic.training.session import Session

@@ -18,7 +18,7 @@ from tests.unit.training.loop_support import Counting, Steps, begin, finish
 from torchelastic import TorchState, torch_backends
 from torchelastic.compat.release01 import collectives
 from torchelastic.errors import StopException
-from torchelastic.snapshot import exchange
+from torchelastic.tensors import agreement
 from torchelastic.training import session
 from torchelastic.training.group import group as groups
 from torchelastic.training.group import native_groups, threads
@@ -220,7 +220,7 @@ def test_an_abort_that_is_refused_does_not_keep_others_from_theirs(alone, monkey
 
 def test_votes_of_a_script_do_not_wait_for_a_device(alone):
     """Those of a larger world: what a world of one says is not asked."""
-    assert exchange.quick_group() is None
+    assert agreement.quick_group() is None
     assert torch_backends.is_on_host("gloo")
     assert not torch_backends.is_on_host(dist.get_backend())
     assert collectives.convert_to_distributed_tensor(torch.ones(1))[1] == "cpu"

@@ -1,4 +1,7 @@
-"""Collectives between the ranks of a script, before any of them overwrites its state."""
+"""Small collectives between ranks: values as JSON, and numbers. No code comes from other machines.
+
+All ranks must call them together: `tests/unit/training/test_joint_decisions.py` lists the callers.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torchelastic import env, torch_backends
-from torchelastic.tensors.rng import bytes_of
+from torchelastic.tensors.tensor_bytes import bytes_of
 
 
 def place() -> tuple[int, int]:
@@ -30,7 +33,7 @@ def gather(
     size: int | None = None,
     all_gather: Callable[[list[torch.Tensor], torch.Tensor], object] | None = None,
 ) -> list[Any]:
-    """Collective: return every rank's value, by rank. Sent as JSON, so that no code is run.
+    """Collective: return every rank's value, by rank.
 
     `size` and `all_gather` are those of another group than the default one.
     """
@@ -43,11 +46,27 @@ def gather(
     length = torch.tensor([len(text)], device=device)
     lengths = [torch.zeros_like(length) for _ in range(size)]
     all_gather(lengths, length)
-    longest = int(max(lengths))
-    padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device)
+    padded = _padded(text, int(max(lengths))).to(device)
     texts = [torch.empty_like(padded) for _ in range(size)]
     all_gather(texts, padded)
     return [json.loads(bytes_of(one.cpu())) for one in texts]
+
+
+def of_rank_0(value: Any) -> Any:
+    """Collective: return rank 0's value."""
+    text = json.dumps(value).encode()
+    (length,) = _broadcast(torch.tensor([len(text)])).tolist()
+    return json.loads(bytes_of(_broadcast(_padded(text, length))))
+
+
+def _padded(text: bytes, length: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text.ljust(length)[:length]), dtype=torch.uint8)
+
+
+def _broadcast(values: torch.Tensor) -> torch.Tensor:
+    sent = values.to(torch_backends.here())
+    dist.broadcast(sent, src=0)
+    return sent.cpu()
 
 
 def all_of_them(well: bool) -> bool:
@@ -63,6 +82,13 @@ def least(number: int, group: dist.ProcessGroup | None = None) -> int:
     votes = torch.tensor([number], device=torch_backends.here(group))
     dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
     return int(votes.item())
+
+
+def largest(*numbers: int) -> list[int]:
+    """Collective: return, for each number, the largest value on any rank."""
+    values = torch.tensor(numbers, dtype=torch.int64, device=torch_backends.here())
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return [int(value) for value in values.tolist()]
 
 
 def extremes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
