@@ -2,7 +2,9 @@
 
 keeper           `restore` and `commit` of run + keep, from here to the other modules
 writer           copies state into the agent's memory beside the training
-restore          chooses the version that all ranks resume from, and finds its pieces
+search           the search for the freshest state, of run + keep and of `train`
+pieces           finds what a rank needs of a version in the memories of the nodes
+restore          how run + keep loads what was found: from memory, storage, or the script
 state_tree       the state as a skeleton and tensors, flattened and loaded
 shards           sharded tensors; shard_boxes: which bytes make up a shard
 leave            stores the committed state before this worker's node leaves

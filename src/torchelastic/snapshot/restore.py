@@ -1,594 +1,312 @@
-"""Restoring: the version that all ranks resume from, where each node gets it, and the search.
+"""`restore` in a script: the candidates of the search, and how each kind is loaded.
 
-Every rank gets the same inventories and computes the same plan, so no rank has to be asked:
+All ranks exchange what their nodes hold, and rank 0 adds the newest checkpoint's step. `search`
+brings all to the first candidate that can be loaded:
 
-    bases     the restorable versions in memory, the best first
-    choices   those, the newest checkpoint and the script's own state, by step, in order of trial
-    agreed    the common action after all ranks have looked for one of them (`Searcher`)
-
-When a world resumes from an older version, all later steps are void. So a version that exists but
-cannot be fetched now ends the generation; only a version that is proven useless is skipped.
-
-A piece that is damaged or of another training is *unusable*. A piece that could not be fetched just
-now (a busy agent, a broken connection, a node without memory) is *absent*: the search tries again,
-on another holder if there is one, and does not conclude that the piece is lost.
+    from memory   a rank loads its pieces, and its parts of sharded tensors from all ranks' pieces;
+                  ranks that found nothing of unsharded state receive it
+    from storage  rank 0 reads a checkpoint and sends it to all; of shards, each reads its own
+    none newer    the script has loaded a later step itself: keep that (`own_checkpoints`)
+    none at all   step 0; but an error if there are snapshots, and none can be used
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
-from torchelastic.errors import SnapshotError
-from torchelastic.snapshot.agent_client import FETCH_TIMEOUT, SnapshotHolder
-from torchelastic.snapshot.layout import (
-    SHARED,
-    Memory,
-    SealedVersion,
-    Version,
-    is_shard,
-    own,
-    shard,
+from torchelastic import checkpoint, env
+from torchelastic.checkpoint.manager import Saved
+from torchelastic.errors import CheckpointError, SnapshotError
+from torchelastic.snapshot.agent_client import SnapshotAgent
+from torchelastic.snapshot.layout import Version
+from torchelastic.snapshot.messages import NodeInventory
+from torchelastic.snapshot.own_checkpoints import Loaded, different_starts, unsaid_start
+from torchelastic.snapshot.pieces import FoundPieces, Searcher
+from torchelastic.snapshot.plain_parameters import different_forms
+from torchelastic.snapshot.search import (
+    NOTHING,
+    SearchReport,
+    bases,
+    checkers,
+    choices,
+    finders,
+    lacking,
+    own_version,
+    search_together,
+    tell_each_other,
+    without_shards,
 )
-from torchelastic.snapshot.messages import InventoryItem
-from torchelastic.snapshot.shard_boxes import Index, Lost, Take, takes
-from torchelastic.snapshot.shards import (
-    Piece,
-    Sharded,
-    Shards,
-    assemble,
-    index_from_json,
-    index_of,
-    index_to_json,
-)
-from torchelastic.snapshot.state_tree import Stored, Tree
-from torchelastic.tensors import agreement, rank_private
+from torchelastic.snapshot.shards import Shards
+from torchelastic.snapshot.state_tree import Tree
+from torchelastic.snapshot.writer import Writer
+from torchelastic.tensors import agreement, rank_private, rng, transfer
+from torchelastic.tensors.buffers import Buffers
 
 log = logging.getLogger(__name__)
 
-#: Up to this size, verify a snapshot's checksum before loading it. For larger ones that takes
-#: longer than loading: verify it in the background, before the next commit.
-CHECKED_FIRST = 32 << 20
-#: Requests for a piece before it counts as absent, and the seconds between two.
-FETCH_TRIES, FETCH_PAUSE = 3, 0.5
-
-
-# --- the plan: pure -------------------------------------------------------------------------------
+#: Seconds to look for the newest checkpoint when there are snapshots in memory.
+STORAGE_TIMEOUT = 10.0
 
 
 @dataclass(frozen=True)
-class Node:
-    """One node's holdings, as reported by one of its workers."""
+class Kept:
+    """The state that a script keeps, on this rank."""
 
-    #: Its agent's address for other agents; empty: none.
-    peer: str
-    holdings: tuple[InventoryItem, ...]
-    #: The rank that writes this node's shared state: its lowest.
-    first: int
-
-    def holds(self, piece: str, version: Version) -> bool:
-        return any(held.piece == piece and held.version == version for held in self.holdings)
-
-
-#: All nodes of the world, by name.
-Nodes = Mapping[str, Node]
+    state: Saved
+    tree: Tree
+    buffers: Buffers
+    shards: Shards
+    agent: SnapshotAgent | None
+    rank: int
+    size: int
 
 
-@dataclass(frozen=True)
-class StoredCheckpoint:
-    """The newest valid checkpoint, if it is beyond this step."""
+class Restoration:
+    """One `restore` on one rank. What sends or receives is called on all ranks together."""
 
-    beyond: int = -1
+    def __init__(self, kept: Kept) -> None:
+        self._kept = kept
+        #: This rank's node, and what all nodes hold.
+        self.node, self.nodes = "", dict[str, Any]()
+        self._found: FoundPieces | None = None
+        #: Whether the restored snapshot must still be checked; and its place, if this rank checks.
+        self._is_doubted, self.unchecked = False, None
 
+    def run(self, start: int | None, taken: int, plain: tuple[str, str]) -> Version | None:
+        """Collective: return the version that all have now, or None if there is none.
 
-@dataclass(frozen=True)
-class Own:
-    """The state that the script has loaded itself, with this many steps done."""
-
-    step: int
-
-
-Choice = Version | StoredCheckpoint | Own
-
-
-def choices(versions: Sequence[Version], stored: int | None, start: int = 0) -> list[Choice]:
-    """Return the candidates in order of trial. If `start` is not 0, the script has loaded the state
-    of that step itself: older candidates are left out, and its own comes last (`own_checkpoints`).
-    """
-    tried = _by_step(versions, stored)
-    if not start:
-        return tried
-    newer: list[Choice] = []
-    for one in tried:
-        if isinstance(one, StoredCheckpoint):
-            newer.append(StoredCheckpoint(max(one.beyond, start - 1)))
-        elif not isinstance(one, Own) and one[1] >= start:
-            newer.append(one)
-    return [*dict.fromkeys(newer), Own(start)]
-
-
-def _by_step(versions: Sequence[Version], stored: int | None) -> list[Choice]:
-    """Order the candidates by step. `stored` is the newest checkpoint's step, None if there is none
-    or it is not known. It comes before older versions in memory, and again last of all, since the
-    newest may turn out to be damaged.
-    """
-    fresher = [index for index, version in enumerate(versions) if version[1] >= (stored or 0)]
-    at = len(versions) if stored is None else max(fresher, default=-1) + 1
-    if at == len(versions):
-        return [*versions, StoredCheckpoint()]
-    beyond = max(step for _, step in versions[at:])
-    return [*versions[:at], StoredCheckpoint(beyond), *versions[at:], StoredCheckpoint()]
-
-
-def bases(nodes: Nodes, size: int, *, sharded: bool = False) -> list[Version]:
-    """Return the versions that a world of this size can restore: the best first, then fallbacks.
-
-    The best is the freshest version whose shared state every node can get; state that is not
-    `sharded` needs only one holder, since ranks can send it to each other. Lost pieces of sharded
-    state exclude no version: other ranks may have written the same shards (HSDP). If ranks were
-    killed when only some had committed a step, the others' random states are of the step before.
-    Then the version before is as good: the step was in flight for them, and repeating it gives the
-    same bits. Nothing further back is preferred for being complete: all ranks had finished those
-    steps. Nor in a world of another size, which would repeat the step with different samples.
-    """
-    shared = _shared(nodes, sharded)
-    found = [
-        one
-        for one in shared
-        if (sharded or not lost_shards(nodes, one)) and not _is_done_again(one, shared)
-    ]
-    recent = [version for version in found[:2] if version[0] == found[0][0]]
-    whole = [
-        version
-        for version in recent
-        if _size_at(nodes, version) == size and not lacking(nodes, version, size)
-    ]
-    return [*whole, *(version for version in found if version not in whole)]
-
-
-def _shared(nodes: Nodes, sharded: bool) -> list[Version]:
-    """Return the versions whose shared state every rank can get, the freshest first."""
-    held = {
-        held.version for node in nodes.values() for held in node.holdings if held.piece == SHARED
-    }
-    usable = (one for one in held if not sharded or is_reachable(nodes, SHARED, one))
-    return sorted(usable, reverse=True)
-
-
-def _is_done_again(version: Version, others: Iterable[Version]) -> bool:
-    """Return whether a later generation has committed that step again."""
-    return any(other[0] > version[0] and other[1] <= version[1] for other in others)
-
-
-def without_shards(nodes: Nodes) -> list[Version]:
-    """Return versions of which shards are lost, the freshest first."""
-    return [version for version in _shared(nodes, True) if lost_shards(nodes, version)]
-
-
-def shards_of(nodes: Nodes, version: Version) -> list[str]:
-    """Return the shard pieces that the world of this version wrote; empty if unsharded."""
-    sizes = [
-        held.size
-        for node in nodes.values()
-        for held in node.holdings
-        if held.version == version and is_shard(held.piece)
-    ]
-    return [shard(rank) for rank in range(max(sizes, default=0))]
-
-
-def lost_shards(nodes: Nodes, version: Version) -> list[str]:
-    """Return the shard pieces that not every node can get."""
-    return [piece for piece in shards_of(nodes, version) if not is_reachable(nodes, piece, version)]
-
-
-def tellers(nodes: Nodes, version: Version) -> dict[str, int]:
-    """Return, by shard piece that every node can get, a rank that sends its index to all."""
-    return {
-        piece: nodes[holding(nodes, piece, version)[0]].first
-        for piece in shards_of(nodes, version)
-        if is_reachable(nodes, piece, version)
-    }
-
-
-def lacking(nodes: Nodes, version: Version, size: int) -> list[int]:
-    """Return the ranks of a world of this size whose own piece of a version is lost.
-
-    A rank that did not exist in the world of that version lacks nothing.
-    """
-    ranks = range(min(size, _size_at(nodes, version)))
-    return [rank for rank in ranks if not is_reachable(nodes, own(rank), version)]
-
-
-def own_version(nodes: Nodes, rank: int, version: Version, here: str) -> Version | None:
-    """Return which own piece a rank on the node `here` restores with a version: of the same one or,
-    if the rank was stopped before it had written that, of the latest before it."""
-    if rank >= _size_at(nodes, version):
+        `start` is the script's, `taken` are the steps that its state has taken, `plain` its number
+        of plain parameters.
+        """
+        sharded, kept = self._kept.shards.any, self._kept
+        stored, loaded = self._tell_each_other(start, taken, plain)
+        self._searcher = Searcher(
+            kept.agent, kept.tree, kept.rank, self.node, self.nodes, shards=kept.shards
+        )
+        versions = bases(self.nodes, kept.size, sharded=sharded)
+        tried = choices(versions, stored, loaded.step)
+        base, useless = search_together(tried, self, agreement.gather, self.nodes, sharded=sharded)
+        if base is not None:
+            if base[0] == NOTHING[0] and loaded.unsaid and kept.rank == 0:
+                log.warning(
+                    "The checkpoint of step %d replaced the state that the script loaded before "
+                    "restore(). To keep whichever is newer, pass the number of steps that state "
+                    "has done: restore(start=...).",
+                    base[1],
+                )
+            return base
+        if loaded.step:
+            self._share_loaded(loaded)
+            return (NOTHING[0], loaded.step)
+        lost = without_shards(self.nodes)
+        _refuse_to_begin_anew(versions or lost, useless or "some of their shards are lost")
+        if loaded.unsaid:
+            raise unsaid_start(loaded.unsaid)
         return None
-    found = {
-        held.version
-        for node in nodes.values()
-        for held in node.holdings
-        if held.piece == own(rank) and held.version <= version and held.version[1] <= version[1]
-    }
-    return max((one for one in found if source(nodes, here, own(rank), one)), default=None)
 
+    def _tell_each_other(
+        self, start: int | None, taken: int, plain: tuple[str, str]
+    ) -> tuple[int | None, Loaded]:
+        """Collective: return the newest checkpoint's step (if rank 0 knows it), and what the script
+        loaded on each rank."""
+        tree, rank = self._kept.tree, self._kept.rank
+        inventory = NodeInventory(0, (), node=f"rank {rank}")
+        if self._kept.agent is not None:
+            # No answer is an error: without this agent's snapshots all ranks would go back.
+            inventory = self._kept.agent.inventory()
+        # With --virtual-local-rank all are 0, and report the same.
+        speaks = env.get("LOCAL_RANK", "0") == "0"
+        facts = [newest_stored() if rank == 0 else None, start, taken, [tree.form, *plain]]
+        self.node = inventory.node
+        self.nodes, told = tell_each_other(agreement.gather, inventory, *facts, all_of_it=speaks)
+        (stored, *_), starts, takens, forms = zip(*told, strict=True)
+        if any(form != forms[0] for form in forms):
+            raise different_forms(agreement.gather([*tree.form_lines, plain]))
+        return stored, Loaded(starts, takens)
 
-def _size_at(nodes: Nodes, version: Version) -> int:
-    """Return the size of the world that wrote a version."""
-    sizes = [
-        held.size for node in nodes.values() for held in node.holdings if held.version == version
-    ]
-    return max(sizes, default=0)
+    # --- from memory -----------------------------------------------------------------------------
 
+    def look(self, version: Version) -> SearchReport:
+        self._found, report = self._searcher.search(version)
+        return report
 
-def is_reachable(nodes: Nodes, piece: str, version: Version) -> bool:
-    """Return whether every node has it, or can fetch it from one that has."""
-    holders = [node for node in nodes.values() if node.holds(piece, version)]
-    return any(node.peer for node in holders) or len(holders) == len(nodes) > 0
+    def drop(self) -> None:
+        found, self._found = self._found, None
+        if found is not None:
+            found.close()
 
+    def load(self, version: Version, said: Sequence[SearchReport]) -> None:
+        found, finding, checking = self._found, finders(said), checkers(said)
+        if found is not None:
+            if found.shards is not None:
+                found.shards.copy()
+                found.shards = None
+            self._kept.tree.load(found.shared, found.targets)
+        if len(finding) < self._kept.size:
+            self._share(finding)
+        self._kept.buffers.find()
+        self._is_doubted = bool(checking)
+        if self._kept.rank in checking:
+            self.unchecked, self._found = found, None
+        self.drop()
+        self._load_own(version)
+        log.info("Resuming from step %d, found in memory.", version[1])
 
-def holding(nodes: Nodes, piece: str, version: Version) -> list[str]:
-    """Return the nodes that hold it, in the order of their ranks."""
-    return [name for name in _ordered(nodes) if nodes[name].holds(piece, version)]
+    def _load_own(self, version: Version) -> None:
+        nodes, rank, buffers = self.nodes, self._kept.rank, self._kept.buffers
+        at = own_version(nodes, rank, version, self.node)
+        own = self._searcher.own(at) if at is not None else None
+        if own is not None and at == version:
+            rank_private.restore(own, buffers)
+        elif own is not None:
+            # The buffers of that step are older than those of another rank, which are loaded.
+            rng.restore(own.random)
+        if rank == 0:
+            lost = lacking(nodes, version, self._kept.size)
+            late = [one for one in lost if own_version(nodes, one, version, self.node)]
+            _tell_lacking(version[1], late, [one for one in lost if one not in late])
 
-
-def source(nodes: Nodes, here: str, piece: str, version: Version, tried: int = 0) -> str | None:
-    """Return the node to get a piece from: this one, or else one that differs between the nodes
-    that lack it, and between attempts."""
-    if nodes[here].holds(piece, version):
-        return here
-    holders = holding(nodes, piece, version)
-    reachable = [name for name in holders if nodes[name].peer]
-    turn = [name for name in _ordered(nodes) if name not in holders].index(here) + tried
-    return reachable[turn % len(reachable)] if reachable else None
-
-
-def _ordered(nodes: Nodes) -> Iterable[str]:
-    return sorted(nodes, key=lambda name: nodes[name].first)
-
-
-# --- once all have looked -------------------------------------------------------------------------
-
-
-class Outcome(Enum):
-    """The outcome of a rank's search for its pieces of a version."""
-
-    FOUND = "found"
-    #: It seems to exist, but this rank could not get it.
-    ABSENT = "absent"
-    #: It is damaged, or of another training.
-    UNUSABLE = "unusable"
-
-
-@dataclass(frozen=True)
-class SearchReport:
-    """A rank's report of its search to the others."""
-
-    outcome: Outcome
-    node: str
-    #: Whether the bytes it found must still be checked.
-    is_doubted: bool = False
-    #: The reason of a failure.
-    sentence: str = ""
-
-    def to_json(self) -> list[Any]:
-        return [self.outcome.value, self.node, self.is_doubted, self.sentence]
-
-    @classmethod
-    def from_json(cls, told: Sequence[Any]) -> SearchReport:
-        return cls(Outcome(told[0]), *told[1:])
-
-
-class Agreement(Enum):
-    #: All ranks have it, or those that have it send it to the others.
-    LOAD = "load"
-    #: No rank can ever use it.
-    PASS_OVER = "pass over"
-    TRY_AGAIN = "try again"
-
-
-def agreed(said: Sequence[SearchReport], holding: Collection[str], *, sharded: bool) -> Agreement:
-    """Decide what all ranks do with a version whose shared state these nodes hold.
-
-    Every rank needs its own part of sharded state. Of unsharded state one copy is enough; if no
-    rank found it, it is useless only if it is bad on every node that holds it.
-    """
-    outcomes = [one.outcome for one in said]
-    if all(one is Outcome.FOUND for one in outcomes):
-        return Agreement.LOAD
-    if sharded:
-        absent = any(one is Outcome.ABSENT for one in outcomes)
-        return Agreement.TRY_AGAIN if absent else Agreement.PASS_OVER
-    if any(one is Outcome.FOUND for one in outcomes):
-        return Agreement.LOAD
-    bad = all(one.outcome is Outcome.UNUSABLE for one in said if one.node in holding)
-    return Agreement.PASS_OVER if bad else Agreement.TRY_AGAIN
-
-
-def absence(version: Version, said: Sequence[SearchReport]) -> str:
-    """Return the message for a generation that ends because a version is absent."""
-    rank, first = next((r, one) for r, one in enumerate(said) if one.outcome is Outcome.ABSENT)
-    return (
-        f"Step {version[1]} is in memory, but rank {rank} could not fetch it: "
-        f"{first.sentence.rstrip('.')}. The snapshot is kept; the next generation tries again."
-    )
-
-
-def uselessness(said: Sequence[SearchReport]) -> str:
-    """Return why a version is useless, in the words of the first rank that cannot use it."""
-    for rank, one in enumerate(said):
-        if one.outcome is Outcome.UNUSABLE:
-            return f"rank {rank} cannot use the newest ({one.sentence.rstrip('.')})"
-    return "no rank can use the newest"
-
-
-def finders(said: Sequence[SearchReport]) -> list[int]:
-    """Return the ranks that have found it."""
-    return [rank for rank, one in enumerate(said) if one.outcome is Outcome.FOUND]
-
-
-def checkers(said: Sequence[SearchReport]) -> list[int]:
-    """Return the ranks that check unverified bytes, one per node."""
-    first: dict[str, int] = {}
-    for rank in finders(said):
-        if said[rank].is_doubted:
-            first.setdefault(said[rank].node, rank)
-    return list(first.values())
-
-
-# --- the search -----------------------------------------------------------------------------------
-
-#: The outcome of a failed search, and the reason.
-Wrong = tuple[Outcome, str]
-
-
-class Absent(SnapshotError):
-    """A piece could not be fetched now."""
-
-
-@dataclass
-class FoundPieces:
-    """A version's pieces that this rank found. The memories stay open until it is loaded."""
-
-    shared: Stored
-    held: SealedVersion
-    memories: list[Memory]
-    #: The sharded tensors, and where their parts are.
-    targets: Sharded
-    shards: Assembly | None = None
-
-    @property
-    def is_doubted(self) -> bool:
-        """Whether its bytes must still be checked."""
-        return len(self.held.data) > CHECKED_FIRST
+    def check(self, writer: Writer) -> None:
+        """Collective, before the first commit: raise if the restored snapshot is damaged on any
+        node, so that no rank commits a step made from it."""
+        if not self._is_doubted:
+            return
+        whole = self.unchecked is None or writer.is_whole(self.unchecked.held)
+        self.close()
+        said = agreement.gather(whole)
+        if damaged := [str(rank) for rank, well in enumerate(said) if not well]:
+            raise SnapshotError(
+                "The restored snapshot is damaged on the node of rank "
+                f"{', '.join(damaged)}. It was dropped there; the next generation restores "
+                "another one."
+            )
 
     def close(self) -> None:
-        for memory in self.memories:
-            memory.close()
-
-
-class PieceReader:
-    """Opens pieces in the memories of a world's nodes, for a worker on the node `here`."""
-
-    def __init__(self, agent: SnapshotHolder | None, here: str, nodes: Nodes) -> None:
-        self._agent, self._here, self._nodes = agent, here, nodes
-
-    def held(self, piece: str, version: Version, memories: list[Memory]) -> SealedVersion:
-        """Return a piece from any node; verified unless it is large and shared."""
-        memory = self._opened(piece, version)
-        memories.append(memory)
-        held = memory.find(version)
-        later = piece == SHARED and held is not None and len(held.data) > CHECKED_FIRST
-        if held is None or not (later or held.is_whole()):
-            raise SnapshotError(f"the snapshot of '{piece}' is damaged")
-        return held
-
-    def _opened(self, piece: str, version: Version) -> Memory:
-        began, wrong = time.monotonic(), "no node that holds it can be reached"
-        for tried in range(FETCH_TRIES):
-            name = source(self._nodes, self._here, piece, version, tried)
-            if name is None or self._agent is None:
-                break
-            if tried:
-                time.sleep(FETCH_PAUSE)
-            try:
-                peer = "" if name == self._here else self._nodes[name].peer
-                return self._agent.open(piece, version, peer)
-            except SnapshotError as error:
-                wrong = str(error)
-            if time.monotonic() > began + FETCH_TIMEOUT:
-                break
-        raise Absent(wrong)
-
-
-class Searcher:
-    """Searches for one rank, in one world."""
-
-    def __init__(
-        self,
-        agent: SnapshotHolder | None,
-        tree: Tree,
-        shards: Shards,
-        rank: int,
-        here: str,
-        nodes: Nodes,
-    ) -> None:
-        self._held = PieceReader(agent, here, nodes).held
-        self._tree, self._shards = tree, shards
-        self._rank, self._here, self._nodes = rank, here, nodes
-
-    def search(self, version: Version) -> tuple[FoundPieces | None, SearchReport]:
-        """Return this rank's pieces of a version, and its report to the others. Collective if there
-        are shards."""
-        memories: list[Memory] = []
-        found: FoundPieces | None = None
-        wrong: Wrong | None = None
-        try:
-            found = self._shared(version, memories)
-        except SnapshotError as error:
-            wrong = _wrong(error)
-        if self._shards.any:
-            lacking = self._add_shards(found, version, memories)
-            wrong = wrong or lacking
-        if wrong is None and found is not None:
-            return found, SearchReport(Outcome.FOUND, self._here, found.is_doubted)
-        for memory in memories:
-            memory.close()
-        outcome, sentence = wrong or (Outcome.ABSENT, "")
-        failed = "fetch" if outcome is Outcome.ABSENT else "use"
-        log.warning("This rank cannot %s the snapshot of step %d: %s", failed, version[1], sentence)
-        return None, SearchReport(outcome, self._here, sentence=sentence)
-
-    def own(self, version: Version) -> rank_private.Private | None:
-        """Return this rank's private state at that version. If it is damaged, log a warning and
-        return None: the shared state is still usable."""
-        memories: list[Memory] = []
-        try:
-            held = self._held(own(self._rank), version, memories)
-            return rank_private.unpack(bytes(held.data))
-        except SnapshotError as error:
-            log.warning(
-                "This rank's per-rank state of step %d is lost (%s). Its random number generators "
-                "keep the state that the script gave them.",
-                version[1],
-                str(error),
-            )
-            return None
-        finally:
-            for memory in memories:
-                memory.close()
-
-    def _shared(self, version: Version, memories: list[Memory]) -> FoundPieces:
-        held = self._held(SHARED, version, memories)
-        stored = self._tree.read(held.skeleton, held.data)
-        targets = self._shards.targets(stored.sharded(), self._tree.flatten_lasting().sharded)
-        return FoundPieces(stored, held, memories, targets)
-
-    def _add_shards(
-        self, found: FoundPieces | None, version: Version, memories: list[Memory]
-    ) -> Wrong | None:
-        """Collective: find this rank's parts of sharded state, or return what is wrong."""
-        absent: list[Wrong] = []
-
-        def opened(piece: str) -> Piece:
-            try:
-                held = self._held(piece, version, memories)
-            except Absent as error:
-                absent.append(_wrong(error))
-                raise
-            return Piece.read(self._tree.form, held.skeleton, held.data)
-
-        targets = found.targets if found is not None else None
-        shards, wrong = find_shards(targets, self._rank, self._nodes, version, opened)
+        """Forget the doubt, and close the snapshot that was to be checked."""
+        found, self.unchecked = self.unchecked, None
+        self._is_doubted = False
         if found is not None:
-            found.shards = shards
-        if absent:
-            return absent[0]
-        return None if shards is not None else (Outcome.UNUSABLE, wrong)
+            found.close()
 
+    # --- from storage, or from the script --------------------------------------------------------
 
-def _wrong(error: SnapshotError) -> Wrong:
-    """Return outcome and text only: the error's traceback would keep its memories alive."""
-    outcome = Outcome.ABSENT if isinstance(error, Absent) else Outcome.UNUSABLE
-    return outcome, str(error)
-
-
-# --- shards in the pieces of another world --------------------------------------------------------
-
-# In an unchanged world, a rank finds all it needs in its own piece. If one rank does not, all ranks
-# exchange the contents of their pieces, and each opens those that it needs.
-
-Opener = Callable[[str], Piece]
-
-
-@dataclass(frozen=True)
-class Assembly:
-    """The pieces and boxes that a rank loads its shards from."""
-
-    takes: list[Take]
-    pieces: Mapping[str, Piece]
-    targets: Sharded
-
-    def copy(self) -> None:
-        assemble(self.takes, self.pieces, self.targets)
-
-
-def find_shards(
-    targets: Sharded | None, rank: int, nodes: Nodes, version: Version, opener: Opener
-) -> tuple[Assembly | None, str]:
-    """Collective: find this rank's shards of these tensors; return None and the reason if some are
-    missing. `targets` is None on a rank that has already failed; it still takes part."""
-    needs = index_of(targets or {})
-    pieces = _Pieces(opener)
-    found = _in_own(needs, rank, nodes, version, pieces) if targets is not None else None
-    if not agreement.all_of_them(found is not None):
-        found, lost = _in_all(needs, rank, nodes, version, pieces)
-        if lost:
-            gone = [f"'{piece}' is lost" for piece in lost_shards(nodes, version)]
-            return None, "; ".join([f"no memory has {lost[0]}", *gone, *pieces.wrong.values()])
-    if found is None or targets is None:
-        return None, "; ".join(pieces.wrong.values())
-    return Assembly(found, pieces.opened, targets), ""
-
-
-def _in_own(
-    needs: Index, rank: int, nodes: Nodes, version: Version, pieces: _Pieces
-) -> list[Take] | None:
-    """Find everything in the piece of the same rank; None if that is not enough."""
-    mine = shard(rank)
-    if mine not in tellers(nodes, version) or not pieces.can_open(mine):
-        return None
-    found, lost = takes(needs, [(mine, pieces.opened[mine].index)])
-    return None if lost else found
-
-
-def _in_all(
-    needs: Index, rank: int, nodes: Nodes, version: Version, pieces: _Pieces
-) -> tuple[list[Take] | None, list[Lost]]:
-    """Collective: find everything in the pieces of all ranks; also return what is in none."""
-    mine = shard(rank)
-    indexes = _tell_each_other(rank, nodes, version, pieces)
-    ordered = sorted(indexes.items(), key=lambda item: item[0] != mine)
-    found, lost = takes(needs, ordered)
-    wanted = dict.fromkeys(take.piece for take in found)
-    usable = not lost and all([pieces.can_open(piece) for piece in wanted])
-    return (found if usable else None), lost
-
-
-def _tell_each_other(
-    rank: int, nodes: Nodes, version: Version, pieces: _Pieces
-) -> dict[str, Index]:
-    """Collective: return every piece's index, sent by one rank whose node holds it."""
-    mine = [piece for piece, teller in tellers(nodes, version).items() if teller == rank]
-    told: dict[str, Any] = {
-        piece: index_to_json(pieces.opened[piece].index) for piece in mine if pieces.can_open(piece)
-    }
-    return {
-        piece: index_from_json(index)
-        for said in agreement.gather(told)
-        for piece, index in said.items()
-    }
-
-
-class _Pieces:
-    """Pieces, each opened once."""
-
-    def __init__(self, opener: Opener) -> None:
-        self._opener = opener
-        self.opened: dict[str, Piece] = {}
-        #: By piece, why it could not be opened.
-        self.wrong: dict[str, str] = {}
-
-    def can_open(self, piece: str) -> bool:
-        """Open a piece; log a warning and return False if that fails."""
-        if piece not in self.opened and piece not in self.wrong:
+    def from_storage(self, beyond: int) -> int | None:
+        if self._kept.shards.any:
+            return self._shards_from_storage(beyond)
+        step: int | None = None
+        wrong = ""
+        if self._kept.rank == 0 and checkpoint.get_checkpoint_manager() is not None:
             try:
-                self.opened[piece] = self._opener(piece)
-            except SnapshotError as error:
-                log.warning("This rank cannot use '%s': %s", piece, error)
-                self.wrong[piece] = str(error)
-        return piece in self.opened
+                step = checkpoint.load_latest(self._kept.state, beyond=beyond)
+            except CheckpointError as error:
+                wrong = str(error)
+            except Exception as error:  # of any storage; the others wait for an answer
+                wrong = f"Checkpoints cannot be read: {error!r}."
+        step, wrong = agreement.gather([step, wrong])[0]
+        if wrong:
+            raise CheckpointError(wrong)
+        if step is not None and self._kept.size > 1:
+            self._share([0])
+        return step
+
+    def _shards_from_storage(self, beyond: int) -> int | None:
+        step: int | None = None
+        wrong = ""
+        try:
+            loaded = checkpoint.load_together(self._kept.state, beyond=beyond)
+        except CheckpointError as error:
+            wrong = str(error)
+        else:
+            step, left = loaded if loaded is not None else (None, None)
+            self._kept.buffers.find()
+            if left is not None:
+                rank_private.restore(rank_private.unpack(left), self._kept.buffers)
+        if sentences := [one for one in agreement.gather(wrong) if one]:
+            raise CheckpointError(sentences[0])
+        return step
+
+    def _share_loaded(self, loaded: Loaded) -> None:
+        """Collective: use the state that the script loaded; send it to ranks without it."""
+        if len(loaded.ranks) < self._kept.size:
+            different = different_starts(loaded)
+            if self._kept.shards.any:
+                raise CheckpointError(
+                    f"{different}. The state is sharded: load the same step on all ranks."
+                )
+            if self._kept.rank == 0:
+                log.warning(
+                    "%s. All ranks receive the state of rank %d.", different, loaded.ranks[0]
+                )
+            self._share(loaded.ranks)
+        self._kept.buffers.find()
+        log.info("Resuming from step %d, loaded by the script.", loaded.step)
+
+    def _share(self, holders: Sequence[int]) -> None:
+        """Collective: send the state of these ranks, which is the same, to all others."""
+        kept, has_it = self._kept, self._kept.rank in holders
+        world: Any = SimpleNamespace(rank=kept.rank, size=kept.size, received=0)
+        mine = kept.tree.whole()
+        received = transfer.share(
+            world, mine if has_it else None, holders=holders, into=None if has_it else mine
+        )
+        if not has_it:
+            kept.tree.put(received)
+
+
+def newest_stored() -> int | None:
+    """Return the newest checkpoint's step, or None. With snapshots in memory the search has a
+    timeout: hung storage must not block a restore."""
+    if checkpoint.get_checkpoint_manager() is None:
+        return None
+    asked: Future[int | None] = Future()
+
+    def look() -> None:
+        try:
+            asked.set_result(checkpoint.newest_step())
+        except Exception as error:  # of any storage
+            asked.set_exception(error)
+
+    threading.Thread(target=look, name="torchelastic-storage", daemon=True).start()
+    try:
+        return asked.result(STORAGE_TIMEOUT)
+    except Exception as error:
+        log.warning(
+            "Checkpoint storage did not respond (%r); using the snapshot in memory, assumed to be "
+            "newer than any checkpoint.",
+            error,
+        )
+        return None
+
+
+def _refuse_to_begin_anew(unusable: Sequence[Version], why: str) -> None:
+    """Raise if snapshots exist: training must not silently begin again at step 0."""
+    if unusable:
+        raise SnapshotError(
+            f"Snapshots up to step {unusable[0][1]} exist, but {why}, and there is no checkpoint. "
+            "To start from scratch, end the job and start it again. To resume from your own "
+            "checkpoint, load it and call restore(start=...)."
+        )
+
+
+def _tell_lacking(step: int, late: Sequence[int], lost: Sequence[int]) -> None:
+    """Log which ranks have no random states of this step, but earlier ones, or none at all."""
+    if late:
+        log.warning(
+            "Ranks %s have no random states of step %d: they were stopped before they had kept "
+            "them, or their copy is older. They continue with their latest ones.",
+            ", ".join(map(str, late)),
+            step,
+        )
+    if lost:
+        log.warning(
+            "The per-rank state of ranks %s at step %d is lost. Their random number generators "
+            "keep the state that the script gave them.",
+            ", ".join(map(str, lost)),
+            step,
+        )

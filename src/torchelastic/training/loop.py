@@ -8,7 +8,7 @@
 Steps are counted from 0 over the whole job. A state with n steps, the last one committed in
 generation g, has the version (g, n). When workers enter generation g, `sync` gives all of them the
 freshest state that any of them has; if its version is (f, n), they then call it (g, n). (A sharded
-state keeps its version until its next step: `sharded.base`.) A state
+state keeps its version until its next step: `state.base_of`.) A state
 that was rolled back has the version of its rollback point. So with `snapshot_every=k` a failed step
 undoes up to k - 1 committed steps, and all workers repeat them in the next world. The repeated
 steps belong to a later generation, so their versions are fresher than the undone ones.
@@ -22,6 +22,7 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from torchelastic import checkpoint, faults
@@ -35,9 +36,8 @@ from torchelastic.errors import (
     NonRetryableException,
     StopException,
 )
-from torchelastic.snapshot.restore import StoredCheckpoint
 from torchelastic.tensors.module_state import form_number
-from torchelastic.training import recovery, session, stored_state
+from torchelastic.training import session, stored_state
 from torchelastic.training.control import Control, InProcessRequests
 from torchelastic.training.coordinator import Coordinator, CoordinatorP2P
 from torchelastic.training.gate import Gate, GateDecision
@@ -51,6 +51,7 @@ from torchelastic.training.outcome import (
     decide,
     kind_of,
 )
+from torchelastic.training.recovery import StateRecovery
 from torchelastic.training.session import Session
 from torchelastic.training.sharded import mesh
 from torchelastic.training.state import compatibility
@@ -259,7 +260,8 @@ class Loop:
             self._version = here.version
         self._rollback = _RollbackPoint(self._version, self._state.snapshot())
         if is_lost := here.freshest[0] < 0:
-            self._recover(here)
+            load = partial(self._load_checkpoint, here), partial(self._take_over, here)
+            StateRecovery(here, self._state._part_snapshots(), *load).run()
         base = here.freshest
         if base == TORN:
             self._begin_again(here)
@@ -295,31 +297,21 @@ class Loop:
         )
         raise SystemExit(EXIT_FAILED)
 
-    def _recover(self, here: Session) -> None:
-        """Take the state from snapshots in memory or from a checkpoint, whichever is newer."""
-        lost = recovery.loss(here)
-        search = recovery.StateSearch(here, self._state._part_snapshots())
-        for choice in search.candidates():
-            if isinstance(choice, StoredCheckpoint):
-                self._load_checkpoint(here, choice.beyond)
-                if here.freshest > (-1, choice.beyond):
-                    break
-            elif isinstance(choice, tuple) and search.is_loaded(choice):
-                self._version = here.version = choice
-                self._tell_versions(here)
-                break
-        if here.rank == 0:
-            recovery.explain(here.freshest, lost)
-
-    def _load_checkpoint(self, here: Session, beyond: int) -> None:
-        """Load the checkpoint, if there is one beyond this step, on rank 0 or the first replica,
-        which then has the freshest state."""
+    def _load_checkpoint(self, here: Session, beyond: int) -> int | None:
+        """Collective: load the checkpoint, if there is one beyond this step, on rank 0 or the first
+        replica, which then has the freshest state. Return its step on all ranks."""
         if stored_state.is_writer(here) and checkpoint.get_checkpoint_manager() is not None:
             self._half_written = True
             step = stored_state.load(here, self._state, beyond)
             self._half_written = False
             if step is not None:
                 self._version = here.version = (-1, step)
+        self._tell_versions(here)
+        return here.freshest[1] if here.freshest > (-1, beyond) else None
+
+    def _take_over(self, here: Session, version: Version) -> None:
+        """Collective: note that all workers have loaded this version."""
+        self._version = here.version = version
         self._tell_versions(here)
 
     def _tell_versions(self, here: Session) -> None:

@@ -1,92 +1,96 @@
-"""Choose the state to continue from, if the workers of a world do not have every part of it.
+"""`train`: continue from memory or storage if the workers of a world do not have the whole state.
 
-    candidates    all workers exchange what their agents hold, rank 0 adds the newest checkpoint's
-                  step; `snapshot.restore.choices` puts the candidates in the same order on all
-    is_loaded     each worker looks for its part of a version in memory, and all exchange the result
-                      all have it                       load it, survivors too
-                      it is damaged                     the next candidate
-                      it exists, but was not received   an error: the next world tries again
-
-Without sharded state the only candidate is the checkpoint.
+The search is that of `restore` (`snapshot.search`). The candidates of a sharded state are the parts
+that the agents hold, which all workers load, survivors too; and the newest checkpoint, which rank 0
+or the first replica loads and then sends. A state that is not sharded is in the memory of all
+workers: if none of them has it, the only candidate is the checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torchelastic.errors import SnapshotError
-from torchelastic.snapshot.keeper import newest_stored, nodes_of, told
 from torchelastic.snapshot.layout import Version, shard
-from torchelastic.snapshot.restore import (
-    Absent,
-    Agreement,
+from torchelastic.snapshot.pieces import FoundPieces, Searcher
+from torchelastic.snapshot.restore import newest_stored
+from torchelastic.snapshot.search import (
     Choice,
     Nodes,
-    Outcome,
-    PieceReader,
     SearchReport,
     StoredCheckpoint,
-    absence,
-    agreed,
     choices,
+    search_together,
+    tell_each_other,
+    whole_versions,
 )
 from torchelastic.tensors import agreement
 from torchelastic.training.session import Session
-from torchelastic.training.sharded.base import missing_parts
-from torchelastic.training.sharded.part_snapshots import PartSnapshots, whole_versions
-from torchelastic.training.state.state import FIRST, TORN
+from torchelastic.training.sharded.part_snapshots import PartSnapshots
+from torchelastic.training.state.state import FIRST, TORN, missing_parts
 
 log = logging.getLogger(__name__)
 
 
-class StateSearch:
-    """The search of one world; collective."""
+class StateRecovery:
+    """The search of one worker in one world."""
 
-    def __init__(self, here: Session, snapshots: PartSnapshots | None) -> None:
+    def __init__(
+        self,
+        here: Session,
+        snapshots: PartSnapshots | None,
+        load_checkpoint: Callable[[int], int | None],
+        loaded: Callable[[Version], None],
+    ) -> None:
+        """`load_checkpoint` loads the checkpoint beyond a step, and returns its step on all ranks;
+        `loaded` is called when this worker has loaded a version from memory."""
         self._here, self._snapshots = here, snapshots
-        self._node = ""
-        self._nodes: Nodes = {}
+        self.from_storage, self._loaded = load_checkpoint, loaded
+        self._searcher: Searcher | None = None
+        self._found: FoundPieces | None = None
 
-    def candidates(self) -> list[Choice]:
-        """Return what to try, in this order."""
-        here = self._here
-        if self._snapshots is None or here.agent is None or here.replica is None:
-            return [StoredCheckpoint()]
-        self._snapshots.wait_until_sealed()
+    def run(self) -> None:
+        """Collective: bring the workers to the freshest state."""
+        lost = loss(self._here)
+        tried, nodes = self._candidates()
+        search_together(tried, self, self._gather, nodes, sharded=True)
+        if self._here.rank == 0:
+            explain(self._here.freshest, lost)
+
+    def _candidates(self) -> tuple[list[Choice], Nodes]:
+        here, snapshots = self._here, self._snapshots
+        if snapshots is None or here.agent is None or here.replica is None:
+            return [StoredCheckpoint()], {}
+        snapshots.wait_until_sealed()
         inventory = here.agent.inventory()
-        self._node = inventory.node
-        said = self._gather([*told(inventory), newest_stored() if here.rank == 0 else None])
-        self._nodes = nodes_of(said)
-        return choices(whole_versions(self._nodes, here.replica.size), said[0][3])
-
-    def is_loaded(self, version: Version) -> bool:
-        """Load a version from memory; return False if its snapshots are damaged."""
-        assert self._snapshots is not None
-        try:
-            report = self._find(self._snapshots, version)
-            said = [SearchReport.from_json(one) for one in self._gather(report.to_json())]
-            verdict = agreed(said, (), sharded=True)
-            if verdict is Agreement.TRY_AGAIN:
-                raise SnapshotError(absence(version, said))
-            if verdict is Agreement.LOAD:
-                self._snapshots.load()
-            return verdict is Agreement.LOAD
-        finally:
-            self._snapshots.forget()
-
-    def _find(self, snapshots: PartSnapshots, version: Version) -> SearchReport:
-        here = self._here
-        assert here.replica is not None
+        stored = newest_stored() if here.rank == 0 else None
+        nodes, told = tell_each_other(self._gather, inventory, stored)
         piece = shard(here.rank % here.replica.size)
+        self._searcher = Searcher(
+            here.agent, snapshots.tree, here.rank, inventory.node, nodes, piece=piece
+        )
+        return choices(whole_versions(nodes, here.replica.size), told[0][0]), nodes
+
+    def look(self, version: Version) -> SearchReport:
+        assert self._searcher is not None
+        self._found, report = self._searcher.search(version)
+        return report
+
+    def load(self, version: Version, said: Sequence[SearchReport]) -> None:
+        assert self._snapshots is not None
+        assert self._found is not None
         try:
-            snapshots.find(piece, version, PieceReader(here.agent, self._node, self._nodes))
-        except SnapshotError as error:
-            log.warning("This worker cannot use the snapshot of step %d: %s", version[1], error)
-            outcome = Outcome.ABSENT if isinstance(error, Absent) else Outcome.UNUSABLE
-            return SearchReport(outcome, self._node, sentence=str(error))
-        return SearchReport(Outcome.FOUND, self._node)
+            self._snapshots.load(self._found.shared)
+        finally:
+            self.drop()
+        self._loaded(version)
+
+    def drop(self) -> None:
+        found, self._found = self._found, None
+        if found is not None:
+            found.close()
 
     def _gather(self, said: Any) -> list[Any]:
         joint: Any = self._here.group.joint

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchelastic import env
 from torchelastic.data import own_rank
-from torchelastic.training.sharded.base import base_of
-from torchelastic.training.state.state import Version
+from torchelastic.training.state.state import Version, base_of
 
 if TYPE_CHECKING:
     from torchelastic.snapshot.agent_client import SnapshotHolder
@@ -35,6 +34,9 @@ class Session:
     group: Group
     #: By rank: the version that each worker reported when the world began.
     versions: tuple[Version, ...]
+    #: By rank: the generation of a step of a sharded training that a worker was interrupted in and
+    #: can complete, or -1 (`state.base_of`).
+    ready: tuple[int, ...]
     #: The version that this worker has now.
     version: Version
     #: By rank: a number that is equal for compatible states (`state.compatibility`).
@@ -43,10 +45,8 @@ class Session:
     status_page: StatusPage | None = None
     #: Bytes of state received in `sync`; the receiving code adds them up.
     received: int = 0
-    #: In a sharded training: this worker's replica; and by rank, the generation of a step that a
-    #: worker was interrupted in and can complete, or -1 (`sharded.base`).
+    #: In a sharded training: this worker's replica.
     replica: Replica | None = None
-    ready: tuple[int, ...] = ()
     #: Whether steps of this world copy before they write (`undo.writes`); None if no worker knows.
     copying: bool | None = None
     #: In a sharded training: the agent, which holds snapshots.
@@ -61,15 +61,13 @@ class Session:
     @property
     def freshest(self) -> Version:
         """The version that all workers are brought to."""
-        if self.replica is None:
-            return max(self.versions)
-        return base_of(self.versions, self.ready, self.replica.size)
+        return base_of(self.versions, self.ready, 1 if self.replica is None else self.replica.size)
 
     @property
     def version_after_sync(self) -> Version:
         """The version of a worker that has the freshest state now, before its first step here.
 
-        A sharded state keeps its version (`sharded.base`).
+        A sharded state keeps its version (`state.base_of`).
         """
         freshest = self.freshest
         return (self.generation, freshest[1]) if self.replica is None else freshest

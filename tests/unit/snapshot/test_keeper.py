@@ -25,7 +25,7 @@ from torchelastic.checkpoint import finish as finish_checkpoints
 from torchelastic.checkpoint import save
 from torchelastic.data import DataLoader, ElasticSampler, Ledger
 from torchelastic.errors import CheckpointError, SnapshotError
-from torchelastic.snapshot import agent_client, keeper, restore
+from torchelastic.snapshot import agent_client, pieces, restore
 from torchelastic.snapshot import writer as snapshot_writer
 from torchelastic.snapshot.layout import SHARED, own
 from torchelastic.snapshot.messages import Sealed, Settled
@@ -175,7 +175,7 @@ def test_the_agent_hears_of_a_commit_when_the_training_does_not_wait_for_the_cop
 def test_a_large_one_is_checked_behind_and_nothing_is_committed_from_it(
     snapshot_agent, monkeypatch
 ):
-    monkeypatch.setattr(restore, "CHECKED_FIRST", 0)
+    monkeypatch.setattr(pieces, "CHECKED_FIRST", 0)
     finish(trained(5))
     snapshot_agent.damage(SHARED, (0, 5))
     generation(monkeypatch, 1)
@@ -444,7 +444,7 @@ def test_storage_that_hangs_does_not_keep_others_from_memory(
     snapshot_agent, make_store, monkeypatch, caplog
 ):
     stored = make_store()
-    monkeypatch.setattr(keeper, "STORAGE_TIMEOUT", 0.01)
+    monkeypatch.setattr(restore, "STORAGE_TIMEOUT", 0.01)
     finish(trained(3))
     goes_on = threading.Event()
     monkeypatch.setattr(stored.catalog, "records", lambda: goes_on.wait(30) and iter(()))

@@ -9,7 +9,7 @@ from tests.unit.training.keep_support import FakeSnapshotAgent, build, finish, t
 from tests.unit.training.rank_support import Ranks
 from torchelastic.checkpoint import finish as finish_checkpoints
 from torchelastic.errors import ConfigError, SnapshotError
-from torchelastic.snapshot import plain_parameters, restore
+from torchelastic.snapshot import pieces, plain_parameters
 from torchelastic.snapshot.layout import SHARED, own
 from torchelastic.snapshot.messages import Settled
 
@@ -18,7 +18,7 @@ LOST = "Lost the agent at 10.0.0.7:4242 (timed out: no data is moving)."
 
 @pytest.fixture
 def nodes(monkeypatch):
-    monkeypatch.setattr(restore, "FETCH_PAUSE", 0.0)
+    monkeypatch.setattr(pieces, "FETCH_PAUSE", 0.0)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     peers = {}
     made = [FakeSnapshotAgent(name, peers) for name in ("a", "b")]
@@ -78,7 +78,7 @@ def same(states):
 
 def test_what_one_rank_cannot_fetch_is_sent_by_one_that_has_it(world, nodes, monkeypatch):
     assert trained(world, 5) == [0, 0]
-    nodes[1].refusals = [LOST] * restore.FETCH_TRIES
+    nodes[1].refusals = [LOST] * pieces.FETCH_TRIES
     begun, states = restored(world, monkeypatch, 1)
     assert begun == [5, 5]
     assert same(states)
@@ -87,7 +87,7 @@ def test_what_one_rank_cannot_fetch_is_sent_by_one_that_has_it(world, nodes, mon
 
 def test_what_cannot_be_had_once_is_asked_for_again(world, nodes, monkeypatch, caplog):
     trained(world, 2)
-    nodes[1].refusals = [LOST] * (restore.FETCH_TRIES - 1)
+    nodes[1].refusals = [LOST] * (pieces.FETCH_TRIES - 1)
     assert restored(world, monkeypatch, 1)[0] == [2, 2]
     assert "cannot fetch" not in caplog.text
 
@@ -98,7 +98,7 @@ def test_what_nobody_can_have_now_is_not_given_up(world, nodes, monkeypatch, mak
     trained(world, 9)
     finish_checkpoints()
     for node in nodes:
-        node.refusals = [LOST] * restore.FETCH_TRIES
+        node.refusals = [LOST] * pieces.FETCH_TRIES
         node.told.clear()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     errors = trained(world, 12)
@@ -129,7 +129,7 @@ def test_nodes_that_cannot_reach_each_other_send_it_over_the_group(world, nodes,
 
 def test_nobody_commits_what_came_of_a_damaged_snapshot(world, nodes, monkeypatch):
     """A large one is checked behind the first step: by then gradients are mixed."""
-    monkeypatch.setattr(restore, "CHECKED_FIRST", 0)
+    monkeypatch.setattr(pieces, "CHECKED_FIRST", 0)
     trained(world, 5)
     nodes[0].damage(SHARED, (0, 5))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")

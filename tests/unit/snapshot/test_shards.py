@@ -23,7 +23,8 @@ from torchelastic.errors import CheckpointError, SnapshotError
 from torchelastic.snapshot import agent_client, sharded_leave, writer
 from torchelastic.snapshot.layout import SHARED, Memory, shard
 from torchelastic.snapshot.messages import InventoryItem, Sealed
-from torchelastic.snapshot.restore import Node, find_shards
+from torchelastic.snapshot.pieces import find_shards
+from torchelastic.snapshot.search import Node
 from torchelastic.snapshot.shards import Piece
 from torchelastic.snapshot.writer import ShardStatus
 from torchelastic.tensors import agreement

@@ -33,7 +33,7 @@ PACKAGE = Path(torchelastic.__file__).parent
 COLLECTIVES = {
     *("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "barrier", "new_group"),
     *("allreduce", "allgather", "tell_all", "gather", "least", "all_of_them", "extremes"),
-    *("largest", "of_rank_0", "share", "quick_group"),
+    *("largest", "of_rank_0", "share", "quick_group", "search_together", "tell_each_other"),
 }
 
 #: Why all ranks call it at the same time.
@@ -64,18 +64,21 @@ CALLERS = {
     "snapshot/keeper.py": {
         "_all_may_begin": SHARDED,
         "_all_settled": VOTE,
-        "_from_checkpoint": VOTE,
-        "_from_memory": VOTE,
         "_keep_for_others": VOTE,
-        "_prepare_shards": ENTRY,
-        "_resolve_doubt": VOTE,
+        "_restore": ENTRY,
         "_save_before_leaving": VOTE,
-        "_shards_from_checkpoint": VOTE,
-        "_share": VOTE,
-        "_tell_each_other": ENTRY,
     },
+    "snapshot/pieces.py": {"_tell_each_other": VOTE, "find_shards": VOTE},
     "snapshot/plain_parameters.py": {"check": STEP},
-    "snapshot/restore.py": {"_tell_each_other": VOTE, "find_shards": VOTE},
+    "snapshot/restore.py": {
+        "_share": VOTE,
+        "_shards_from_storage": VOTE,
+        "_tell_each_other": ENTRY,
+        "check": VOTE,
+        "from_storage": VOTE,
+        "run": ENTRY,
+    },
+    "snapshot/search.py": {"search_together": FACTS, "tell_each_other": ENTRY},
     "snapshot/sharded_leave.py": {"_hand_over": VOTE, "_leaves": VOTE},
     "tensors/agreement.py": {
         "_broadcast": SENDS,
@@ -92,7 +95,12 @@ CALLERS = {
     },
     "training/group/gloo.py": {"allreduce": SENDS},
     "training/group/group.py": {"tell_all": SENDS},
-    "training/recovery.py": {"_all_gather": SENDS, "_gather": FACTS},
+    "training/recovery.py": {
+        "_all_gather": SENDS,
+        "_candidates": FACTS,
+        "_gather": FACTS,
+        "run": FACTS,
+    },
     "training/session.py": {"exchange": ENTRY},
     "training/sharded/between.py": {"average": "in every backward that reduces gradients"},
     "training/sharded/sharding.py": {"_join_all": "once in every step", "complete": FACTS},

@@ -1,7 +1,6 @@
 """Worker process: sharded models in `torchelastic.train`, replicas that come and go.
 
 mesh              `torchelastic.mesh`: the device mesh of this worker's replica
-base              which version a world of replicas can go on from
 between           the average of gradients between replicas
 fsdp              FSDP2: its modules, and its state after an aborted step
 unfinished_step   a step that others have committed, completed by a worker that was interrupted

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchelastic.snapshot.agent_client import SnapshotHolder
-from torchelastic.snapshot.layout import Memory, Version, is_shard, shard
+from torchelastic.snapshot.layout import Version
 from torchelastic.snapshot.messages import Outdated
-from torchelastic.snapshot.restore import Nodes, PieceReader, is_reachable
 from torchelastic.snapshot.state_tree import Lasting, Stored, Tree
 from torchelastic.snapshot.writer import ShardStatus, Writer, WriterPlace
 from torchelastic.tensors.dtensors import local_or_whole
@@ -29,20 +28,6 @@ from torchelastic.worker_counters import stalls
 
 if TYPE_CHECKING:
     from torchelastic.training.session import Session
-
-
-def whole_versions(nodes: Nodes, replica: int) -> list[Version]:
-    """Return the versions of which these nodes have every part of a replica of this size, the
-    freshest first. Pure."""
-    held = {
-        held.version for node in nodes.values() for held in node.holdings if is_shard(held.piece)
-    }
-    whole = (
-        version
-        for version in held
-        if all(is_reachable(nodes, shard(part), version) for part in range(replica))
-    )
-    return sorted(whole, reverse=True)
 
 
 class PartTree(Tree):
@@ -81,7 +66,7 @@ class PartTree(Tree):
 
 
 class PartSnapshots:
-    """Writes this worker's part of a state into its agent's memory, and finds it again."""
+    """Writes this worker's part of a state into its agent's memory, and loads it again."""
 
     def __init__(
         self,
@@ -93,7 +78,7 @@ class PartSnapshots:
         """`before_read` and `before_load` are called before the state is read and overwritten.
         `before_seal` is called in a thread before a snapshot counts, with the most seconds to wait;
         it returns False on timeout."""
-        self._tree, self._before_seal = tree, before_seal
+        self.tree, self._before_seal = tree, before_seal
         self._before_read, self._before_load = before_read, before_load
         self._writer: Writer | None = None
         #: The writer of an earlier world, which may not have sealed its last snapshot yet.
@@ -104,11 +89,6 @@ class PartSnapshots:
         self._freed_by: SnapshotHolder | None = None
         #: Whether all workers keep the step that is under way.
         self._is_wanted = False
-        #: The memories that `find` has opened, and the part in them.
-        self._memories: list[Memory] = []
-        self._found: Stored | None = None
-
-    # --- writing ---------------------------------------------------------------------------------
 
     def begin(self, world: Session, replica: int) -> None:
         """Write snapshots in this world, if it is one replica."""
@@ -159,27 +139,13 @@ class PartSnapshots:
         if self._writer is not None and self._is_wanted:
             with stalls.Counted("snapshot"):
                 self._before_read()
-                flat = self._tree.flatten(self._tree.flatten_lasting())
+                flat = self.tree.flatten(self.tree.flatten_lasting())
                 self._writer.publish(version, None, None, flat)
         elif self._freed_by is not None:
             self._freed_by.tell(Outdated(version))
             self._freed_by = self._ended = None
 
-    # --- reading ---------------------------------------------------------------------------------
-
-    def find(self, piece: str, version: Version, reader: PieceReader) -> None:
-        """Find a part; `SnapshotError` if it is unusable, `Absent` if it was not received."""
-        held = reader.held(piece, version, self._memories)
-        self._found = self._tree.read(held.skeleton, held.data)
-
-    def load(self) -> None:
-        """Load what was found."""
-        assert self._found is not None
+    def load(self, stored: Stored) -> None:
+        """Load a part that was found in memory."""
         self._before_load()
-        self._tree.load(self._found, {})
-
-    def forget(self) -> None:
-        """Close what `find` has opened."""
-        memories, self._memories, self._found = self._memories, [], None
-        for memory in memories:
-            memory.close()
+        self.tree.load(stored, {})

@@ -25,7 +25,6 @@ from torchelastic.tensors.small_state import Hyperparameters
 from torchelastic.training.group.abortable_waits import GenerationOver, PeerLostError
 from torchelastic.training.group.gloo import OwnedGloo
 from torchelastic.training.group.replica import Replica
-from torchelastic.training.sharded.base import versions_after
 from torchelastic.training.sharded.between import Between, Buckets, options
 from torchelastic.training.sharded.fsdp import FullyShardedModels
 from torchelastic.training.sharded.part_snapshots import PartSnapshots
@@ -36,7 +35,7 @@ from torchelastic.training.sharded.unfinished_step import (
     FromGradients,
     Unwritten,
 )
-from torchelastic.training.state.state import TORN, Version
+from torchelastic.training.state.state import TORN, Version, versions_after
 from torchelastic.training.undo.writes import Writes
 
 if TYPE_CHECKING:

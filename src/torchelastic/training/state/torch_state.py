@@ -30,7 +30,6 @@ from torchelastic.training import session
 from torchelastic.training.group import ddp
 from torchelastic.training.session import Session
 from torchelastic.training.sharded import mesh
-from torchelastic.training.sharded.base import missing_parts
 from torchelastic.training.sharded.part_snapshots import PartSnapshots, PartTree
 from torchelastic.training.sharded.rehearsal import rehearse
 from torchelastic.training.sharded.shard_tree import from_shards, to_shards
@@ -61,6 +60,7 @@ from torchelastic.training.state.state import (
     Version,
     holders_of,
     is_worthless,
+    missing_parts,
 )
 from torchelastic.training.undo.undo import Undo, UndoRecord
 from torchelastic.worker.backward_waits import BackwardWaits

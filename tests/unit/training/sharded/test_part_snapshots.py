@@ -9,10 +9,10 @@ import torch
 
 from torchelastic.snapshot.layout import own, shard
 from torchelastic.snapshot.messages import InventoryItem
-from torchelastic.snapshot.restore import Node, StoredCheckpoint, choices
+from torchelastic.snapshot.search import Node, StoredCheckpoint, choices, whole_versions
 from torchelastic.snapshot.writer import ShardStatus
 from torchelastic.training import recovery
-from torchelastic.training.sharded.part_snapshots import PartSnapshots, PartTree, whole_versions
+from torchelastic.training.sharded.part_snapshots import PartSnapshots, PartTree
 from torchelastic.training.state.state import FIRST, TORN
 
 #: Generation 4, and the generation after it.

@@ -93,6 +93,7 @@ def world(store, rank, *forms, trained=(0,)):
         store=store,
         group=SimpleNamespace(waits=Waits()),
         versions=tuple(TRAINED if at in trained else FRESH for at in range(len(forms))),
+        ready=(-1,) * len(forms),
         version=FRESH,
         forms=tuple(form_number(form) for form in forms),
     )

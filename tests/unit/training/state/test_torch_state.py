@@ -137,6 +137,7 @@ def enter(state, rank, versions, *, generation=0, status_page=None, copying=None
         store=None,
         group=SimpleNamespace(before_collective=None, check_collectives=lambda: None),
         versions=tuple(versions),
+        ready=(-1,) * len(versions),
         version=versions[rank],
         status_page=status_page,
         copying=copying,

@@ -1,4 +1,4 @@
-"""Which snapshot a world goes on from: a table of what nodes hold and what follows."""
+"""The search for the freshest state: candidates, agreement, and the order of trial."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 
 import pytest
 
+from torchelastic.errors import SnapshotError
 from torchelastic.snapshot.layout import SHARED, own, shard
 from torchelastic.snapshot.messages import InventoryItem
-from torchelastic.snapshot.restore import (
+from torchelastic.snapshot.search import (
     Agreement,
     Node,
     Outcome,
-    Own,
     SearchReport,
     StoredCheckpoint,
     agreed,
@@ -23,6 +23,7 @@ from torchelastic.snapshot.restore import (
     is_reachable,
     lacking,
     own_version,
+    search_together,
     source,
     tellers,
     without_shards,
@@ -73,16 +74,16 @@ TABLE = [
 @pytest.mark.parametrize(
     ("held", "expected"), [row[1:] for row in TABLE], ids=[r[0] for r in TABLE]
 )
-def test_bases_in_the_order_they_are_tried(held, expected):
+def test_bases_of_held_pieces_are_ordered_by_use(held, expected):
     assert bases(nodes(*held), 2) == expected
 
 
-def test_lost_pieces_of_sharded_state_exclude_no_base():
+def test_bases_of_sharded_state_include_versions_with_lost_pieces():
     """Other ranks may have written the same shards."""
     assert bases(nodes("s5 s4 p0.5 p0.4", "s5 s4 p1.4"), 2, sharded=True) == [(0, 5), (0, 4)]
 
 
-def test_a_finished_step_is_not_redone_with_other_samples():
+def test_bases_of_another_world_size_prefer_the_finished_step():
     """Rank 0's node is lost, and its replica is a step behind: only a world as large as before
     redoes that step with the same bits."""
     held = ("s4 s5 r0.4 r1.4 r1.5",)
@@ -91,14 +92,14 @@ def test_a_finished_step_is_not_redone_with_other_samples():
     assert bases(nodes(*held), 3) == [(0, 5), (0, 4)]
 
 
-def test_what_no_other_node_can_fetch_is_no_base_of_shards():
+def test_bases_of_sharded_state_exclude_unreachable_versions():
     assert bases(nodes("s5 r0.5", "s4 r1.4", peers=False), 2, sharded=True) == []
     assert bases(nodes("s4 s5", "s4", peers=False), 2, sharded=True) == [(0, 4)]
     assert bases(nodes("s5 r0.5", peers=False), 1, sharded=True) == [(0, 5)]
     assert not is_reachable({}, SHARED, (0, 1))
 
 
-def test_what_one_rank_has_it_can_send_to_the_others():
+def test_bases_of_replicated_state_need_one_holder():
     assert bases(nodes("s5 r0.5", "s4 r1.4", peers=False), 2) == [(0, 5), (0, 4)]
 
 
@@ -126,34 +127,32 @@ def test_what_one_rank_has_it_can_send_to_the_others():
         ([(0, 1)], 0, [(0, 1), StoredCheckpoint()]),
     ],
 )
-def test_memory_and_storage_are_tried_by_step(versions, stored, expected):
+def test_choices_of_memory_and_storage_are_ordered_by_step(versions, stored, expected):
     assert choices(versions, stored) == expected
 
 
 @pytest.mark.parametrize(
     ("versions", "stored", "start", "expected"),
     [
-        ([], None, 50, [StoredCheckpoint(49), Own(50)]),
-        ([], 40, 50, [StoredCheckpoint(49), Own(50)]),
-        ([], 60, 50, [StoredCheckpoint(49), Own(50)]),
+        ([], None, 50, [StoredCheckpoint(49)]),
+        ([], 40, 50, [StoredCheckpoint(49)]),
+        ([], 60, 50, [StoredCheckpoint(49)]),
         # Killed between the script's own save of step 50 and commit().
-        ([(0, 49), (0, 48)], None, 50, [StoredCheckpoint(49), Own(50)]),
-        ([(0, 50), (0, 49)], None, 50, [(0, 50), StoredCheckpoint(49), Own(50)]),
+        ([(0, 49), (0, 48)], None, 50, [StoredCheckpoint(49)]),
+        ([(0, 50), (0, 49)], None, 50, [(0, 50), StoredCheckpoint(49)]),
         # Restarted: the file is older than what is in memory.
-        ([(3, 60), (3, 59)], None, 50, [(3, 60), (3, 59), StoredCheckpoint(49), Own(50)]),
+        ([(3, 60), (3, 59)], None, 50, [(3, 60), (3, 59), StoredCheckpoint(49)]),
         (
             [(3, 60), (3, 59)],
             70,
             50,
-            [StoredCheckpoint(60), (3, 60), (3, 59), StoredCheckpoint(49), Own(50)],
+            [StoredCheckpoint(60), (3, 60), (3, 59), StoredCheckpoint(49)],
         ),
-        ([(0, 3)], 30, 50, [StoredCheckpoint(49), Own(50)]),
+        ([(0, 3)], 30, 50, [StoredCheckpoint(49)]),
         ([(0, 3)], None, 0, [(0, 3), StoredCheckpoint()]),
     ],
 )
-def test_what_the_script_has_loaded_is_kept_unless_something_is_newer(
-    versions, stored, start, expected
-):
+def test_choices_with_a_loaded_state_exclude_older_ones(versions, stored, start, expected):
     assert choices(versions, stored, start) == expected
 
 
@@ -173,13 +172,13 @@ F, A, U = Outcome.FOUND, Outcome.ABSENT, Outcome.UNUSABLE
         ([U, U], "n0", Agreement.PASS_OVER, Agreement.PASS_OVER),
     ],
 )
-def test_what_all_ranks_do_once_they_have_looked(outcomes, holding, replicated, sharded):
+def test_agreed_on_reports_of_all_ranks_gives_one_action(outcomes, holding, replicated, sharded):
     said = [SearchReport(one, f"n{rank}") for rank, one in enumerate(outcomes)]
     assert agreed(said, holding.split(), sharded=False) is replicated
     assert agreed(said, holding.split(), sharded=True) is sharded
 
 
-def test_one_rank_of_a_node_checks_for_all_of_them():
+def test_checkers_of_doubted_pieces_are_one_rank_per_node():
     said = [
         SearchReport(A, "n0"),
         SearchReport(F, "n0", True),
@@ -202,7 +201,7 @@ def test_one_rank_of_a_node_checks_for_all_of_them():
         (2, 2, "s4 r0.4 r1.4", []),  # nothing of that version: no rank had anything
     ],
 )
-def test_whose_own_pieces_are_lost(size, written, held, expected):
+def test_lacking_lists_ranks_with_lost_own_pieces(size, written, held, expected):
     assert lacking(nodes(held, "", size=written), (0, 5), size) == expected
 
 
@@ -215,14 +214,14 @@ def test_whose_own_pieces_are_lost(size, written, held, expected):
         ("2.s5 r1.4 1.r1.6", (0, 4)),  # step 6 was done again
     ],
 )
-def test_a_rank_that_did_not_write_its_own_piece_restores_the_one_before(held, expected):
+def test_own_version_of_an_unwritten_piece_is_the_one_before(held, expected):
     world = nodes("s4", held)
     freshest = max(item.version for item in world["n1"].holdings if item.piece == SHARED)
     assert own_version(world, 1, freshest, "n0") == expected
     assert own_version(world, 2, freshest, "n0") is None, "it was not in that world"
 
 
-def test_where_a_piece_is_taken_from():
+def test_source_of_a_piece_is_here_or_differs_between_nodes_and_attempts():
     assert source(nodes("s5", "s5"), "n1", SHARED, (0, 5)) == "n1", "here, if it is here"
     assert source(nodes("s5", ""), "n1", own(0), (0, 5)) is None, "nobody has it"
     world, lack = nodes("s5", "", "s5", "", "", "s4"), ["n1", "n3", "n4", "n5"]
@@ -232,11 +231,71 @@ def test_where_a_piece_is_taken_from():
     assert asked == ["n0", "n2", "n0"], "who has tried one in vain asks another"
 
 
-def test_what_lacks_shards_is_known():
+def test_without_shards_lists_versions_with_lost_shards():
     assert without_shards(nodes("s5 s4 p0.5 p0.4", "s5 s4 p1.4")) == [(0, 5)]
     assert without_shards(nodes("s5 r0.5", "s5 r1.5")) == []
 
 
-def test_one_rank_tells_what_is_in_a_piece():
+def test_tellers_of_shards_are_one_rank_per_piece():
     world = nodes("s5 p1.5", "s5 p0.5 p1.5 p2.4", "p2.5", size=3)
     assert tellers(world, (0, 5)) == {shard(0): 1, shard(1): 0, shard(2): 2}
+
+
+# --- the search -----------------------------------------------------------------------------------
+
+
+class Scripted:
+    """A state of one rank of two: what it finds of each version, and the step in storage."""
+
+    def __init__(self, finds, stored):
+        self.finds, self.stored, self.calls = finds, stored, []
+
+    def look(self, version):
+        self.calls.append(f"look {version[1]}")
+        return SearchReport(self.finds[version], "n0", sentence="it is damaged")
+
+    def load(self, version, said):
+        self.calls.append(f"load {version[1]}")
+
+    def drop(self):
+        self.calls.append("drop")
+
+    def from_storage(self, beyond):
+        self.calls.append(f"storage beyond {beyond}")
+        return self.stored if self.stored is not None and self.stored > beyond else None
+
+
+V5, V4 = (0, 5), (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("finds", "stored", "base", "calls"),
+    [
+        ({V5: F, V4: F}, None, V5, "look 5, load 5"),
+        ({V5: U, V4: F}, None, V4, "look 5, drop, look 4, load 4"),
+        ({V5: U, V4: U}, 3, (-1, 3), "look 5, drop, look 4, drop, storage beyond -1"),
+        ({V5: U, V4: U}, None, None, "look 5, drop, look 4, drop, storage beyond -1"),
+        ({V5: F, V4: F}, 9, (-1, 9), "storage beyond 5"),
+        ({}, None, None, "storage beyond -1"),
+    ],
+    ids=["newest", "newest damaged", "all damaged", "nothing else", "newer in storage", "empty"],
+)
+@pytest.mark.parametrize("sharded", [True, False])
+def test_search_loads_the_first_usable_candidate(finds, stored, base, calls, sharded):
+    held = nodes(*[" ".join(f"s{step}" for _, step in finds)] * 2)
+    state = Scripted(finds, stored)
+    tried = choices(sorted(finds, reverse=True), stored)
+    found = search_together(tried, state, lambda said: [said] * 2, held, sharded=sharded)
+    assert found[0] == base
+    assert state.calls == calls.split(", ")
+    assert found[1] == (
+        "rank 0 cannot use the newest (it is damaged)" if U in finds.values() else ""
+    )
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_search_ends_with_an_error_if_a_version_is_absent(sharded):
+    state = Scripted({V5: A}, 3)
+    with pytest.raises(SnapshotError, match="Step 5 is in memory, but rank 0 could not fetch it"):
+        search_together([V5], state, lambda said: [said] * 2, nodes("s5", ""), sharded=sharded)
+    assert state.calls == ["look 5", "drop"], "neither an older version nor storage is tried"
