@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 
 import torchelastic
 from torchelastic import checkpoint
-from torchelastic.snapshot import sharded_leave
+from torchelastic.snapshot import leave
 from torchelastic.snapshot.writer import ShardStatus
 
 LINES, ORDERS = Path(sys.argv[1]), Path(sys.argv[2])
@@ -83,7 +83,7 @@ def hold() -> None:
 
 
 torch.set_num_threads(1)
-sharded_leave.STOP_OF_ALL_NODES = 30.0  # a busy agent may take longer to hear of its node's end
+leave.STOP_OF_ALL_NODES = 30.0  # a busy agent may take longer to hear of its node's end
 lines = open(LINES / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
 dist.init_process_group("gloo")
 torch.manual_seed(1 + GENERATION)  # what is built must not matter after a restart

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from torchelastic.checkpoint.background.saving import (
     before_write,
-    can_be_saved,
     entered,
     finish,
     is_due,
@@ -54,7 +53,6 @@ __all__ = [
     "FileSystemCheckpoint",
     "FileSystemCheckpointManager",
     "before_write",
-    "can_be_saved",
     "entered",
     "finish",
     "get_checkpoint_manager",

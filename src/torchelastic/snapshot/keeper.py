@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -21,12 +22,12 @@ from torchelastic.checkpoint.background.saving import store_for_shards
 from torchelastic.checkpoint.manager import Saved
 from torchelastic.snapshot.agent_client import SnapshotAgent
 from torchelastic.snapshot.layout import Version
+from torchelastic.snapshot.leave import LeaveAlone, LeaveTogether, MakeContent
 from torchelastic.snapshot.messages import Settled
 from torchelastic.snapshot.own_checkpoints import checked
 from torchelastic.snapshot.plain_parameters import PlainParameters, is_compared
 from torchelastic.snapshot.restore import Kept, Restoration
 from torchelastic.snapshot.search import NOTHING
-from torchelastic.snapshot.sharded_leave import ShardedLeave
 from torchelastic.snapshot.shards import Shards
 from torchelastic.snapshot.state_tree import Tree
 from torchelastic.snapshot.writer import ShardStatus, Writer, WriterPlace
@@ -55,6 +56,7 @@ class Keeper:
         agent: SnapshotAgent | None,
         *,
         shards: Shards,
+        stored: MakeContent,
         before_seal: Callable[[float], bool] | None = None,
         waits: BackwardWaits | None = None,
         steps_taken: Callable[[], int] = lambda: 0,
@@ -76,8 +78,14 @@ class Keeper:
         self._kept = Kept(state, tree, buffers, shards, agent, self.rank, self.size)
         self.generation = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._first = False
-        #: For sharded state: how this rank leaves, and whether any rank does.
-        self._leave = ShardedLeave(agent, self.rank)
+        #: How this rank leaves with state that is not sharded.
+        self._leave_alone: LeaveAlone | None = None
+        if agent is not None and not shards.any:
+            self._leave_alone = LeaveAlone(
+                agent, tree, stored, self.generation, lambda: self._committed
+            )
+        #: How this rank leaves with sharded state, and whether any rank does.
+        self._leave = LeaveTogether(agent, self.rank)
         self._someone_leaves = self._is_one_node = False
         self._node = ""
         self._writer: Writer | None = None
@@ -95,15 +103,9 @@ class Keeper:
         if self._writer is not None:
             self._writer.before_write()
 
-    @property
-    def committed(self) -> Version:
-        """The last version that was committed or restored."""
-        return self._committed
-
-    @property
-    def writes_whole_state(self) -> bool:
-        """Whether this worker writes its node's shared state, and there is no other state."""
-        return self._first and not self._shards.any
+    def committing(self) -> AbstractContextManager[object]:
+        """Return a context for a commit; it is never entered once this worker leaves alone."""
+        return nullcontext() if self._leave_alone is None else self._leave_alone.commit
 
     # --- commit ----------------------------------------------------------------------------------
 
@@ -149,11 +151,9 @@ class Keeper:
 
     def _save_before_leaving(self, step: int) -> None:
         """Collective: save sharded state now, if there is enough time on all ranks."""
-        if agreement.all_of_them(checkpoint.can_be_saved(step, self._leave.grace)):
-            checkpoint.wait()
-            self._save_together(step)
-            checkpoint.wait()
-            agreement.all_of_them(True)  # rank 0 has made one checkpoint of all parts, or given up
+        self._shards.reshard()
+        own, grace = rank_private.pack(self._private()), self._leave.grace
+        checkpoint.save_before_leaving(self._state, step, self.generation, grace, own=own)
 
     def _keep(self, writer: Writer, version: Version) -> None:
         if self._restored is not None:
@@ -259,5 +259,8 @@ class Keeper:
         self._writer = Writer(self._agent, place, self._before_seal)
         if self._restored is not None and self._restored.unchecked is not None:
             self._writer.check(self._restored.unchecked.held)
-        if self._shards.any and (not self._is_one_node or store_for_shards() is not None):
+        if self._leave_alone is not None:
+            if self._first:
+                self._leave_alone.listen()
+        elif not self._is_one_node or store_for_shards() is not None:
             self._leave.listen()

@@ -6,8 +6,6 @@ together, with collectives of the replica.
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
 from torchelastic import checkpoint
 from torchelastic.tensors import agreement
 from torchelastic.training.session import Session
@@ -77,11 +75,5 @@ def must_save_together(here: Session) -> bool:
 
 def save_together_and_wait(here: Session, state: State, step: int) -> None:
     """Write the state before this worker's replica is gone; return when it is in storage."""
-    checkpoint.wait()
-    notice = leaving()
-    grace = None if notice is None else notice.seconds
-    # Rank 0 alone knows what is in storage, and each knows how long its own part takes.
-    if agreement.all_of_them(checkpoint.can_be_saved(step, grace)):
-        save(here, state, step)
-        checkpoint.wait()
-        dist.barrier()  # rank 0 has made one checkpoint of all parts, or given up
+    grace = None if (notice := leaving()) is None else notice.seconds
+    checkpoint.save_before_leaving(state, step, here.generation, grace, own=b"")

@@ -12,11 +12,20 @@ import torch
 from torch import nn
 
 from tests.support import poll_for
-from tests.unit.training.keep_support import build, fingerprint, finish, step, train, trained
+from tests.unit.training.keep_support import (
+    FakeSnapshotAgent,
+    build,
+    fingerprint,
+    finish,
+    step,
+    train,
+    trained,
+)
 from torchelastic.checkpoint import set_checkpoint_manager
 from torchelastic.snapshot import agent_client
 from torchelastic.snapshot import leave as snapshot_leave
-from torchelastic.snapshot.layout import SHARED
+from torchelastic.snapshot.layout import SHARED, shard
+from torchelastic.snapshot.leave import Handover, LeaveTogether, RankReport, handovers
 from torchelastic.tensors import module_state
 from torchelastic.training.state.torch_state import TorchState
 from torchelastic.worker.orders import Leave
@@ -50,7 +59,7 @@ def steps_in(store):
     return [one.step for one in store.catalog.records()]
 
 
-def test_what_was_committed_is_stored_wherever_the_step_is(
+def test_leave_stores_the_last_commit_wherever_the_step_is(
     snapshot_agent, store, signals, monkeypatch
 ):
     state = trained(3)
@@ -69,15 +78,15 @@ def test_what_was_committed_is_stored_wherever_the_step_is(
     assert fingerprint(again)[1][:-1] == fingerprint(expected)[1][:-1]
 
 
-def test_no_step_is_committed_any_more(snapshot_agent, store, signals):
+def test_leave_blocks_further_commits(snapshot_agent, store, signals):
     state = trained(2)
     leave(snapshot_agent, SAVE)
     step(state)
     late = threading.Thread(target=state.commit, daemon=True)
     late.start()
-    assert state._departure.commit.locked()
+    assert state._keeper._leave_alone.commit.locked()
     assert snapshot_agent.steps[-1] == 2
-    state._departure.commit.release()  # in place of the end of the process
+    state._keeper._leave_alone.commit.release()  # in place of the end of the process
     late.join()
     assert snapshot_agent.steps[-1] == 3
     finish(state)
@@ -93,7 +102,7 @@ def test_no_step_is_committed_any_more(snapshot_agent, store, signals):
     ],
     ids=["another node writes", "the leader does not choose", "too little time", "enough time"],
 )
-def test_who_stores_it(
+def test_leave_stores_if_chosen_and_in_time(
     orders, choice, seconds, expected, snapshot_agent, store, signals, monkeypatch
 ):
     monkeypatch.setattr(snapshot_leave, "CHOICE_TIMEOUT", choice)
@@ -107,7 +116,7 @@ def test_who_stores_it(
     finish(state)
 
 
-def test_nothing_committed_is_nothing_to_store(snapshot_agent, store, signals, caplog):
+def test_leave_without_a_commit_stores_nothing(snapshot_agent, store, signals, caplog):
     state = trained(0)
     leave(snapshot_agent, SAVE)
     assert steps_in(store) == []
@@ -116,7 +125,7 @@ def test_nothing_committed_is_nothing_to_store(snapshot_agent, store, signals, c
     finish(state)
 
 
-def test_what_was_gone_on_from_is_stored_too(snapshot_agent, store, signals, monkeypatch):
+def test_leave_after_a_restore_stores_its_step(snapshot_agent, store, signals, monkeypatch):
     finish(trained(2))
     snapshot_agent.on_leave.clear()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -127,7 +136,7 @@ def test_what_was_gone_on_from_is_stored_too(snapshot_agent, store, signals, mon
     finish(state)
 
 
-def test_what_is_damaged_is_not(snapshot_agent, store, signals, caplog):
+def test_leave_with_damaged_snapshots_stores_nothing(snapshot_agent, store, signals, caplog):
     state = trained(2)
     finish(state)
     for version in snapshot_agent.versions(SHARED):
@@ -138,7 +147,7 @@ def test_what_is_damaged_is_not(snapshot_agent, store, signals, caplog):
     assert signals == [signal.SIGTERM]
 
 
-def test_a_worker_goes_whatever_fails(snapshot_agent, store, signals, monkeypatch, caplog):
+def test_leave_continues_if_saving_fails(snapshot_agent, store, signals, monkeypatch, caplog):
     def fail(*_):
         raise OSError("no")
 
@@ -150,7 +159,7 @@ def test_a_worker_goes_whatever_fails(snapshot_agent, store, signals, monkeypatc
     finish(state)
 
 
-def test_a_snapshot_that_is_being_sealed_is_waited_for(snapshot_agent, store, signals, monkeypatch):
+def test_leave_waits_for_the_snapshot_being_sealed(snapshot_agent, store, signals, monkeypatch):
     monkeypatch.setattr(snapshot_leave, "SEAL_TIMEOUT", 60.0)
     held = threading.Event()
     state = build()
@@ -159,14 +168,14 @@ def test_a_snapshot_that_is_being_sealed_is_waited_for(snapshot_agent, store, si
     train(state, 1)
     (on_leave,) = snapshot_agent.on_leave
     on_leave(SAVE)
-    poll_for(state._departure.commit.locked, what="the commit is held up")
+    poll_for(state._keeper._leave_alone.commit.locked, what="the commit is held up")
     held.set()
     poll_for(lambda: signals, what="the worker is done")
     assert steps_in(store) == [1]
     finish(state)
 
 
-def test_who_could_store_nothing_is_asked_for_nothing(snapshot_agent, make_store):
+def test_leave_is_listened_for_only_with_storage(snapshot_agent, make_store):
     finish(trained(1))
     assert snapshot_agent.on_leave == []
     make_store()
@@ -192,7 +201,7 @@ class Tied(nn.Module):
         pass
 
 
-def test_the_state_dict_of_a_snapshot_has_the_names_of_the_modules():
+def test_state_dict_of_a_snapshot_has_the_names_of_the_modules():
     module = Tied()
     kept = {name: torch.full_like(one, 7) for name, one in module.named_parameters()}
     kept["passing"] = torch.full((1,), 7.0)
@@ -202,7 +211,7 @@ def test_the_state_dict_of_a_snapshot_has_the_names_of_the_modules():
     assert made["_extra_state"] == {"extra": 1}
 
 
-def test_a_state_of_several_models_is_stored_as_it_is(snapshot_agent, store, signals, monkeypatch):
+def test_leave_stores_several_models_as_they_are(snapshot_agent, store, signals, monkeypatch):
     def several():
         torch.manual_seed(1)
         models = {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}
@@ -226,9 +235,7 @@ def test_a_state_of_several_models_is_stored_as_it_is(snapshot_agent, store, sig
         assert torch.equal(again.model[name].weight, state.model[name].weight)
 
 
-def test_the_interpreter_waits_for_it_if_the_script_fails(
-    snapshot_agent, store, signals, monkeypatch
-):
+def test_leave_thread_is_no_daemon(snapshot_agent, store, signals, monkeypatch):
     """It is begun by the thread that listens to the agent, which is a daemon."""
     monkeypatch.setattr(snapshot_leave, "CHOICE_TIMEOUT", 60.0)
     state = trained(2)
@@ -241,3 +248,58 @@ def test_the_interpreter_waits_for_it_if_the_script_fails(
     assert not leaving.daemon
     leave(snapshot_agent, GO)
     finish(state)
+
+
+# --- sharded state --------------------------------------------------------------------------------
+
+
+def reports(*nodes, peers=True):
+    """Each node with two ranks, such as "012 leaves": the pieces that it holds."""
+    found = []
+    for number, words in enumerate(nodes):
+        held, _, leaves = words.partition(" ")
+        pieces = [shard(int(rank)) for rank in held]
+        peer = f"p{number}" if peers else ""
+        # The order reaches the ranks of a node one after the other.
+        found += [RankReport(f"n{number}", bool(leaves), peer, pieces)]
+        found += [RankReport(f"n{number}", False, peer, pieces)]
+    return found
+
+
+TABLE = [
+    ("copies are on the next node", ("0145 leaves", "0123", "2345"), [], ""),
+    ("no copies", ("01 leaves", "23", "45"), [(0, 2, 0), (1, 4, 0)], ""),
+    ("copies leave, too", ("01 leaves", "0123 leaves", "2345"), [(0, 4, 0), (1, 4, 0)], ""),
+    ("all leave", ("0123 leaves", "0123 leaves"), [], "0123"),
+    ("a piece was not written", ("0 leaves", "23"), [(0, 2, 0)], "1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("nodes", "fetched", "lost"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
+)
+def test_handovers_are_shared_between_staying_nodes(nodes, fetched, lost):
+    found = handovers(reports(*nodes))
+    expected = [Handover(shard(piece), rank, f"p{node}") for piece, rank, node in fetched]
+    assert found == (expected, [shard(int(piece)) for piece in lost])
+
+
+def test_handovers_without_addresses_are_lost_pieces():
+    assert handovers(reports("01 leaves", "23", peers=False)) == ([], [shard(0), shard(1)])
+
+
+def test_sharded_leave_without_a_commit_ends_after_half_of_the_time(monkeypatch):
+    sent = []
+    monkeypatch.setattr(snapshot_leave.os, "kill", lambda pid, signum: sent.append(signum))
+    agent = FakeSnapshotAgent()
+    leave = LeaveTogether(agent, 0)
+    leave.listen()
+    leave.listen()
+    (told,) = agent.on_leave
+    assert not leave.is_ordered
+    assert leave.grace is None
+    told(Leave(signal.SIGTERM, time.monotonic() + 0.02))
+    assert leave.is_ordered
+    assert leave._released.wait(10)
+    assert sent == [signal.SIGTERM]
+    agent.close()

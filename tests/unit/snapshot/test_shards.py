@@ -20,7 +20,8 @@ from torchelastic import checkpoint
 from torchelastic.checkpoint import checkpoint_store
 from torchelastic.checkpoint.background import saving
 from torchelastic.errors import CheckpointError, SnapshotError
-from torchelastic.snapshot import agent_client, sharded_leave, writer
+from torchelastic.snapshot import agent_client, writer
+from torchelastic.snapshot import leave as snapshot_leave
 from torchelastic.snapshot.layout import SHARED, Memory, shard
 from torchelastic.snapshot.messages import InventoryItem, Sealed
 from torchelastic.snapshot.pieces import find_shards
@@ -353,7 +354,7 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_on_all_ranks(mesh, store, mo
 def signals(monkeypatch):
     """What a worker that leaves sends to itself."""
     sent = []
-    monkeypatch.setattr(sharded_leave.os, "kill", lambda pid, signum: sent.append(signum))
+    monkeypatch.setattr(snapshot_leave.os, "kill", lambda pid, signum: sent.append(signum))
     return sent
 
 
@@ -384,7 +385,7 @@ def test_who_has_not_heard_of_it_takes_part_and_goes_on(
     mesh, snapshot_agent, store, signals, monkeypatch
 ):
     """Another rank has voted that it leaves."""
-    monkeypatch.setattr(sharded_leave, "STOP_OF_ALL_NODES", 0.0)
+    monkeypatch.setattr(snapshot_leave, "STOP_OF_ALL_NODES", 0.0)
     state = build(mesh)
     state.restore()
     votes = iter([min(ShardStatus) - 1])

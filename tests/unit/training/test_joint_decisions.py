@@ -20,6 +20,7 @@ from torch import nn
 import torchelastic
 from tests.unit.checkpoint.conftest import open_store, state
 from torchelastic.checkpoint import checkpoint_store
+from torchelastic.checkpoint.background import saving
 from torchelastic.tensors import agreement
 from torchelastic.training import coordinator, session, stored_state
 from torchelastic.training.sharded.between import Buckets
@@ -48,6 +49,7 @@ USER = "the script calls it"
 #: Every function that calls a collective. A new one belongs here, with the reason why an old and a
 #: new process always call it together.
 CALLERS = {
+    "checkpoint/background/saving.py": {"save_before_leaving": VOTE},
     "checkpoint/checkpoint_store.py": {
         "_schedule": "in the first `is_due(together=True)` of a generation, which all ranks call",
         "_may_begin": "in every `save(together=True)`, which all ranks call",
@@ -66,7 +68,6 @@ CALLERS = {
         "_all_settled": VOTE,
         "_keep_for_others": VOTE,
         "_restore": ENTRY,
-        "_save_before_leaving": VOTE,
     },
     "snapshot/pieces.py": {"_tell_each_other": VOTE, "find_shards": VOTE},
     "snapshot/plain_parameters.py": {"check": STEP},
@@ -79,7 +80,7 @@ CALLERS = {
         "run": ENTRY,
     },
     "snapshot/search.py": {"search_together": FACTS, "tell_each_other": ENTRY},
-    "snapshot/sharded_leave.py": {"_hand_over": VOTE, "_leaves": VOTE},
+    "snapshot/leave.py": {"_hand_over": VOTE, "bring_to_safety": VOTE},
     "tensors/agreement.py": {
         "_broadcast": SENDS,
         "all_of_them": SENDS,
@@ -108,7 +109,6 @@ CALLERS = {
     "training/stored_state.py": {
         "is_wanted_by_any": "after every step, if user code may ask for checkpoints",
         "must_save_together": "at the end of a world that ends between two steps",
-        "save_together_and_wait": VOTE,
     },
 }
 
@@ -260,12 +260,9 @@ def test_leaving_ranks_write_the_last_step_together_or_not_at_all(
     stores[0].saved_step, stores[1].seconds = stored, 2.0
     saved = []
     monkeypatch.setattr(stored_state, "leaving", lambda: leaving.LeaveNotice("test", 30.0))
-    monkeypatch.setattr(stored_state, "save", lambda *_: saved.append(two.all("save", None)))
+    monkeypatch.setattr(saving, "save_together", lambda *_: saved.append(two.all("save", None)))
     # Each rank is a process: its manager is its own.
-    monkeypatch.setattr(
-        "torchelastic.checkpoint.background.saving.get_checkpoint_manager",
-        lambda: stores[two.rank],
-    )
+    monkeypatch.setattr(saving, "get_checkpoint_manager", lambda: stores[two.rank])
     two.run(lambda rank: stored_state.save_together_and_wait(SHARDED_WORLD, None, 4))
     assert len(saved) == (0 if stored == 4 else 2)
 

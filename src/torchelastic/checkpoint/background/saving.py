@@ -12,7 +12,6 @@ import json
 import logging
 import time
 from collections.abc import Collection
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torchelastic import faults
@@ -56,7 +55,7 @@ def save(state: Saved, step: int, generation: int | None = None) -> None:
     _runner.put(Task(step, lambda: _write(manager, step, content)))
 
 
-def save_together(state: Saved, step: int, generation: int, own: bytes) -> None:
+def save_together(state: Saved, step: int, generation: int | None, own: bytes) -> None:
     """`save` for a state that is sharded over the ranks; `own` is this rank's part."""
     store = store_for_shards()
     if store is None:
@@ -163,7 +162,7 @@ def is_due(step: int, *, together: bool = False) -> bool:
     return isinstance(manager, CheckpointStore) and manager.is_due(step, together=together)
 
 
-def can_be_saved(step: int, grace: float | None) -> bool:
+def _can_be_saved(step: int, grace: float | None) -> bool:
     """True if this step is not in storage yet, and can be stored in the `grace` seconds before this
     worker leaves."""
     manager = get_checkpoint_manager()
@@ -179,23 +178,37 @@ def can_be_saved(step: int, grace: float | None) -> bool:
 
 
 def save_before_leaving(
-    state: Saved, step: int, generation: int | None = None, grace: float | None = None
+    state: Saved,
+    step: int,
+    generation: int | None = None,
+    grace: float | None = None,
+    *,
+    own: bytes | None = None,
 ) -> None:
     """Store the state before this worker leaves, if `grace` seconds are enough.
 
-    Returns when it is stored, or cannot be stored; errors are logged, not raised.
+    With `own`, this rank's part of a state that is sharded over the ranks, all ranks call this
+    together, and the time must be enough on all. Returns when the state is stored, or cannot be
+    stored; errors are logged, not raised.
     """
-    manager = get_checkpoint_manager()
-    if manager is None:
+    if get_checkpoint_manager() is None:
         return
     began = time.monotonic()
-    with suppress(CheckpointError):  # the log has it
-        finish()
+    wait()
     left = None if grace is None else grace - (time.monotonic() - began)
-    if can_be_saved(step, left):
-        save(state, step, generation)
-        with suppress(CheckpointError):
-            finish()
+    wanted = _can_be_saved(step, left)
+    if own is None:
+        if wanted:
+            save(state, step, generation)
+            wait()
+        return
+    from torchelastic.tensors import agreement  # imports torch
+
+    # Rank 0 alone knows what is in storage, and each knows how long its own part takes.
+    if agreement.all_of_them(wanted):
+        save_together(state, step, generation, own)
+        wait()
+        agreement.all_of_them(True)  # rank 0 has made one checkpoint of all parts, or given up
 
 
 def store_for_shards() -> CheckpointStore | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import IO, Any
@@ -16,7 +15,6 @@ from torchelastic import checkpoint
 from torchelastic.data.ledger import Ledger
 from torchelastic.snapshot import agent_client
 from torchelastic.snapshot.keeper import Keeper
-from torchelastic.snapshot.leave import Departure
 from torchelastic.snapshot.own_checkpoints import steps_taken
 from torchelastic.snapshot.shards import Shards, put_in, shape_of
 from torchelastic.snapshot.state_tree import Tree
@@ -145,8 +143,6 @@ class TorchState(State):
         #: The private state in the part that was just loaded from memory.
         self._kept_private: Private | None = None
         self._keeper: Keeper | None = None
-        #: How this worker leaves, in a script with an agent.
-        self._departure: Departure | None = None
         #: Parts to notify of every committed step.
         self._listeners = parts.listeners(self._stateful)
         #: Whether the optimizers wait until checkpoints have their copy.
@@ -472,12 +468,11 @@ class TorchState(State):
                 self._optimizers,
                 agent,
                 shards=self._shards,
+                stored=self._stored_of,
                 before_seal=self._ledger.flush if self._ledger is not None else None,
                 waits=BackwardWaits(parameters) if agent is not None else None,
                 steps_taken=partial(steps_taken, self._optimizers, self._stateful.values()),
             )
-            if agent is not None:
-                self._departure = Departure(agent, tree, self._stored_of, self._keeper)
             if self._keeper.rank == 0:
                 checkpoint.warn_if_never_due()
             self._followed = ddp.follow_all(members(self._objects.get("model")))
@@ -485,8 +480,6 @@ class TorchState(State):
         for model in self._followed:
             ddp.agree(model, source=0)
         self._changeable = list(self._followed)
-        if self._departure is not None:
-            self._departure.prepare()
         if step is not None:
             self._version, self.step = (FIRST[0], step), step
         return self.step
@@ -500,7 +493,7 @@ class TorchState(State):
         """
         if self._keeper is None:
             raise RuntimeError("Call restore() before the first commit(), on all ranks.")
-        with self._departure.commit if self._departure is not None else nullcontext():
+        with self._keeper.committing():
             self._commit(self._keeper, self.step + 1 if step is None else step)
 
     def _commit(self, keeper: Keeper, done: int) -> None:
