@@ -31,6 +31,7 @@ from torchelastic.snapshot.pieces import FoundPieces, Searcher
 from torchelastic.snapshot.plain_parameters import different_forms
 from torchelastic.snapshot.search import (
     NOTHING,
+    Nodes,
     SearchReport,
     bases,
     checkers,
@@ -73,10 +74,12 @@ class Restoration:
     def __init__(self, kept: Kept) -> None:
         self._kept = kept
         #: This rank's node, and what all nodes hold.
-        self.node, self.nodes = "", dict[str, Any]()
+        self.node = ""
+        self.nodes: Nodes = {}
         self._found: FoundPieces | None = None
         #: Whether the restored snapshot must still be checked; and its place, if this rank checks.
-        self._is_doubted, self.unchecked = False, None
+        self._is_doubted = False
+        self.unchecked: FoundPieces | None = None
 
     def run(self, start: int | None, taken: int, plain: tuple[str, str]) -> Version | None:
         """Collective: return the version that all have now, or None if there is none.
