@@ -47,6 +47,7 @@ MODULES = (
     "rendezvous.embedded.election",
     "agent.lifecycle.script",
     "agent.lifecycle.in_process",
+    "agent.lifecycle.machine",
 )
 #: How many schedules of the deciders take as long as one of the whole stack.
 STACK_COST = 10
@@ -60,7 +61,7 @@ TABLES = [
     "tests/unit/rendezvous/membership",
     "tests/unit/rendezvous/embedded/test_election.py",
     "tests/unit/transport/test_ring.py",
-    *(f"tests/unit/agent/lifecycle/test_{name}.py" for name in ("script", "in_process")),
+    *(f"tests/unit/agent/lifecycle/test_{name}.py" for name in ("script", "in_process", "machine")),
 ]  # fmt: skip
 #: Functions that only make words for people: tests look at some of them, the laws at none.
 LEFT_OUT = {

@@ -49,7 +49,6 @@ POLICY: dict[str, float] = {
     "snapshot-copies": BEST_EFFORT,
     # Hang detection.
     "hang-watchdog": BEST_EFFORT,
-    "script-watchdog": BEST_EFFORT,
     "timers": BEST_EFFORT,
     # Observability.
     "waiting-line": BEST_EFFORT,

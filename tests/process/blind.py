@@ -12,7 +12,7 @@ from torchelastic.agent.telemetry import (
     shipper,
     straggler_watch,
 )
-from torchelastic.agent.watch import query_socket, script_hang_watchdog, worker_timers
+from torchelastic.agent.watch import hang_watchdog, query_socket, worker_timers
 from torchelastic.agent.workers import pool
 from torchelastic.worker import status_page
 
@@ -27,7 +27,7 @@ OBSERVERS = (
     (progress_sampler.ProgressSampler, "look"),
     (progress_sampler.ProgressSampler, "turn_to"),
     (progress_sampler.ProgressSampler, "run"),
-    (script_hang_watchdog.ScriptHangWatchdog, "run"),
+    (hang_watchdog.HangWatchdog, "run"),
     (status_page, "read"),
     (status_page, "read_progress"),
     (straggler_watch.StragglerWatch, "sum_up"),

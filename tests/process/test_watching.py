@@ -27,7 +27,7 @@ def test_a_job_goes_on_though_everything_that_watches_it_fails(tmp_path):
         assert node.wait() == 0, node.stderr
     said = node.stderr
     assert "Traceback" not in said
-    for name in ("sampling", "waiting-line", "timers", "script-watchdog", "inspection-socket"):
+    for name in ("sampling", "waiting-line", "timers", "hang-watchdog", "inspection-socket"):
         [sentence] = re.findall(rf"(?m)^\[torchelastic\] {name} failed: .*$", said)
         assert "ValueError: blind (blind.py, line " in sentence
         assert sentence.endswith("It restarts in 1 s. Training is not affected.")

@@ -1,5 +1,4 @@
-"""The parts of an agent on a virtual loop: real membership, workers of `worker_processes`, no
-telemetry."""
+"""An agent on a virtual loop: real membership, workers of `worker_processes`, no telemetry."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import Any
 from tests.simulation.virtual_loop import Scheduler
 from tests.simulation.virtual_network import ProcessLoop
 from tests.simulation.worker_processes import Nothing, VirtualTraining, VirtualWorkers
-from torchelastic.agent.wiring import Owner, Parts
+from torchelastic.agent.agent import Agent
 from torchelastic.chaos import laws
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.rendezvous.embedded.voter_file import Voter, VoterFile
@@ -62,8 +61,8 @@ class Disk(VoterFile):
         self._is_off = True
 
 
-class VirtualParts(Parts):
-    """The parts of an agent without processes, on a virtual disk. Telemetry does nothing."""
+class VirtualAgent(Agent):
+    """An agent without processes, on a virtual disk. Telemetry does nothing."""
 
     workers: VirtualWorkers  # type: ignore[assignment]
 
@@ -93,11 +92,11 @@ class VirtualParts(Parts):
             durations=self._durations,
         )
 
-    def open(self, owner: Owner) -> None:
-        self.tasks = SideTasks(owner.task_failed)
+    def open(self) -> None:
+        self.tasks = SideTasks(self._task_failed)
         self.reporter = _SimulatedReporter(self.node, self._joined)  # type: ignore[assignment]
         self.factory = _SimulatedFactory(self._durations)  # type: ignore[assignment]
-        self._open_session(owner, _SimulatedSession, host=self.node, note=self._note)
+        self._open_session(_SimulatedSession, host=self.node, note=self._note)
 
     def __getattr__(self, name: str) -> Any:
         return Nothing()

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-from tests.simulation.agent_process import Disk, VirtualParts
+from tests.simulation.agent_process import Disk, VirtualAgent
 from tests.simulation.fault_schedule import (
     END,
     HEALED_AT,
@@ -35,7 +35,6 @@ from tests.simulation.virtual_etcd import VirtualEtcd, VirtualPool
 from tests.simulation.virtual_loop import Scheduler
 from tests.simulation.virtual_network import ProcessLoop, VirtualMachine, VirtualNetwork
 from tests.simulation.worker_processes import VirtualTraining
-from torchelastic.agent.agent import Agent
 from torchelastic.chaos import laws
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import TorchElasticError, VoteOutdated
@@ -68,7 +67,7 @@ class VirtualHost:
         self.nodes: list[str] = []
         self._disk: dict[str, Voter] = {}
         self.loop: ProcessLoop | None = None
-        self._parts: VirtualParts | None = None
+        self._agent: VirtualAgent | None = None
         self._is_known = False
 
     @property
@@ -107,7 +106,7 @@ class VirtualHost:
     def _begin(self) -> None:
         stack, loop = self._stack, self.loop
         assert loop is not None
-        self._parts = VirtualParts(
+        self._agent = VirtualAgent(
             stack.config(),
             Disk(self._disk, self.node),
             loop,
@@ -117,7 +116,7 @@ class VirtualHost:
             note=stack.note,
             joined=self.joined,
         )
-        loop.create_task(self._serve(Agent(self._parts), loop), name="agent")
+        loop.create_task(self._serve(self._agent, loop), name="agent")
 
     def joined(self) -> None:
         """Count a node that has not found the job as up only when its paths are clear."""
@@ -125,7 +124,7 @@ class VirtualHost:
             self._is_known = True
             self._stack.note(laws.NodeUp(self._stack.now, self.node))
 
-    async def _serve(self, agent: Agent, loop: ProcessLoop) -> None:
+    async def _serve(self, agent: VirtualAgent, loop: ProcessLoop) -> None:
         is_closed = False
         try:
             outcome = await agent.run()
@@ -142,18 +141,18 @@ class VirtualHost:
         asked = bool(agent.state.leaving)
         self._stack.note(laws.AgentEnded(self._stack.now, self.node, reason, is_closed or asked))
         loop.kill()
-        self.loop = self._parts = None
+        self.loop = self._agent = None
 
     def kill(self) -> None:
         """Kill the agent, and its workers with it."""
         if self.loop is None:
             return
         self.loop.kill()
-        if self._parts is not None:
-            for generation in self._parts.workers.kill_everything():
+        if self._agent is not None:
+            for generation in self._agent.workers.kill_everything():
                 self._stack.note(laws.NodeFailed(self._stack.now, self.node, generation))
         self._stack.note(laws.NodeDown(self._stack.now, self.node))
-        self.loop = self._parts = None
+        self.loop = self._agent = None
         if not self._stack.schedule.remembers:
             self._disk.clear()
 
@@ -161,19 +160,19 @@ class VirtualHost:
         """Freeze the agent, and its workers if asked."""
         if self.loop is not None and not self._is_frozen:
             self.loop.freeze()
-            if self._parts is not None:
-                self._parts.workers.are_frozen = workers
+            if self._agent is not None:
+                self._agent.workers.are_frozen = workers
             self._stack.note(laws.NodeFrozen(self._stack.now, self.node))
 
     def thaw(self) -> None:
         if self.loop is not None and self._is_frozen:
             self.loop.thaw()
-            if self._parts is not None:
+            if self._agent is not None:
                 # Nothing keeps a script from its next step, which it may finish before its agent
                 # stops it.
                 wait = 0.0 if self._stack.schedule.resident else SCRIPT_THAW_TIME
                 later = self._stack.now + wait
-                self._stack.scheduler.at(later, self._parts.workers.thaw)
+                self._stack.scheduler.at(later, self._agent.workers.thaw)
             self._stack.note(laws.NodeThawed(self._stack.now, self.node))
 
     def leave(self) -> None:
@@ -182,9 +181,9 @@ class VirtualHost:
             self.loop.call_soon(self.loop.signal_handlers[SIGTERM], context=self.loop.context)
 
     def kill_worker(self) -> None:
-        if self._parts is not None and not self._is_frozen:
+        if self._agent is not None and not self._is_frozen:
             rank = int(self._stack.now * 1000) % self._stack.schedule.workers
-            self._parts.workers.kill(rank)
+            self._agent.workers.kill(rank)
 
 
 class StackSimulation:

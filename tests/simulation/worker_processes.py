@@ -1,7 +1,7 @@
 """Workers that only take time: they start, train in groups, are asked to stop, fail and die.
 
 The orders and reports between them and agents are the product's (`worker.orders`, the events of
-`lifecycle.script` and `lifecycle.in_process`). A group makes a step when all its workers are in it,
+`lifecycle.node`). A group makes a step when all its workers are in it,
 none is frozen, and all can reach each other.
 """
 
@@ -11,21 +11,25 @@ import asyncio
 import math
 import random
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.simulation.fault_schedule import LEASE
 from tests.simulation.virtual_loop import Scheduler
 from tests.simulation.virtual_network import ProcessLoop, VirtualNetwork
-from torchelastic.agent.lifecycle import in_process, script
+from torchelastic.agent.lifecycle.node import (
+    Event,
+    Seen,
+    WorkerFailed,
+    WorkerMessage,
+    WorkerSucceeded,
+    WorkersUp,
+)
 from torchelastic.chaos import laws
 from torchelastic.events.failure import Failure
 from torchelastic.rendezvous.world import World
 from torchelastic.training.gate import Gate, GateDecision
 from torchelastic.training.inbox import Inbox
 from torchelastic.worker import orders
-
-if TYPE_CHECKING:
-    from torchelastic.agent.lifecycle.in_process import Event
 
 #: Virtual seconds of a step, of building a group, and between two checks of a group that cannot
 #: step.
@@ -326,7 +330,7 @@ class VirtualWorker:
 
     def _said(self, report: orders.Report) -> None:
         if not self.is_gone:
-            self.workers.tell_event(in_process.WorkerMessage(self.local_rank, report))
+            self.workers.tell_event(WorkerMessage(self.local_rank, report))
 
     def enlist(self) -> None:
         self._said(orders.Enlisted(self.workers.training.replica))
@@ -368,25 +372,15 @@ class VirtualWorkers:
     def alive(self) -> tuple[int, ...]:
         return tuple(self._processes)
 
-    @property
-    def best_step(self) -> int:
-        return max((one.version[1] - 1 for one in self._processes.values()), default=-1)
-
-    @property
-    def newest_trained(self) -> int:
-        """The newest generation in which a worker here has taken a step."""
-        stepped = [one.version[0] for one in self._processes.values() if one.version[1] > one.base]
+    def seen(self) -> Seen:
+        """What the workers show of their progress, as `WorkerPool` reads it."""
+        processes = self._processes
+        stepped = [one.version[0] for one in processes.values() if one.version[1] > one.base]
         self._trained = max([self._trained, *stepped])
-        return self._trained
-
-    @property
-    def newest_held(self) -> int:
-        return max((one.version[0] for one in self._processes.values()), default=-1)
-
-    @property
-    def blank(self) -> tuple[int, ...]:
-        newest = self.newest_held
-        return tuple(rank for rank, one in self._processes.items() if one.version[0] < newest)
+        step = max((one.version[1] - 1 for one in processes.values()), default=-1)
+        newest = max((one.version[0] for one in processes.values()), default=-1)
+        blank = tuple(rank for rank, one in processes.items() if one.version[0] < newest)
+        return Seen(step, self._trained, newest, blank)
 
     def thaw(self) -> None:
         self.are_frozen = False
@@ -422,7 +416,7 @@ class VirtualWorkers:
             worker = self._start(local_rank, world.generation, rank, found.node_rank)
             if not self._is_resident:
                 self.training.enter(worker, world.generation, world.store, rank, world.size)
-        self.tell_event(script.WorkersUp(world.generation))
+        self.tell_event(WorkersUp(world.generation))
         return True
 
     async def start_standby(self, local_rank: int, world: World, place: int) -> bool:
@@ -488,7 +482,7 @@ class VirtualWorkers:
         if not worker.is_gone:
             self.end(worker)
             generation, _ = self._places[worker.local_rank]
-            self.tell_event(script.WorkerSucceeded(generation, worker.local_rank))
+            self.tell_event(WorkerSucceeded(generation, worker.local_rank))
 
     def kill(self, local_rank: int, why: str = "SIGKILL") -> None:
         """Kill it like SIGKILL, as a fault or by the agent."""
@@ -515,7 +509,7 @@ class VirtualWorkers:
         if generation >= 0:
             self.training.note(laws.NodeFailed(now, self.node, generation))
         self.tell_event(
-            script.WorkerFailed(
+            WorkerFailed(
                 Failure(
                     generation=generation,
                     node=self.node,

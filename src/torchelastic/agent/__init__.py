@@ -1,8 +1,8 @@
 """Agent process: one per node, it starts, watches and stops the workers of the node.
 
 guard              from a config to an exit code; the process around the agent
-agent              the loop: next event, decide (lifecycle/), perform
-wiring             the parts the loop works with: how they are opened and closed
+node               the loop: next event, decide (lifecycle/), perform
+agent              a node whose workers are child processes: what it consists of
 failure_report     the sentences about failures and recoveries
 preflight          the `--preflight` check
 lifecycle/         decides what the node does; workers/: starts, watches and stops its workers

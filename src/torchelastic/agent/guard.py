@@ -73,14 +73,13 @@ def _run_agent(config: LaunchConfig, entry: Entry, outcome: Path | None) -> int:
 
     from torchelastic.agent.agent import Agent
     from torchelastic.agent.telemetry.reporter import set_up_log
-    from torchelastic.agent.wiring import Parts
 
     console = set_up_log()
     try:
         while True:
             try:
-                parts = Parts(config, entry, prints_failure=outcome is None)
-                ended = asyncio.run(Agent(parts).run())
+                agent = Agent(config, entry, prints_failure=outcome is None)
+                ended = asyncio.run(agent.run())
                 break
             except VoteOutdated as error:
                 print(f"[torchelastic] {error}", file=sys.stderr)

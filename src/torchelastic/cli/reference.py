@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from torchelastic import env
+from torchelastic.agent import node
 from torchelastic.agent.lifecycle import in_process, script
 from torchelastic.cli import COMMANDS
 from torchelastic.cli.old_apis_page import old_apis_page
@@ -91,7 +92,22 @@ phases:
 | over | stop the workers, then report *gone* |
 | closed | stop the workers, then exit with the world's exit code |
 
-## The workers of a node
+## A node
+
+Every node has one loop (`agent/node.py`): it takes an event, lets the machine decide
+(`agent/lifecycle/machine.py`), and performs the commands.
+
+```
+{_drawing(node)}
+```
+
+The node's own part, such as leaving, its lease and its end, is in `agent/lifecycle/node.py`. What
+it means for the workers is in one of two tables: `script.py` while they end with their generation,
+`in_process.py` once they outlive it. An agent holds child processes, a process without a launcher
+(`training/standalone.py`) holds itself. The plug-in for torchrun has no such loop: torch starts and
+stops the workers there, and `compat/torchrun/launcher_node_state.py` only answers what it asks.
+
+## The workers of a script
 
 `agent/lifecycle/script.py` decides. To stop workers, the agent sends SIGTERM to each worker's
 process group, SIGKILL after `--shutdown-timeout`, and then ends every process the workers started.

@@ -14,21 +14,31 @@ import os
 import socket
 import threading
 import time
-from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 
 from torchelastic import env
 from torchelastic.agent.failure_report import beginning
-from torchelastic.agent.lifecycle import in_process, script
-from torchelastic.agent.lifecycle.in_process_state import Status
-from torchelastic.agent.lifecycle.transitions import Transitions
+from torchelastic.agent.lifecycle import in_process
+from torchelastic.agent.lifecycle.in_process import InProcessState, Status
+from torchelastic.agent.lifecycle.node import (
+    LeaseLost,
+    Named,
+    Seen,
+    StoreLost,
+    WorkerFailed,
+    WorkerLeft,
+    WorkerMessage,
+    WorkersGone,
+    WorldSeen,
+)
+from torchelastic.agent.node import Node
 from torchelastic.agent.watch.hang_watchdog import LOOK, WorkerPace, limit_for
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import TorchElasticError
 from torchelastic.events.failure import Failure
 from torchelastic.rendezvous import url as urls
 from torchelastic.rendezvous.membership.node_driver import NodeDriver
+from torchelastic.rendezvous.world import World
 from torchelastic.transport.addresses import interface_of
 from torchelastic.worker import channel, orders, status_page
 from torchelastic.worker.worker_stores import OwnStores
@@ -77,12 +87,8 @@ def config_for(url: urls.RendezvousUrl, max_workers: int | None) -> LaunchConfig
     )
 
 
-class _HasLeft:
-    """The worker has closed its end of the channel."""
-
-
-class StandaloneNode:
-    """One node with one worker: this process."""
+class StandaloneNode(Node):
+    """One node with one worker: this process. It can be told things, but not started or killed."""
 
     def __init__(
         self, config: LaunchConfig, channel_end: socket.socket, *, patience: float = 1800.0
@@ -91,21 +97,20 @@ class StandaloneNode:
         self._config = config
         self._patience = min(patience, config.progress_timeout or patience)
         self._channel = channel_end
-        self._queue: asyncio.Queue[in_process.Event | _HasLeft | Exception] = asyncio.Queue()
         self._driver = NodeDriver(
             config,
             OwnStores(),
-            on_world=lambda world: self._queue.put_nowait(script.WorldSeen(world)),
-            on_lease_lost=lambda: self._queue.put_nowait(script.LeaseLost()),
-            on_error=self._queue.put_nowait,
+            on_world=lambda world: self.queue.put_nowait(WorldSeen(world)),
+            on_lease_lost=lambda: self.queue.put_nowait(LeaseLost()),
+            on_error=lambda error: self.queue.put_nowait(error),
             on_joined=self._joined,
             on_lease=lambda until: status_page.write_lease(self._status_page, until),
         )
-        self._session = self._driver.session
-        self._state = in_process.alone(self._driver.node, socket.gethostname())
-        self._transitions = Transitions()
+        super().__init__(in_process.alone(self._driver.node, socket.gethostname()))
+        self.session, self.tasks = self._driver.session, self._driver.tasks
+        #: The last step that the worker has reported.
         self._step = -1
-        #: The worker's status page, and the progress read from it.
+        #: Its status page, and the progress read from it.
         self._status_page = -1
         self._trained = -1
         self._pace = WorkerPace()
@@ -123,43 +128,25 @@ class StandaloneNode:
 
     def _failed(self, error: TorchElasticError) -> None:
         logger.error("%s", error)
-        self._tell(orders.Closed(str(error)))
+        self._send(orders.Closed(str(error)))
 
     async def _run(self) -> None:
         self._channel.setblocking(False)
         self._status_page = status_page.create()
         try:
             async with self._driver.membership(in_process=True, starting=1, ready=True):
-                self._driver.tasks.start(self._listen, "listen")
-                self._driver.tasks.start(self._watch, "hang-watchdog")
-                while not self._state.is_terminal:
-                    event = await self._next_event()
-                    self._state, commands = self._transitions.take(
-                        in_process.handle, self._state, event
-                    )
-                    for command in commands:
-                        self._perform(command)
+                self.tasks.start(self._listen, "listen")
+                self.tasks.start(self._watch, "hang-watchdog")
+                await self.supervise()
         finally:
             os.close(self._status_page)
 
-    async def _next_event(self) -> in_process.Event:
-        event = await self._queue.get()
-        if isinstance(event, Exception):
-            raise event
-        return self._parting() if isinstance(event, _HasLeft) else event
-
-    def _parting(self) -> in_process.Event:
-        """Return the event for a worker that left `train`, after all its reports were read."""
-        if self._state.having(Status.FINISHED):
-            return script.WorkerSucceeded(self._state.generation, 0)
-        return script.StoreLost("the worker has left the training")
-
     def _joined(self) -> None:
         """Make gloo listen where other nodes reach this one, not at the host name's address."""
-        interface = interface_of(self._session.backend.addr)
+        interface = interface_of(self.session.backend.addr)
         if interface is not None and not env.get("GLOO_SOCKET_IFNAME"):
             env.update({"GLOO_SOCKET_IFNAME": interface})
-        self._state = replace(self._state, name=self._session.member.name)
+        self.queue.put_nowait(Named(self.session.member.name))
 
     # --- the worker ------------------------------------------------------------------------------
 
@@ -168,36 +155,35 @@ class StandaloneNode:
         loop = asyncio.get_running_loop()
         while data := await loop.sock_recv(self._channel, channel.LIMIT):
             self._heard(orders.from_json(json.loads(data)))
-        # Earlier reports may still be queued: process them before deciding what this end means.
-        self._queue.put_nowait(_HasLeft())
+        self.queue.put_nowait(WorkerLeft(0))
 
     def _heard(self, report: orders.Order | orders.Report | None) -> None:
         match report:
             case orders.Erred() | orders.PeerLost():
                 self._step = report.step
-                self._queue.put_nowait(script.WorkerFailed(self._failure(report)))
+                self.queue.put_nowait(WorkerFailed(self._failure(report)))
             case orders.Enlisted():
-                self._tell(orders.StatusPage(self._config.lease), os.dup(self._status_page))
-                self._queue.put_nowait(in_process.WorkerMessage(0, report))
+                self._send(orders.StatusPage(self._config.lease), os.dup(self._status_page))
+                self.queue.put_nowait(WorkerMessage(0, report))
             case orders.Stopped() | orders.Finished() | orders.Up():
                 self._step = report.step
-                self._queue.put_nowait(in_process.WorkerMessage(0, report))
+                self.queue.put_nowait(WorkerMessage(0, report))
             case orders.Entered() | orders.Unfit():
-                self._queue.put_nowait(in_process.WorkerMessage(0, report))
+                self.queue.put_nowait(WorkerMessage(0, report))
             case orders.Pong():
                 self._pong = report
             case orders.Begins():
-                best = self._state.world.restarts.best_step if self._state.world is not None else -1
+                best = self.state.world.restarts.best_step if self.state.world is not None else -1
                 if said := beginning(report, best_step=best, in_process=True):
                     logger.warning(said)
 
     def _failure(self, erred: orders.Erred | orders.PeerLost) -> Failure:
-        world = self._state.world
+        world = self.state.world
         rank = world.rank(self._driver.node, 0) if world is not None else None
         lost = isinstance(erred, orders.PeerLost)
         return Failure(
-            generation=self._state.generation,
-            node=self._state.name,
+            generation=self.state.generation,
+            node=self.state.name,
             rank=-1 if rank is None else rank,
             local_rank=0,
             pid=0,
@@ -210,23 +196,32 @@ class StandaloneNode:
             fatal=isinstance(erred, orders.Erred) and not erred.retry,
         )
 
-    def _perform(self, command: in_process.Command) -> None:
-        match command:
-            case script.Tell(_, order):
-                if isinstance(order, orders.Enter):
-                    self._entering_at = time.monotonic()
-                elif isinstance(order, orders.Over):
-                    self._over_at = time.monotonic()
-                self._tell(order)
-            case script.ReportMember(changes):
-                self._trained = max(self._trained, status_page.read_trained(self._status_page))
-                steps = {"step": self._step, "trained": self._trained}
-                holds, _, _ = status_page.read_progress(self._status_page)
-                self._session.update(**{**steps, "holds": holds, **changes})
-            case script.Rejoin(gone):
-                self._driver.tasks.start(partial(self._session.rejoin, gone), "rejoin")
-            case script.Stop():
-                self._end()
+    def seen(self) -> Seen:
+        self._trained = max(self._trained, status_page.read_trained(self._status_page))
+        holds, _, _ = status_page.read_progress(self._status_page)
+        return Seen(self._step, self._trained, holds)
+
+    def start(self, world: World) -> None:
+        """Nothing: this process runs already."""
+
+    def start_standby(self, local_rank: int) -> None:
+        """Nothing: no other process can take its place."""
+
+    def tell(self, local_rank: int, order: orders.Order) -> None:
+        if isinstance(order, orders.Enter):
+            self._entering_at = time.monotonic()
+        elif isinstance(order, orders.Over):
+            self._over_at = time.monotonic()
+        self._send(order)
+
+    def stop(self, signum: int, told: frozenset[int]) -> None:
+        """Tell the worker that the job is closed or out of reach; it cannot be stopped."""
+        if self.state.exitcode:
+            self._send(orders.Closed(f"The job has ended: {self.state.reason}"))
+        self.queue.put_nowait(WorkersGone())
+
+    def kill(self, local_rank: int, why: str) -> None:
+        """Nothing: the hang watchdog makes the node leave instead."""
 
     async def _watch(self) -> None:
         """Leave the job when the worker is hung: the others must not wait forever.
@@ -239,12 +234,13 @@ class StandaloneNode:
                 logger.error(
                     "This worker is hung (%s). The other workers continue without it.", why
                 )
-                self._queue.put_nowait(script.StoreLost(f"this worker was hung ({why})"))
+                self.queue.put_nowait(StoreLost(f"this worker was hung ({why})"))
                 return
 
     async def _hang(self) -> str:
         """Return why the worker is hung, or an empty string."""
-        worker, now = self._state.workers[0], time.monotonic()
+        assert isinstance(self.state, InProcessState), "it is one from the beginning"
+        worker, now = self.state.workers[0], time.monotonic()
         if worker.status is not Status.TRAINING:
             return ""
         if worker.stopping >= 0 and not worker.through:
@@ -263,19 +259,13 @@ class StandaloneNode:
     async def _waits_for_others(self) -> bool:
         """Return whether the training thread is in a collective; False if it does not answer."""
         number = self._pong.number + 1
-        self._tell(orders.Ping(number))
+        self._send(orders.Ping(number))
         deadline = time.monotonic() + ANSWER
         while self._pong.number < number and time.monotonic() < deadline:
             await asyncio.sleep(ANSWER / 100)
         return self._pong.number >= number and self._pong.waiting
 
-    def _end(self) -> None:
-        """Tell the worker that the job is closed or out of reach; it cannot be stopped."""
-        if self._state.exitcode:
-            self._tell(orders.Closed(f"The job has ended: {self._state.reason}"))
-        self._queue.put_nowait(script.WorkersGone())
-
-    def _tell(self, order: orders.Order, *descriptors: int) -> None:
+    def _send(self, order: orders.Order, *descriptors: int) -> None:
         """Send an order and descriptors, which are closed here."""
         data = json.dumps(orders.to_json(order)).encode()
         try:

@@ -1,6 +1,6 @@
 """A simulated node: the agent's loop around the product's own state machines.
 
-The product decides: `lifecycle.script` and `lifecycle.in_process` what the node does, `majority`
+The product decides: `lifecycle.machine` what the node does, `majority`
 and `Poll` which node hosts, `Failover` what it remembers of a world. This module only performs it,
 on the bus.
 """
@@ -14,14 +14,30 @@ from tests.simulation.bus.host_loop import Json, SimulatedSession
 from tests.simulation.bus.host_search import SimulatedEmbeddedNode
 from tests.simulation.bus.message_bus import SimulatedProcess
 from tests.simulation.bus.worker_model import SimulatedWorkers
-from torchelastic.agent.lifecycle import in_process, script
-from torchelastic.agent.lifecycle.in_process_state import InProcessState
+from torchelastic.agent.lifecycle import machine
+from torchelastic.agent.lifecycle.in_process import InProcessState
+from torchelastic.agent.lifecycle.node import (
+    Command,
+    Event,
+    Kill,
+    LeaseLost,
+    LeaveOverdue,
+    LeaveRequested,
+    PlaceAllotted,
+    Rejoin,
+    ReportMember,
+    Seen,
+    Spawn,
+    StartWorkers,
+    Stop,
+    Tell,
+    WorldSeen,
+)
 from torchelastic.agent.lifecycle.script import ScriptState
 from torchelastic.chaos import laws
 from torchelastic.records import replace
 from torchelastic.rendezvous.membership.failover import Failover
 from torchelastic.rendezvous.world import Member, World
-from torchelastic.worker import orders
 
 if TYPE_CHECKING:
     from tests.simulation.bus.bus_simulation import BusSimulation
@@ -53,7 +69,7 @@ class SimulatedAgent(SimulatedProcess):
         self.resident = simulation.resident
         nproc = simulation.schedule.workers
         self.state: ScriptState | InProcessState = ScriptState(
-            node=self.node, nproc=nproc, place=-1 if simulation.spanned > 1 else 0
+            node=self.node, name=self.node, nproc=nproc, place=-1 if simulation.spanned > 1 else 0
         )
         self.workers = SimulatedWorkers(self, nproc)
         self.search = SimulatedEmbeddedNode(self, last)
@@ -94,57 +110,34 @@ class SimulatedAgent(SimulatedProcess):
 
     # --- the loop --------------------------------------------------------------------------------
 
-    def take(self, event: in_process.Event) -> None:
+    def take(self, event: Event) -> None:
         """Let the active state machine decide, and perform its commands."""
         if self.state.is_terminal:
             return
-        for command in self._handle(event):
+        workers = self.workers
+        seen = Seen(workers.version[1], workers.trained, workers.holds, workers.blank)
+        self.state, commands = machine.handle(self.state, event, seen)
+        for command in commands:
             self._perform(command)
         if self.state.is_terminal and not self.ending:
             self.ending = True
             self.after(0.0, self._end)
 
-    def _handle(self, event: in_process.Event) -> list[in_process.Command]:
-        if isinstance(self.state, InProcessState):
-            self.state, commands = in_process.handle(self.state, event)
-            return commands
-        decided: list[in_process.Command] = []
-        match event:
-            case in_process.WorkerMessage(local_rank, orders.Enlisted(mesh)):
-                known: Any = script.WorkerEnlisted(local_rank, mesh)
-            case in_process.WorkerMessage() | in_process.LeaveOverdue():
-                known = None
-            case _:
-                known = event
-        if known is not None:
-            self.state, commands_of_group = script.handle(self.state, known)
-            decided += commands_of_group
-        if not script.is_in_process(self.state):
-            return decided
-        assert self.state.world is not None
-        world = self.state.world
-        taken_over, more = in_process.take_over(self.state, self.node)
-        self.state, again = in_process.handle(taken_over, script.WorldSeen(world))
-        return [*decided, *more, *again]
-
-    def _perform(self, command: in_process.Command) -> None:
+    def _perform(self, command: Command) -> None:
         match command:
-            case script.StartWorkers(world):
+            case StartWorkers(world):
                 self.workers.start(world)
-            case script.Stop():
+            case Stop():
                 self.workers.stop()
-            case script.ReportMember(changes):
-                workers = self.workers
-                steps = {"step": workers.version[1], "trained": workers.trained}
-                blank = {"blank": workers.blank} if self.simulation.schedule.replica else {}
-                self.update(**{**steps, "holds": workers.holds, **blank, **changes})
-            case script.Rejoin(gone):
+            case ReportMember(changes):
+                self.update(**changes)
+            case Rejoin(gone):
                 self.after(0.0, self._rejoin, gone)
-            case script.Tell(local_rank, order):
+            case Tell(local_rank, order):
                 self.workers.each[local_rank].hear(order)
-            case in_process.Spawn(local_rank):
+            case Spawn(local_rank):
                 self.workers.each[local_rank].spawn()
-            case in_process.Kill(local_rank):
+            case Kill(local_rank):
                 self.workers.act(0.0, self.workers.each[local_rank].kill)
 
     def leave(self, signum: int = 15) -> None:
@@ -152,9 +145,9 @@ class SimulatedAgent(SimulatedProcess):
         if not self.state.leaving and not self.state.is_terminal:
             # A state that only a leaving node has does not count as a copy.
             self.note(laws.StateForgotten(self.bus.now, self.node))
-            self.take(script.LeaveRequested(signum, self.bus.now + SHUTDOWN_TIMEOUT))
+            self.take(LeaveRequested(signum, self.bus.now + SHUTDOWN_TIMEOUT))
             if not self.state.is_terminal:
-                self.after(SHUTDOWN_TIMEOUT, self.take, in_process.LeaveOverdue())
+                self.after(SHUTDOWN_TIMEOUT, self.take, LeaveOverdue())
 
     # --- the member record -----------------------------------------------------------------------
 
@@ -233,7 +226,7 @@ class SimulatedAgent(SimulatedProcess):
         self._awaits_rejoin = True
         if self.search.server is not None:
             self.search.server.stop_leading()
-        self.take(script.LeaseLost())
+        self.take(LeaseLost())
 
     def _rejoin(self, gone: int) -> None:
         self._awaits_rejoin = False
@@ -281,14 +274,14 @@ class SimulatedAgent(SimulatedProcess):
         if world.phase == "agreeing":
             return
         is_older = published < session.since
-        self.take(script.WorldSeen(world.without(self.node) if is_older else world))
+        self.take(WorldSeen(world.without(self.node) if is_older else world))
         if world.phase == "running" and world.store and world.store == self.member.store:
             self.update(store="")
             self.after(NEXT_STORE_DELAY, self._offer_store)
 
     def hear_place(self, session: SimulatedSession, place: int) -> None:
         if session is self.session and session.connected and self.is_member:
-            self.take(script.PlaceAllotted(place))
+            self.take(PlaceAllotted(place))
 
     def hear_confirmed(self, session: SimulatedSession, generation: int) -> None:
         if session is self.session and session.connected and self.failover.is_candidate.is_set():

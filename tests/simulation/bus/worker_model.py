@@ -12,8 +12,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.bus.message_bus import BusTimer
-from torchelastic.agent.lifecycle import in_process, script
-from torchelastic.agent.lifecycle.in_process_state import InProcessState, Status
+from torchelastic.agent.lifecycle.in_process import InProcessState, Status
+from torchelastic.agent.lifecycle.node import (
+    WorkerFailed,
+    WorkerMessage,
+    WorkersGone,
+    WorkerSucceeded,
+    WorkersUp,
+)
 from torchelastic.chaos import laws
 from torchelastic.events.failure import Failure
 from torchelastic.rendezvous.world import World
@@ -192,7 +198,7 @@ class SimulatedWorkers:
             return
         for worker in started:
             worker.lives = True
-        self._agent.take(script.WorkersUp(world.generation))
+        self._agent.take(WorkersUp(world.generation))
         for worker in started:
             if self._agent.resident:
                 worker.enlist()
@@ -211,7 +217,7 @@ class SimulatedWorkers:
             worker.die()
         for run in runs:
             run.lost(self._agent)
-        self._agent.take(script.WorkersGone())
+        self._agent.take(WorkersGone())
 
 
 class SimulatedWorker:
@@ -262,7 +268,7 @@ class SimulatedWorker:
 
     def enlist(self) -> None:
         size = self._agent.simulation.schedule.replica
-        self._agent.take(in_process.WorkerMessage(self.local_rank, orders.Enlisted(size)))
+        self._agent.take(WorkerMessage(self.local_rank, orders.Enlisted(size)))
 
     def die(self) -> None:
         self.number += 1
@@ -288,7 +294,7 @@ class SimulatedWorker:
         if run is not None:
             run.lost(agent)
         if not self._pool.stopping:  # otherwise the agent stopped it
-            agent.take(script.WorkerFailed(self._failure("killed", exitcode=-9)))
+            agent.take(WorkerFailed(self._failure("killed", exitcode=-9)))
 
     def _failure(self, message: str, *, exitcode: int = 1, alive: bool = False) -> Failure:
         world = self._agent.state.world
@@ -343,7 +349,7 @@ class SimulatedWorker:
             self.die()
             run.lost(agent)
             failure = self._failure(LOST_PEER)
-        agent.take(script.WorkerFailed(failure))
+        agent.take(WorkerFailed(failure))
 
     def hear(self, order: orders.Order) -> None:
         """Handle an order of the agent, as an in-process worker."""
@@ -373,7 +379,7 @@ class SimulatedWorker:
         self._agent.after(
             0.0,
             self._agent.take,
-            in_process.WorkerMessage(self.local_rank, orders.Entered(generation, entered)),
+            WorkerMessage(self.local_rank, orders.Entered(generation, entered)),
         )
 
     def _when_through(self, step: int | None, then: Callable[[], None]) -> None:
@@ -398,9 +404,7 @@ class SimulatedWorker:
         self._broken = False
         self._leave_run()
         step = self.version[1] + 1
-        self._agent.take(
-            in_process.WorkerMessage(self.local_rank, orders.Stopped(generation, step))
-        )
+        self._agent.take(WorkerMessage(self.local_rank, orders.Stopped(generation, step)))
         state = self._agent.state
         if isinstance(state, InProcessState) and self.local_rank in state.having(Status.FINISHED):
             self._agent.after(STOP, self._exit, self.number)
@@ -410,7 +414,7 @@ class SimulatedWorker:
         if start == self.number and self.lives:
             generation = self._agent.state.generation
             self.lives = False
-            self._agent.take(script.WorkerSucceeded(generation, self.local_rank))
+            self._agent.take(WorkerSucceeded(generation, self.local_rank))
 
     def finished_step(self, step: int, steps: int) -> None:
         """Perform the action after this step, if there is one."""
@@ -420,13 +424,11 @@ class SimulatedWorker:
             if agent.is_in_process:
                 run.limits[self.key] = step
                 said = orders.Finished(run.generation, steps)
-                agent.after(0.0, agent.take, in_process.WorkerMessage(self.local_rank, said))
+                agent.after(0.0, agent.take, WorkerMessage(self.local_rank, said))
             else:
                 run.limits[self.key] = step
                 self.lives = False
-                agent.after(
-                    0.0, agent.take, script.WorkerSucceeded(run.generation, self.local_rank)
-                )
+                agent.after(0.0, agent.take, WorkerSucceeded(run.generation, self.local_rank))
         if self._then is not None and step >= self._then[0]:
             (_, then), self._then = self._then, None
             agent.after(0.0, self._go_through, self.number, then)

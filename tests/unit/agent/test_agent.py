@@ -9,7 +9,6 @@ import pytest
 
 from tests.unit.agent.support import in_loop
 from torchelastic.agent.agent import Agent
-from torchelastic.agent.wiring import Parts
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.side_tasks import SideTasks
 
@@ -26,10 +25,9 @@ class Workers:
 
 
 def agent_with(workers, state):
-    parts = Parts(LaunchConfig(), Entry("script", "train.py"))
-    parts.workers = workers
-    made = Agent(parts)
-    parts.tasks, made.state = SideTasks(made.task_failed), state
+    made = Agent(LaunchConfig(), Entry("script", "train.py"))
+    made.workers, made.machine.state = workers, state
+    made.tasks = SideTasks(made.queue.put_nowait)
     return made
 
 
@@ -72,6 +70,6 @@ async def test_action_cancelled_before_its_turn_leaves_no_coroutine_behind():
     made._act(made._stop_workers)
     await asyncio.sleep(0)
     with warnings.catch_warnings(record=True) as warned:
-        await made._parts.tasks.cancel()
+        await made.tasks.cancel()
         gc.collect()
     assert warned == []

@@ -138,7 +138,6 @@ def test_the_table():
         "metrics",
         "preemption",
         "sampling",
-        "script-watchdog",
         "snapshot-copies",
         "timers",
         "waiting-line",

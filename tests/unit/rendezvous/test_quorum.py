@@ -8,7 +8,8 @@ import pytest
 
 from tests.unit.rendezvous.round_support import Job, failure
 from torchelastic.agent.lifecycle import script
-from torchelastic.agent.lifecycle.script import ScriptState, WorldSeen
+from torchelastic.agent.lifecycle.node import WorldSeen
+from torchelastic.agent.lifecycle.script import ScriptState
 from torchelastic.config import WorldSizes
 from torchelastic.rendezvous import majority, round_state
 from torchelastic.rendezvous.round_state import RoundState, WitnessVotes

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchelastic.agent.lifecycle import script
-from torchelastic.agent.lifecycle.script import Rejoin, ScriptPhase, WorkersGone
+from torchelastic.agent.lifecycle.node import Phase, Rejoin, ReportMember, WorkersGone
 from torchelastic.rendezvous import choosing, forming, majority, round_state, suspects
 from torchelastic.rendezvous.embedded.ask_peers import Returns
 from torchelastic.rendezvous.embedded.election import Poll, Search
@@ -119,10 +119,10 @@ def a_node_takes_along_that_its_workers_are_in_process(change: Set) -> None:
     def silent(state: Any, event: WorkersGone) -> Any:
         state, commands = gone(state, event)
         if any(isinstance(command, Rejoin) for command in commands):
-            commands = [one for one in commands if one != script.ReportMember(NOT_IN_PROCESS)]
+            commands = [one for one in commands if one != ReportMember(NOT_IN_PROCESS)]
         return state, commands
 
-    at = (ScriptPhase.STOPPING, WorkersGone)
+    at = (Phase.STOPPING, WorkersGone)
     change(script, "TRANSITIONS", {**script.TRANSITIONS, at: silent})
 
 

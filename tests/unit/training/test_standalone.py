@@ -86,18 +86,18 @@ class Job:
 
     def show(self, **changes):
         self.world = replace(self.world, **changes)
-        self.node._session.show(self.world)
+        self.node.session.show(self.world)
 
     async def train(self):
         """Up to the last step of a world with another node."""
         self.worker.setblocking(False)
         self.say(orders.Enlisted())
         await self.hear(orders.StatusPage)
-        await self.until(lambda: self.node._session.said.get("standing") == (0,))
+        await self.until(lambda: self.node.session.said.get("standing") == (0,))
         places = dict(nproc=1, role="default", first_role_rank=0, local_ranks=(0,))
         nodes = [
             WorldNode(node=name, name=name, addr=name, node_rank=at, first_rank=at, **places)
-            for at, name in enumerate((self.node._driver.node, "b"))
+            for at, name in enumerate((self.node.node, "b"))
         ]
         self.world = self.world.with_nodes(nodes)
         self.show()
@@ -107,7 +107,7 @@ class Job:
         """The training is done everywhere: here at `first`, or in the other node only."""
         if first:
             self.say(orders.Finished(0, 5))
-            await self.until(lambda: self.node._session.said.get("finished") == 0)
+            await self.until(lambda: self.node.session.said.get("finished") == 0)
         self.show(phase="over", ending="finished", after=4)
         await self.hear(orders.Over)
 
@@ -117,7 +117,7 @@ class Job:
 
     async def said_at_the_end(self):
         """What the node has told the others; once it is done it goes when the job is closed."""
-        said = self.node._session.said
+        said = self.node.session.said
         await self.until(lambda: "done" in said or self.running.done())
         if not self.running.done():
             self.show(phase="closed")
@@ -126,7 +126,7 @@ class Job:
 
     async def __aenter__(self):
         self.running = asyncio.create_task(self.node._run())
-        await self.until(lambda: self.node._session.said)
+        await self.until(lambda: self.node.session.said)
         return self
 
     async def __aexit__(self, *_):
@@ -160,7 +160,7 @@ def test_a_worker_that_leaves_before_the_training_is_done_has_not(monkeypatch, w
                 job.say(word)
             job.worker.close()
             said = await job.said_at_the_end()
-            assert job.node._state.reason == "the worker has left the training"
+            assert job.node.state.reason == "the worker has left the training"
             return said
 
     assert "done" not in asyncio.run(play())
@@ -176,7 +176,7 @@ def test_a_worker_that_never_stops_leaves_the_job(monkeypatch):
             await job.hear(orders.Over)
             await asyncio.wait_for(job.running, 30.0)
             await job.hear(orders.Closed)
-            return job.node._state.reason
+            return job.node.state.reason
 
     assert "not free" in asyncio.run(play())
 
@@ -197,7 +197,7 @@ def test_a_worker_without_progress_leaves_unless_it_waits_for_others(monkeypatch
             else:
                 return ""
             await asyncio.wait_for(job.running, 30.0)
-            return job.node._state.reason
+            return job.node.state.reason
 
     assert ("no progress" in asyncio.run(play())) is not waiting
 
@@ -214,7 +214,7 @@ def test_a_generation_has_trained_once_its_worker_is_past_its_first_step(
             worker.entered(0, step)
             worker.close()
             job.say(orders.PeerLost(0, step, "gone"))
-            said = job.node._session.said
+            said = job.node.session.said
             await job.until(lambda: said.get("failures"))
             return said["trained"], said["holds"]
 

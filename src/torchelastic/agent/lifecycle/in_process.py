@@ -1,7 +1,6 @@
-"""The in-process workers of one node: an event in, a new state and commands out. Pure.
+"""The table for in-process workers, which outlive their generation. Pure.
 
-In-process workers have called `torchelastic.train`; they outlive their generation, so this machine
-stops none of them to start another. A worker's life:
+They have called `torchelastic.train`; none of them is stopped to start another. A worker's life:
 
                   train was called             a world has a place for it
     starting ──────────────────────▶ standing ──────────────────────────▶ training
@@ -15,26 +14,41 @@ its workers and has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from torchelastic.agent.lifecycle import script
-from torchelastic.agent.lifecycle.in_process_state import (
-    InProcessPhase,
-    InProcessState,
-    Status,
-    Worker,
-)
-from torchelastic.agent.lifecycle.script import (
+from torchelastic.agent.lifecycle.node import (
     SIGINT,
     SIGKILL,
     SIGTERM,
+    Command,
+    Event,
+    InvalidTransition,
+    Kill,
+    LeaseLost,
+    LeaveOverdue,
+    LeaveRequested,
+    NodeState,
+    Phase,
+    PlaceAllotted,
     Rejoin,
     ReportMember,
+    Spawn,
     Stop,
+    StoreLost,
     Tell,
+    WorkerFailed,
+    WorkerLeft,
+    WorkerMessage,
+    WorkerReturned,
+    WorkersGone,
+    WorkerSucceeded,
+    WorkersUp,
+    WorldSeen,
 )
+from torchelastic.agent.lifecycle.script import ScriptState
 from torchelastic.errors import EXIT_FAILED, EXIT_RENDEZVOUS_LOST, EXIT_SIGNAL_BASE
 from torchelastic.events.failure import Failure
 from torchelastic.records import replace
@@ -48,54 +62,83 @@ MOST_TRIES = 3
 MOST_FAILURES = 64
 
 
-# --- its own events and commands; the others are those of `script` -------------------------------
+# --- state ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class WorkerMessage:
-    """A worker has sent a message on its channel."""
+class Status(enum.Enum):
+    """The status of a worker."""
 
-    local_rank: int
-    report: orders.Report
-
-
-@dataclass(frozen=True)
-class LeaveOverdue:
-    """This node was to leave and has not reached a step boundary in time, or need not."""
+    STARTING = "starting"
+    STANDING = "standing"
+    TRAINING = "training"
+    FINISHED = "finished"
+    GONE = "gone"
 
 
-@dataclass(frozen=True)
-class Spawn:
-    """Start a worker on standby for a world."""
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """The state of one local rank."""
 
-    local_rank: int
+    status: Status
+    #: The last world it was told to enter.
+    generation: int = -1
+    #: The first step of the first world it entered since it was last standing, if that world
+    #: continues after an agreed step; -1 if not.
+    begins: int = -1
+    #: The generation it was told to stop and has not stopped yet; -1: none. Whether it may finish
+    #: its step first.
+    stopping: int = -1
+    through: bool = False
+    #: The error it has reported; it is alive and waits for the end of its world.
+    broken: Failure | None = None
+    #: The number of steps after which its data ended; -1: it has not.
+    finished: int = -1
+    #: The generation for which it has reported its step, and that step.
+    paused: int = -1
+    entered: int = -1
+    #: Starts in a row that exited before `train` was called.
+    tries: int = 0
 
 
-@dataclass(frozen=True)
-class Kill:
-    """Kill a worker, with this as its failure."""
+@dataclass(frozen=True, kw_only=True)
+class InProcessState(NodeState):
+    """What a node with such workers knows of them."""
 
-    local_rank: int
-    why: str
+    phase: Phase = Phase.SERVING
+    workers: Mapping[int, Worker] = field(default_factory=dict)
+    #: The generation last reported to be gone from here.
+    gone: int = -1
+    #: The place in its replica that the leader has allotted last.
+    allotted: int = -1
 
+    @property
+    def generation(self) -> int:
+        """The latest world a worker here was told to enter."""
+        return max((worker.generation for worker in self.workers.values()), default=-1)
 
-Event = script.Event | WorkerMessage | LeaveOverdue
-Command = script.Command | Spawn | Kill
+    def having(self, *statuses: Status) -> list[int]:
+        """Local ranks of the workers with one of these statuses."""
+        return [rank for rank, worker in self.workers.items() if worker.status in statuses]
+
+    def sentence(self) -> str:
+        """Describe what this node is doing."""
+        counts = [f"{len(ranks)} {s.value}" for s in Status if (ranks := self.having(s))]
+        return f"{self.phase.value}: workers {', '.join(counts) or 'none'}"
 
 
 Step = tuple[InProcessState, list[Command]]
 
 
-def take_over(state: script.ScriptState, name: str) -> Step:
+def take_over(state: ScriptState) -> Step:
     """Take over from `script` when all workers of the job have called `torchelastic.train`."""
-    running = state.phase in (script.ScriptPhase.STARTING, script.ScriptPhase.RUNNING)
+    running = state.phase in (Phase.STARTING, Phase.RUNNING)
     standing = Worker(status=Status.STANDING, generation=state.generation - 1)
     workers = {
         rank: standing if running else Worker(status=Status.GONE) for rank in range(state.nproc)
     }
     taken = InProcessState(
         node=state.node,
-        name=name,
+        name=state.name,
         workers=workers,
         world=state.world,
         place=state.place,
@@ -113,14 +156,14 @@ def alone(node: str, name: str) -> InProcessState:
 
 
 def handle(state: InProcessState, event: Event) -> Step:
-    """Handle one event: the whole state machine."""
-    if state.phase is InProcessPhase.STOPPING:
+    """Handle one event."""
+    if state.phase is Phase.STOPPING:
         return _while_stopping(state, event)
     handler = HANDLERS.get(type(event))
     if handler is None or state.is_terminal:
-        raise script.InvalidTransition(f"{event} while {state.sentence()}")
+        raise InvalidTransition(f"{event} while {state.sentence()}")
     state, commands = handler(state, event)
-    if state.allotted in (-1, state.place) or state.phase is not InProcessPhase.SERVING:
+    if state.allotted in (-1, state.place) or state.phase is not Phase.SERVING:
         return state, commands
     state, more = _take_place(state)
     return state, [*commands, *more]
@@ -129,7 +172,7 @@ def handle(state: InProcessState, event: Event) -> Step:
 # --- what a world calls for ----------------------------------------------------------------------
 
 
-def _world(state: InProcessState, event: script.WorldSeen) -> Step:
+def _world(state: InProcessState, event: WorldSeen) -> Step:
     """Running: enter. Pausing: ask. Over: stop. Waiting: stop, start missing ones. Closed: end."""
     world = event.world
     state = replace(state, world=world)
@@ -308,7 +351,7 @@ def _when_stopped(state: InProcessState) -> Step:
 # --- ends of workers -----------------------------------------------------------------------------
 
 
-def _succeeded(state: InProcessState, event: script.WorkerSucceeded) -> Step:
+def _succeeded(state: InProcessState, event: WorkerSucceeded) -> Step:
     """After the training: end once all have. Before its end: a failure, too."""
     worker = state.workers[event.local_rank]
     if worker.status is Status.FINISHED:
@@ -323,7 +366,14 @@ def _succeeded(state: InProcessState, event: script.WorkerSucceeded) -> Step:
         exitcode=0,
         message="the worker exited (exit code 0) before the training was done",
     )
-    return _failed(state, script.WorkerFailed(failure))
+    return _failed(state, WorkerFailed(failure))
+
+
+def _left_training(state: InProcessState, event: WorkerLeft) -> Step:
+    """After the training: as if it had exited. Before its end: this node has no worker; end."""
+    if state.having(Status.FINISHED):
+        return _succeeded(state, WorkerSucceeded(state.generation, event.local_rank))
+    return _store_lost(state, StoreLost("the worker has left the training"))
 
 
 def _when_all_done(state: InProcessState) -> Step:
@@ -338,7 +388,7 @@ def _rank(state: InProcessState, local_rank: int) -> int:
     return rank if rank is not None else -1
 
 
-def _failed(state: InProcessState, event: script.WorkerFailed) -> Step:
+def _failed(state: InProcessState, event: WorkerFailed) -> Step:
     """Report it; replace a worker that has exited."""
     failure = event.failure
     if failure.local_rank not in state.workers or failure.pid < 0:
@@ -418,7 +468,7 @@ def _mesh_misfit(state: InProcessState, mesh: int) -> str:
     return replicas.mesh_misfit(mesh, nproc, flag=job if job > nproc else 0, job=job)
 
 
-def _place_allotted(state: InProcessState, event: script.PlaceAllotted) -> Step:
+def _place_allotted(state: InProcessState, event: PlaceAllotted) -> Step:
     """Take the place in a replica, once the workers are in no world."""
     return replace(state, allotted=event.place), []
 
@@ -440,7 +490,7 @@ def _take_place(state: InProcessState) -> Step:
 # --- leaving and ending --------------------------------------------------------------------------
 
 
-def _leave(state: InProcessState, event: script.LeaveRequested) -> Step:
+def _leave(state: InProcessState, event: LeaveRequested) -> Step:
     """Announce it, and leave at the next step boundary; a second SIGINT kills the workers."""
     if state.leaving:
         return _leave_overdue(state, LeaveOverdue()) if event.signum == SIGINT else (state, [])
@@ -470,7 +520,7 @@ def _leave_overdue(state: InProcessState, event: LeaveOverdue) -> Step:
     return _stop(state, SIGKILL, EXIT_SIGNAL_BASE + state.leaving, _left(state))
 
 
-def _lease_lost(state: InProcessState, event: script.LeaseLost) -> Step:
+def _lease_lost(state: InProcessState, event: LeaseLost) -> Step:
     """Stop the workers, which keep their state, and rejoin: the others continue without it."""
     commands: list[Command] = []
     for local_rank in state.having(Status.TRAINING):
@@ -482,27 +532,27 @@ def _lease_lost(state: InProcessState, event: script.LeaseLost) -> Step:
     return state, [*commands, *more]
 
 
-def _store_lost(state: InProcessState, event: script.StoreLost) -> Step:
+def _store_lost(state: InProcessState, event: StoreLost) -> Step:
     """Stop, and end when the workers are gone."""
     return _stop(state, SIGTERM, EXIT_RENDEZVOUS_LOST, event.reason)
 
 
 def _stop(state: InProcessState, signum: int, exitcode: int, reason: str) -> Step:
-    state = replace(state, phase=InProcessPhase.STOPPING, exitcode=exitcode, reason=reason)
+    state = replace(state, phase=Phase.STOPPING, exitcode=exitcode, reason=reason)
     return state, [Stop(signum)]
 
 
 def _while_stopping(state: InProcessState, event: Event) -> Step:
     """Wait for the exit of the workers; a SIGINT kills them."""
     match event:
-        case script.WorkersGone():
-            return replace(state, phase=InProcessPhase.ENDED), []
-        case LeaveOverdue() | script.LeaveRequested(signum=2):
+        case WorkersGone():
+            return replace(state, phase=Phase.ENDED), []
+        case LeaveOverdue() | LeaveRequested(signum=2):
             return state, [Stop(SIGKILL)]
-        case script.WorkerFailed(failure) if failure.told and not failure.stopped:
+        case WorkerFailed(failure) if failure.told and not failure.stopped:
             failures = (*state.failures, failure)
             return replace(state, failures=failures), [ReportMember({"failures": failures})]
-        case script.WorldSeen(world) if world.phase == "closed" and not state.leaving:
+        case WorldSeen(world) if world.phase == "closed" and not state.leaving:
             return replace(state, world=world), []
     return state, []
 
@@ -530,17 +580,18 @@ def _report(state: InProcessState, **changes: Any) -> ReportMember:
 
 #: The handler of each event in a serving node; `docs/concepts/states.md` is generated from it.
 HANDLERS: dict[type, Callable[[InProcessState, Any], Step]] = {
-    script.WorldSeen: _world,
+    WorldSeen: _world,
     WorkerMessage: _said,
-    script.WorkerSucceeded: _succeeded,
-    script.WorkerFailed: _failed,
-    script.LeaveRequested: _leave,
+    WorkerSucceeded: _succeeded,
+    WorkerFailed: _failed,
+    WorkerLeft: _left_training,
+    LeaveRequested: _leave,
     LeaveOverdue: _leave_overdue,
-    script.LeaseLost: _lease_lost,
-    script.StoreLost: _store_lost,
-    script.WorkersUp: _ignore,
-    script.WorkerReturned: _ignore,
-    script.PlaceAllotted: _place_allotted,
+    LeaseLost: _lease_lost,
+    StoreLost: _store_lost,
+    WorkersUp: _ignore,
+    WorkerReturned: _ignore,
+    PlaceAllotted: _place_allotted,
 }
 
 

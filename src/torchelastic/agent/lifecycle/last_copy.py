@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from torchelastic.agent.lifecycle.in_process_state import InProcessState, Status
+from torchelastic.agent.lifecycle.in_process import InProcessState, Status
 
 
 @dataclass(frozen=True, kw_only=True)

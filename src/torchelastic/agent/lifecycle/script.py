@@ -1,4 +1,4 @@
-"""The workers of one node as a state machine: an event in, a new state and commands out. Pure.
+"""The table for workers that end with their generation, such as those of a plain script. Pure.
 
 Its phases and transitions:
 
@@ -13,22 +13,32 @@ Its phases and transitions:
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torchelastic.agent.lifecycle.script_events import (
+from torchelastic.agent.lifecycle.node import (
+    SIGINT,
+    SIGKILL,
+    SIGTERM,
+    Command,
     Event,
+    InvalidTransition,
     LeaseLost,
+    LeaveOverdue,
     LeaveRequested,
+    NodeState,
+    Phase,
     PlaceAllotted,
+    Rejoin,
+    ReportMember,
+    StartWorkers,
+    Stop,
     StoreLost,
-    WorkerCanSave,
-    WorkerEnlisted,
+    Tell,
     WorkerFailed,
+    WorkerMessage,
     WorkerReturned,
-    WorkerSaved,
     WorkersGone,
     WorkerSucceeded,
     WorkersUp,
@@ -40,106 +50,11 @@ from torchelastic.records import replace
 from torchelastic.rendezvous.world import World
 from torchelastic.worker import orders
 
-__all__ = [
-    "SIGINT",
-    "SIGKILL",
-    "SIGTERM",
-    "TRANSITIONS",
-    "Command",
-    "Event",
-    "InvalidTransition",
-    "LeaseLost",
-    "LeaveRequested",
-    "PlaceAllotted",
-    "Rejoin",
-    "ReportMember",
-    "ScriptPhase",
-    "ScriptState",
-    "StartWorkers",
-    "Step",
-    "Stop",
-    "StoreLost",
-    "Tell",
-    "WorkerCanSave",
-    "WorkerEnlisted",
-    "WorkerFailed",
-    "WorkerReturned",
-    "WorkerSaved",
-    "WorkerSucceeded",
-    "WorkersGone",
-    "WorkersUp",
-    "WorldSeen",
-    "handle",
-    "is_in_process",
-]
-
-SIGINT, SIGKILL, SIGTERM = 2, 9, 15
-
-
-class ScriptPhase(enum.Enum):
-    """The phase of the node's workers."""
-
-    IDLE = "idle"
-    STARTING = "starting"
-    RUNNING = "running"
-    STOPPING = "stopping"
-    ENDED = "ended"
-
-
-# --- commands ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StartWorkers:
-    """Start the workers of this world."""
-
-    world: World
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Send the signal to every worker's process group; answer `WorkersGone`."""
-
-    signum: int
-    #: Local ranks that exit by themselves: they were told to leave, or their program has returned.
-    #: The others get the signal once these have exited.
-    told: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class Tell:
-    """Send an order to a worker."""
-
-    local_rank: int
-    order: orders.Order
-
-
-@dataclass(frozen=True)
-class ReportMember:
-    """Change what this node's member record says."""
-
-    changes: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Rejoin:
-    """Open a new lease and put the member record again, as a newcomer."""
-
-    #: No worker of this generation or an older one is left here.
-    gone: int
-
-
-Command = StartWorkers | Stop | Tell | ReportMember | Rejoin
-
-
-# --- state ---------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptState:
-    """Everything that decides what this node does next."""
+class ScriptState(NodeState):
+    """What a node with such workers knows of them."""
 
-    phase: ScriptPhase = ScriptPhase.IDLE
     #: The generation whose workers run here, or ran last.
     generation: int = -1
     #: Local ranks that have not succeeded yet.
@@ -152,42 +67,18 @@ class ScriptState:
     enlisted: frozenset[int] = frozenset()
     #: The sizes of their meshes.
     meshes: frozenset[int] = frozenset()
-    #: The place of this node in its replica; -1: it has none yet.
-    place: int = 0
     #: Local ranks that can store their state before they leave, and those of them that do so
     #: together with other nodes. While the latter are not done, the leave is not announced.
     savers: frozenset[int] = frozenset()
     together: frozenset[int] = frozenset()
-    #: Failures of this generation here, in the order they happened.
-    failures: tuple[Failure, ...] = ()
-    #: The latest world: it decides what to do once the workers are gone.
-    world: World | None = None
-    #: The signal this node leaves by, 0 while it stays.
-    leaving: int = 0
-    #: When its workers are killed then, and why it leaves.
-    deadline: float | None = None
-    why: str = ""
-    #: The lease was lost: rejoin once the workers are gone.
-    rejoin: bool = False
-    node: str = ""
-    exitcode: int | None = None
-    reason: str = ""
-
-    @property
-    def is_terminal(self) -> bool:
-        return self.phase is ScriptPhase.ENDED
 
     def sentence(self) -> str:
         """Describe what this node is doing."""
-        if (
-            self.phase is ScriptPhase.IDLE
-            and self.world is not None
-            and self.world.phase == "running"
-        ):
+        if self.phase is Phase.IDLE and self.world is not None and self.world.phase == "running":
             if self.world.place(self.node) is None:
                 return f"waiting beside generation {self.world.generation}"
             return f"done with generation {self.generation}, waiting for the others"
-        if self.phase is ScriptPhase.IDLE:
+        if self.phase is Phase.IDLE:
             return "waiting for a world"
         return f"{self.phase.value}, generation {self.generation}"
 
@@ -195,12 +86,8 @@ class ScriptState:
 Step = tuple[ScriptState, list[Command]]
 
 
-class InvalidTransition(AssertionError):
-    """An event came in a phase in which it cannot happen: a bug in the agent's loop."""
-
-
 def handle(state: ScriptState, event: Event) -> Step:
-    """Handle one event: the whole state machine."""
+    """Handle one event."""
     handler = TRANSITIONS.get((state.phase, type(event)))
     if handler is None:
         raise InvalidTransition(f"{type(event).__name__} while {state.sentence()}: {event}")
@@ -237,7 +124,7 @@ def _act_on_world(state: ScriptState) -> Step:
 def _begin(state: ScriptState, world: World) -> Step:
     state = replace(
         state,
-        phase=ScriptPhase.STARTING,
+        phase=Phase.STARTING,
         generation=world.generation,
         running=frozenset(range(state.nproc)),
         returned=frozenset(),
@@ -283,7 +170,7 @@ def _up(state: ScriptState, event: WorkersUp) -> Step:
         return state, []
     if not state.running:  # they succeeded before their start was reported
         return _stop(state, SIGTERM)
-    return replace(state, phase=ScriptPhase.RUNNING), []
+    return replace(state, phase=Phase.RUNNING), []
 
 
 def _ignore(state: ScriptState, event: Event) -> Step:
@@ -315,29 +202,37 @@ def _succeeded(state: ScriptState, event: WorkerSucceeded) -> Step:
     state = replace(state, running=running)
     if state.enlisted:
         return _failed(state, _gone_home(state))
-    if running or state.phase is ScriptPhase.STARTING:
+    if running or state.phase is Phase.STARTING:
         return state, []
     return _stop(state, SIGTERM)  # nothing to stop but what the workers left behind
 
 
-def _enlisted(state: ScriptState, event: WorkerEnlisted) -> Step:
-    """Once all have: report it. When all nodes have, the leader makes the world in-process."""
-    state = replace(
-        state,
-        enlisted=state.enlisted | {event.local_rank},
-        meshes=state.meshes | {event.mesh},
-    )
+def _said(state: ScriptState, event: WorkerMessage) -> Step:
+    """It has called `train`: report it once all have; when all nodes have, the leader makes the
+    world in-process. It can store its state: note it."""
+    rank = event.local_rank
+    match event.report:
+        case orders.Enlisted(mesh):
+            return _enlisted(state, rank, mesh)
+        case orders.CanSave(together):
+            also = frozenset({rank} if together else ())
+            state = replace(state, savers=state.savers | {rank}, together=state.together | also)
+    return state, []
+
+
+def _enlisted(state: ScriptState, local_rank: int, mesh: int) -> Step:
+    state = replace(state, enlisted=state.enlisted | {local_rank}, meshes=state.meshes | {mesh})
     if len(state.running) < state.nproc:
         return _failed(state, _gone_home(state))
     if len(state.meshes) > 1:
         sizes = " and ".join(map(str, sorted(state.meshes)))
         message = f"the workers of this node made meshes of different sizes: {sizes}"
-        return _failed(state, _fatal(state, event.local_rank, 1, message))
+        return _failed(state, _fatal(state, local_rank, 1, message))
     if len(state.enlisted) < state.nproc:
         return state, []
     report = {"in_process": True, "standing": tuple(range(state.nproc))}
-    if event.mesh:
-        report["replica"] = event.mesh
+    if mesh:
+        report["replica"] = mesh
     return state, [ReportMember(report)]
 
 
@@ -346,14 +241,10 @@ def _place_allotted(state: ScriptState, event: PlaceAllotted) -> Step:
     return replace(state, place=event.place), [ReportMember({"place": event.place})]
 
 
-def _can_save(state: ScriptState, event: WorkerCanSave) -> Step:
-    """Note that the worker can store its state."""
-    together = state.together | ({event.local_rank} if event.together else set())
-    return replace(state, savers=state.savers | {event.local_rank}, together=together), []
-
-
-def _saved(state: ScriptState, event: WorkerSaved) -> Step:
-    """Once all are done that store it together with other nodes: announce the leave."""
+def _said_while_stopping(state: ScriptState, event: WorkerMessage) -> Step:
+    """Once all have stored their state together with other nodes: announce the leave."""
+    if not isinstance(event.report, orders.Saved):
+        return state, []
     is_last = state.leaving and state.together == {event.local_rank}
     state = replace(state, together=state.together - {event.local_rank})
     return state, [*_announce(state), *_tell_to_leave(state, saves=False)] if is_last else []
@@ -384,7 +275,7 @@ def _fatal(state: ScriptState, local_rank: int, exitcode: int, message: str) -> 
 
 def is_in_process(state: ScriptState) -> bool:
     """True if the job's workers outlive their generation: `in_process` takes over."""
-    steady = state.phase in (ScriptPhase.IDLE, ScriptPhase.STARTING, ScriptPhase.RUNNING)
+    steady = state.phase in (Phase.IDLE, Phase.STARTING, Phase.RUNNING)
     return steady and state.world is not None and state.world.in_process
 
 
@@ -409,13 +300,13 @@ def _gone(state: ScriptState, event: WorkersGone) -> Step:
     succeeded = not state.running and not state.failures
     if succeeded:
         report["done"] = state.generation
-    state = replace(state, phase=ScriptPhase.IDLE)
+    state = replace(state, phase=Phase.IDLE)
     if state.leaving:
         done = {"gone": state.generation, "done": state.generation}
         last: list[Command] = [ReportMember(done)] if succeeded else []
         return _left(state), [*(_announce(state) if state.together else []), *last]
     if state.exitcode is not None:
-        return replace(state, phase=ScriptPhase.ENDED), []
+        return replace(state, phase=Phase.ENDED), []
     first: list[Command] = [ReportMember(report)]
     if state.rejoin:
         # The record moves to the next host: no worker here is in-process any more.
@@ -425,7 +316,7 @@ def _gone(state: ScriptState, event: WorkersGone) -> Step:
 
 
 def _stop(state: ScriptState, signum: int) -> Step:
-    return replace(state, phase=ScriptPhase.STOPPING), [Stop(signum)]
+    return replace(state, phase=Phase.STOPPING), [Stop(signum)]
 
 
 # --- leaving and ending --------------------------------------------------------------------------
@@ -446,7 +337,7 @@ def _leave_while_busy(state: ScriptState, event: LeaveRequested) -> Step:
     ending = state.returned & state.running
     state = replace(
         state,
-        phase=ScriptPhase.STOPPING,
+        phase=Phase.STOPPING,
         leaving=event.signum,
         deadline=event.deadline,
         why=event.why,
@@ -477,6 +368,11 @@ def _leave_while_stopping(state: ScriptState, event: LeaveRequested) -> Step:
         together=frozenset(),
     )
     return state, [*_announce(state), Stop(event.signum)]
+
+
+def _leave_overdue(state: ScriptState, event: LeaveOverdue) -> Step:
+    """Kill the workers."""
+    return state, [Stop(SIGKILL)]
 
 
 def _announce(state: ScriptState) -> list[Command]:
@@ -510,57 +406,54 @@ def _store_lost_while_idle(state: ScriptState, event: StoreLost) -> Step:
 def _store_lost_while_busy(state: ScriptState, event: StoreLost) -> Step:
     """Stop, and end when the workers are gone."""
     lost = replace(state, exitcode=EXIT_RENDEZVOUS_LOST, reason=event.reason)
-    if state.phase is ScriptPhase.STOPPING:
+    if state.phase is Phase.STOPPING:
         return lost, []
     return _stop(lost, SIGTERM)
 
 
 def _end(state: ScriptState, exitcode: int, reason: str) -> ScriptState:
-    return replace(state, phase=ScriptPhase.ENDED, exitcode=exitcode, reason=reason)
+    return replace(state, phase=Phase.ENDED, exitcode=exitcode, reason=reason)
 
 
 #: The handler of each event in each phase; `docs/concepts/states.md` is generated from it.
-TRANSITIONS: dict[tuple[ScriptPhase, type], Callable[[ScriptState, Any], Step]] = {
-    (ScriptPhase.IDLE, WorldSeen): _world_while_idle,
-    (ScriptPhase.IDLE, PlaceAllotted): _place_allotted,
-    (ScriptPhase.IDLE, WorkerReturned): _ignore,
-    (ScriptPhase.IDLE, WorkerFailed): _ignore,
-    (ScriptPhase.IDLE, WorkerSaved): _ignore,
-    (ScriptPhase.IDLE, LeaveRequested): _leave_while_idle,
-    (ScriptPhase.IDLE, LeaseLost): _lease_lost_while_idle,
-    (ScriptPhase.IDLE, StoreLost): _store_lost_while_idle,
-    (ScriptPhase.STARTING, WorldSeen): _world_while_busy,
-    (ScriptPhase.STARTING, WorkersUp): _up,
-    (ScriptPhase.STARTING, WorkerReturned): _returned,
-    (ScriptPhase.STARTING, WorkerSucceeded): _succeeded,
-    (ScriptPhase.STARTING, PlaceAllotted): _place_allotted,
-    (ScriptPhase.STARTING, WorkerFailed): _failed,
-    (ScriptPhase.STARTING, LeaveRequested): _leave_while_busy,
-    (ScriptPhase.STARTING, LeaseLost): _lease_lost_while_busy,
-    (ScriptPhase.STARTING, StoreLost): _store_lost_while_busy,
-    (ScriptPhase.STARTING, WorkerEnlisted): _enlisted,
-    (ScriptPhase.STARTING, WorkerCanSave): _can_save,
-    (ScriptPhase.RUNNING, WorldSeen): _world_while_busy,
-    (ScriptPhase.RUNNING, WorkerEnlisted): _enlisted,
-    (ScriptPhase.RUNNING, WorkerCanSave): _can_save,
-    (ScriptPhase.RUNNING, WorkerReturned): _returned,
-    (ScriptPhase.RUNNING, WorkerSucceeded): _succeeded,
-    (ScriptPhase.RUNNING, PlaceAllotted): _place_allotted,
-    (ScriptPhase.RUNNING, WorkerFailed): _failed,
-    (ScriptPhase.RUNNING, LeaveRequested): _leave_while_busy,
-    (ScriptPhase.RUNNING, LeaseLost): _lease_lost_while_busy,
-    (ScriptPhase.RUNNING, StoreLost): _store_lost_while_busy,
-    (ScriptPhase.STOPPING, WorldSeen): _world_while_stopping,
-    (ScriptPhase.STOPPING, WorkersUp): _ignore,
-    (ScriptPhase.STOPPING, WorkerEnlisted): _ignore,
-    (ScriptPhase.STOPPING, WorkerCanSave): _ignore,
-    (ScriptPhase.STOPPING, WorkerSaved): _saved,
-    (ScriptPhase.STOPPING, WorkerReturned): _ignore,
-    (ScriptPhase.STOPPING, WorkerSucceeded): _succeeded_while_stopping,
-    (ScriptPhase.STOPPING, PlaceAllotted): _place_allotted,
-    (ScriptPhase.STOPPING, WorkerFailed): _failed_while_stopping,
-    (ScriptPhase.STOPPING, WorkersGone): _gone,
-    (ScriptPhase.STOPPING, LeaveRequested): _leave_while_stopping,
-    (ScriptPhase.STOPPING, LeaseLost): _lease_lost_while_stopping,
-    (ScriptPhase.STOPPING, StoreLost): _store_lost_while_busy,
+TRANSITIONS: dict[tuple[Phase, type], Callable[[ScriptState, Any], Step]] = {
+    (Phase.IDLE, WorldSeen): _world_while_idle,
+    (Phase.IDLE, PlaceAllotted): _place_allotted,
+    (Phase.IDLE, WorkerReturned): _ignore,
+    (Phase.IDLE, WorkerFailed): _ignore,
+    (Phase.IDLE, WorkerMessage): _ignore,
+    (Phase.IDLE, LeaveRequested): _leave_while_idle,
+    (Phase.IDLE, LeaseLost): _lease_lost_while_idle,
+    (Phase.IDLE, StoreLost): _store_lost_while_idle,
+    (Phase.STARTING, WorldSeen): _world_while_busy,
+    (Phase.STARTING, WorkersUp): _up,
+    (Phase.STARTING, WorkerReturned): _returned,
+    (Phase.STARTING, WorkerSucceeded): _succeeded,
+    (Phase.STARTING, PlaceAllotted): _place_allotted,
+    (Phase.STARTING, WorkerFailed): _failed,
+    (Phase.STARTING, LeaveRequested): _leave_while_busy,
+    (Phase.STARTING, LeaseLost): _lease_lost_while_busy,
+    (Phase.STARTING, StoreLost): _store_lost_while_busy,
+    (Phase.STARTING, WorkerMessage): _said,
+    (Phase.RUNNING, WorldSeen): _world_while_busy,
+    (Phase.RUNNING, WorkerMessage): _said,
+    (Phase.RUNNING, WorkerReturned): _returned,
+    (Phase.RUNNING, WorkerSucceeded): _succeeded,
+    (Phase.RUNNING, PlaceAllotted): _place_allotted,
+    (Phase.RUNNING, WorkerFailed): _failed,
+    (Phase.RUNNING, LeaveRequested): _leave_while_busy,
+    (Phase.RUNNING, LeaseLost): _lease_lost_while_busy,
+    (Phase.RUNNING, StoreLost): _store_lost_while_busy,
+    (Phase.STOPPING, WorldSeen): _world_while_stopping,
+    (Phase.STOPPING, WorkersUp): _ignore,
+    (Phase.STOPPING, WorkerMessage): _said_while_stopping,
+    (Phase.STOPPING, WorkerReturned): _ignore,
+    (Phase.STOPPING, WorkerSucceeded): _succeeded_while_stopping,
+    (Phase.STOPPING, PlaceAllotted): _place_allotted,
+    (Phase.STOPPING, WorkerFailed): _failed_while_stopping,
+    (Phase.STOPPING, WorkersGone): _gone,
+    (Phase.STOPPING, LeaveRequested): _leave_while_stopping,
+    (Phase.STOPPING, LeaveOverdue): _leave_overdue,
+    (Phase.STOPPING, LeaseLost): _lease_lost_while_stopping,
+    (Phase.STOPPING, StoreLost): _store_lost_while_busy,
 }

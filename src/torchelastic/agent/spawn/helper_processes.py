@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from torchelastic.agent.failure_report import exit_words
-from torchelastic.agent.lifecycle.in_process_state import InProcessState, Status
+from torchelastic.agent.lifecycle.in_process import InProcessState, Status
 from torchelastic.agent.lifecycle.script import ScriptState
 from torchelastic.agent.spawn.processes import (
     WorkerSpawn,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchelastic.agent.lifecycle.in_process_state import InProcessState
+from torchelastic.agent.lifecycle.in_process import InProcessState
 from torchelastic.agent.lifecycle.script import ScriptState
 from torchelastic.agent.telemetry import health
 from torchelastic.agent.telemetry.short_answers import Background, ShortAnswers

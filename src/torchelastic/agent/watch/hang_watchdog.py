@@ -5,6 +5,13 @@ does: if it waits for others, it is innocent; if it does not answer or is busy e
 cause. It is killed and treated as lost. If all wait, in different collectives, none is to blame:
 their world ends, and the next one takes the step again. A worker that has the only copy of the
 state when its world is over gets more time (`last_copy`).
+
+No thread answers for the worker of a script, so it is judged by what all ranks of the world are
+doing. After `--progress-timeout` without a commit it is killed if it is frozen, or missing from a
+collective in which others wait. A learned limit applies to frozen workers only: what a script does
+between two commits, such as an evaluation, may take any time. Of a script that commits nothing,
+only optimizer steps are known. They kill no worker: the watchdog reports once, after the given or
+learned limit, which rank keeps the others waiting.
 """
 
 from __future__ import annotations
@@ -17,13 +24,22 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torchelastic.agent.lifecycle.in_process_state import InProcessState, Status
+from torchelastic.agent.lifecycle.in_process import InProcessState, Status
 from torchelastic.agent.lifecycle.last_copy import LiveCopy, is_usable, may_be_killed
-from torchelastic.agent.watch.hang_report import FRESH, HangReport
+from torchelastic.agent.lifecycle.machine import State
+from torchelastic.agent.watch.inspector import WorldActivity
 from torchelastic.agent.watch.stack_reader import NOTHING, answered, is_frozen
 from torchelastic.agent.workers.pool import WorkerPool
 from torchelastic.best_effort import observing
-from torchelastic.events.analysis.hangs import first_in_line, where
+from torchelastic.events import types as events
+from torchelastic.events.analysis.hangs import (
+    HangDiagnosis,
+    RankActivity,
+    diagnose,
+    event_of,
+    first_in_line,
+    where,
+)
 from torchelastic.side_tasks import TaskSet
 from torchelastic.system import devices
 from torchelastic.worker import orders
@@ -50,6 +66,8 @@ ALL_WAIT = 2.0
 LOOK = 1.0
 #: Seconds a replacement leaves the CPUs to survivors of a failure, and between two looks.
 RECOVERY_TIMEOUT, RECOVERY_LOOK = 1.0, 0.005
+#: Seconds for which the last findings about all ranks are reused.
+FRESH = 5.0
 
 Doing = Literal["waiting", "stuck", "working", "silent", "frozen"]
 
@@ -116,9 +134,59 @@ def verdict(doing: Doing, stack: str, missing: str) -> str:
     return f"{does}; {missing}" if missing else does
 
 
+class HangReport:
+    """Looks at all ranks of the world before one is killed, and reports the findings."""
+
+    def __init__(
+        self,
+        look: Callable[[], Awaitable[WorldActivity]],
+        tell: Callable[[int, events.Hang], None],
+    ) -> None:
+        self._look, self._tell = look, tell
+        self._looking: asyncio.Task[WorldActivity] | None = None
+        self._began = 0.0
+        self._told: WorldActivity | None = None
+
+    def begin(self) -> asyncio.Task[WorldActivity]:
+        """Start looking, unless that has just been done."""
+        if self._looking is None or time.monotonic() - self._began > FRESH:
+            self._began = time.monotonic()
+            self._looking = asyncio.ensure_future(self._look_safely())
+        return self._looking
+
+    async def _look_safely(self) -> WorldActivity:
+        """Look; an error here must not end the job."""
+        try:
+            return await self._look()
+        except Exception:
+            logger.exception("Could not find out what the ranks are doing.")
+            return WorldActivity()
+
+    async def found(self, generation: int) -> WorldActivity:
+        """Return the findings for this world, within seconds."""
+        found = await asyncio.shield(self.begin())
+        if found.generation >= generation:
+            return found
+        self._looking = None  # the last findings are from an earlier world
+        return await asyncio.shield(self.begin())
+
+    def diagnose(self, found: WorldActivity) -> HangDiagnosis:
+        return diagnose(found.activities, found.unheard)
+
+    def tell(self, found: WorldActivity) -> None:
+        """Report the findings, once."""
+        if found is not self._told and found.activities:
+            self._told = found
+            self._tell(found.generation, event_of(found.activities, found.unheard))
+
+    def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+
+
 @dataclass
 class HangWatchdog:
-    """The hang watchdog of one node's in-process workers."""
+    """The hang watchdog of one node."""
 
     workers: WorkerPool
     report: HangReport
@@ -130,16 +198,22 @@ class HangWatchdog:
     _paces: dict[int, WorkerPace] = field(default_factory=dict)
     _tasks: TaskSet = field(default_factory=TaskSet)
 
-    async def run(self, state: Callable[[], InProcessState]) -> None:
+    #: The last report about a script, and since when there was no progress.
+    _said: tuple[str, float] = ("", 0.0)
+
+    async def run(self, state: Callable[[], State]) -> None:
         """Watch for as long as the agent runs."""
         try:
-            while True:
-                training = state().having(Status.TRAINING)
+            await self.watch_script(lambda: isinstance(state(), InProcessState))
+            while isinstance(now := state(), InProcessState):
+                training = now.having(Status.TRAINING)
                 due = [at for rank in training if (at := await self._look(rank)) is not None]
                 await asyncio.sleep(min(max(0.0, min(due, default=LOOK)), LOOK))
         except asyncio.CancelledError:
             self._tasks.cancel()
             raise
+
+    # --- in-process workers ----------------------------------------------------------------------
 
     async def _look(self, local_rank: int) -> float | None:
         """Judge one worker if its time is up; return the seconds until the next look."""
@@ -233,6 +307,72 @@ class HangWatchdog:
                     begun = step
             await asyncio.sleep(RECOVERY_LOOK)
 
+    # --- scripts ---------------------------------------------------------------------------------
+
+    async def watch_script(self, is_over: Callable[[], bool]) -> None:
+        """Watch for as long as a script runs, until its workers call `torchelastic.train`."""
+        while not is_over():
+            await asyncio.sleep(LOOK)
+            if self.workers.stopping:
+                continue
+            overdue = [rank for rank in self.workers.alive if self._is_overdue(rank)]
+            if overdue:
+                await self._judge_scripts(overdue)
+        self._paces.clear()
+
+    def _is_overdue(self, local_rank: int) -> bool:
+        seen, pid = self._seen(local_rank), self.workers.pid(local_rank)
+        if seen is None or pid is None:
+            return False
+        pace = self._paces.setdefault(local_rank, WorkerPace())
+        pace.saw(*seen)
+        frozen = is_frozen(pid)
+        if self.limit is None and not frozen and self._may_be_ended(local_rank):
+            return False
+        limit = limit_for(pace, self.limit, frozen=frozen)
+        return limit is not None and time.monotonic() > pace.entered_at + limit and not pace.told
+
+    def _seen(self, local_rank: int) -> tuple[int, int, float, int] | None:
+        """The worker's progress, as `WorkerPace.saw` takes it."""
+        if (seen := self._committed(local_rank)) is not None:
+            return (*seen, self.workers.first_step(local_rank))
+        counted = self.workers.counted.seen(local_rank)
+        ours = counted is not None and counted[0] == self.workers.generation(local_rank)
+        return counted if ours else None
+
+    def _committed(self, local_rank: int) -> tuple[int, int, float] | None:
+        seen = self.workers.progress(local_rank)
+        ours = seen is not None and seen[0] == self.workers.generation(local_rank)
+        return seen if ours else None
+
+    def _may_be_ended(self, local_rank: int) -> bool:
+        return self._committed(local_rank) is not None
+
+    async def _judge_scripts(self, overdue: list[int]) -> None:
+        found = await self.report.found(self.workers.generation(min(overdue)))
+        activities = {doing.rank: doing for doing in found.activities}
+        mine = {local: activities.get(self.workers.rank(local)) for local in overdue}
+        still = {local: doing for local, doing in mine.items() if self._is_overdue(local)}
+        if not still or found.generation != self.workers.generation(min(still)):
+            return
+        judged = self.report.diagnose(found)
+        causes = {local: doing for local, doing in still.items() if is_cause(doing, judged)}
+        ended = {local: doing for local, doing in causes.items() if self._may_be_ended(local)}
+        said = (judged.text, self._paces[min(still)].entered_at)
+        # A worker that waits for no rank and commits nothing may have finished training.
+        hangs = judged.waited or any(map(self._may_be_ended, still))
+        ours = not judged.missing and hangs and 0 in {self.workers.rank(each) for each in still}
+        if ended or ((causes or ours) and said != self._said):
+            self.report.tell(found)
+            self._said = said
+        if judged.sure:  # otherwise look again: more may be visible then
+            for local in still:
+                self._paces[local].told = judged.text  # until it makes progress
+        for local, doing in ended.items():
+            if doing is not None:
+                since = self._paces[local].words(time.monotonic())
+                self.workers.kill(local, f"{since}: {_verdict(doing, judged)}", doing.stack)
+
     # --- the last resort -------------------------------------------------------------------------
 
     def told_over(self, local_rank: int, *, finished: bool = False) -> None:
@@ -324,3 +464,13 @@ def _doing(pong: orders.Pong) -> Doing:
     if pong.waiting:
         return "stuck" if pong.aborted else "waiting"
     return "working"
+
+
+def _verdict(doing: RankActivity, judged: HangDiagnosis) -> str:
+    missing = judged.text if doing.rank in judged.missing else ""
+    return verdict("frozen" if doing.frozen else "working", doing.stack, missing)
+
+
+def is_cause(doing: RankActivity | None, judged: HangDiagnosis) -> bool:
+    """True if this rank keeps the others waiting."""
+    return doing is not None and (doing.frozen or (judged.waited and doing.rank in judged.missing))

@@ -31,7 +31,7 @@ from torchelastic.system import linux
 from torchelastic.timer.timer_table import MESSAGE, STACKS_AT, Timer, read
 
 if TYPE_CHECKING:
-    from torchelastic.agent.watch.hang_report import HangReport
+    from torchelastic.agent.watch.hang_watchdog import HangReport
     from torchelastic.agent.workers.pool import WorkerPool
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,15 @@ from functools import partial
 from typing import Any
 
 from torchelastic.agent import failure_report
-from torchelastic.agent.lifecycle import in_process, script
+from torchelastic.agent.lifecycle.node import (
+    Event,
+    Seen,
+    WorkerFailed,
+    WorkerMessage,
+    WorkerReturned,
+    WorkerSucceeded,
+    WorkersUp,
+)
 from torchelastic.agent.output import log_files
 from torchelastic.agent.spawn.helper_processes import ProcessFactory
 from torchelastic.agent.telemetry.progress_sampler import ProgressSampler
@@ -64,7 +72,7 @@ class WorkerPool:
         node_logs: log_files.NodeLogs,
         reporter: Reporter,
         clock: Clock,
-        tell_event: Callable[[in_process.Event], None],
+        tell_event: Callable[[Event], None],
         secret: Secret | None,
         snapshots: Snapshots,
         sampling: ProgressSampler,
@@ -116,33 +124,21 @@ class WorkerPool:
         """Pids of our children that are not workers. Add one before the next await."""
         return self._supervisor.exempt
 
-    @property
-    def best_step(self) -> int:
-        """The highest step a worker has reported, without counted optimizer steps."""
-        steps = (record.newest_step() for record in self._records.values())
-        return max((step for step in steps if step is not None), default=-1)
-
-    @property
-    def newest_trained(self) -> int:
-        """The newest generation in which a worker here has taken a step."""
-        generations = [self._trained, self.counted.newest]
-        for record in self._records.values():
-            seen = record.progress()
-            if seen is not None and seen[1] > record.first_step():
-                generations.append(seen[0])
-        self._trained = max(generations)
-        return self._trained
-
-    @property
-    def newest_held(self) -> int:
-        """The newest generation whose state a worker here holds: one that has entered a step."""
-        return max(map(self._held, self.alive), default=-1)
-
-    @property
-    def blank(self) -> tuple[int, ...]:
-        """The workers that do not hold the state of that generation."""
-        newest = self.newest_held
-        return tuple(rank for rank in self.alive if self._held(rank) < newest)
+    def seen(self) -> Seen:
+        """What the workers show of their progress. Counted optimizer steps are no steps here, but
+        show that a generation has trained; a worker holds a state once it has entered a step."""
+        records = self._records.values()
+        steps = [step for record in records if (step := record.newest_step()) is not None]
+        trained = [self._trained, self.counted.newest]
+        for record in records:
+            shown = record.progress()
+            if shown is not None and shown[1] > record.first_step():
+                trained.append(shown[0])
+        self._trained = max(trained)
+        held = {local_rank: self._held(local_rank) for local_rank in self.alive}
+        newest = max(held.values(), default=-1)
+        blank = tuple(local_rank for local_rank, held_here in held.items() if held_here < newest)
+        return Seen(max(steps, default=-1), self._trained, newest, blank)
 
     def _held(self, local_rank: int) -> int:
         record = self._records[local_rank]
@@ -209,7 +205,7 @@ class WorkerPool:
         pids = await self._start(world.generation, ranks, envs)
         if pids is not None:
             seconds = self._clock.now() - began
-            self._tell_event(script.WorkersUp(world.generation))
+            self._tell_event(WorkersUp(world.generation))
             self._reporter.workers_started(world.generation, ranks, pids, seconds)
         return pids is not None
 
@@ -339,7 +335,7 @@ class WorkerPool:
             case orders.Enlisted() as enlisted:
                 record.in_process = True
                 self._give_status_page(local_rank)
-                self._tell_event(in_process.WorkerMessage(local_rank, enlisted))
+                self._tell_event(WorkerMessage(local_rank, enlisted))
             case orders.Keeps():
                 self._give_status_page(local_rank)
             case orders.Pong() as pong:
@@ -353,7 +349,7 @@ class WorkerPool:
                 self._reporter.begins(begins, in_process=record.in_process)
             case orders.Returned():
                 record.returned_at = time.monotonic()
-                self._tell_event(script.WorkerReturned(record.generation, local_rank))
+                self._tell_event(WorkerReturned(record.generation, local_rank))
             case orders.Stored() as stored:
                 self._sampling.stored(*record.place, stored)
             case orders.Up() as up:
@@ -361,9 +357,9 @@ class WorkerPool:
                 self._reporter.training(record.rank, up)
             case orders.Stopped(_, step) | orders.Finished(_, step) as stopped:
                 record.step, record.has_stopped = step, True
-                self._tell_event(in_process.WorkerMessage(local_rank, stopped))
+                self._tell_event(WorkerMessage(local_rank, stopped))
             case orders.Entered() | orders.Unfit() | orders.CanSave() | orders.Saved() as said:
-                self._tell_event(in_process.WorkerMessage(local_rank, said))
+                self._tell_event(WorkerMessage(local_rank, said))
 
     def _answer(
         self, local_rank: int, pid: int | None, answer: dict[str, Any], fds: Sequence[int]
@@ -399,9 +395,9 @@ class WorkerPool:
         if exit.exitcode == 0:
             if self._entry.kind == "function":
                 self.results[rank] = result_path(self._entry.target, generation, rank)
-            self._tell_event(script.WorkerSucceeded(generation, exit.local_rank))
+            self._tell_event(WorkerSucceeded(generation, exit.local_rank))
         elif failure is not None:
-            self._tell_event(script.WorkerFailed(failure))
+            self._tell_event(WorkerFailed(failure))
         self.look()
         with observing("Closing the memory of a worker that exited"):
             self.timers.ended(exit.local_rank)
@@ -482,7 +478,7 @@ class WorkerPool:
 
     def _fail(self, local_rank: int, **what: Any) -> None:
         if (failure := self._failure(local_rank, **what)) is not None:
-            self._tell_event(script.WorkerFailed(failure))
+            self._tell_event(WorkerFailed(failure))
             self._reporter.worker_failed(failure)
 
     def _failure(self, local_rank: int, **what: Any) -> Failure | None:

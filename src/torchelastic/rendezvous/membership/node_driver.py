@@ -8,7 +8,7 @@ Its users add what they do with a world:
 - `compat.torchrun.launcher_node`: workers that another launcher starts. The launcher asks for a
   world from its own thread, and is told when to stop.
 
-An agent (`agent.wiring`) opens `MemberSession` itself, which has everything about the lease and its
+An agent (`agent.agent`) opens `MemberSession` itself, which has everything about the lease and its
 loss: an agent's stores are in another process, and its reports, snapshots and watchdogs are closed
 between the last words of its member record and the session.
 """

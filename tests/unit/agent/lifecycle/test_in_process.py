@@ -8,30 +8,30 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.agent.support import place
-from torchelastic.agent.lifecycle import in_process, script
-from torchelastic.agent.lifecycle.in_process import (
-    Kill,
-    LeaveOverdue,
-    Spawn,
-    Tell,
-    WorkerMessage,
-)
-from torchelastic.agent.lifecycle.in_process_state import InProcessState
+from torchelastic.agent.lifecycle import in_process
+from torchelastic.agent.lifecycle.in_process import InProcessState
 from torchelastic.agent.lifecycle.last_copy import is_waited_for
-from torchelastic.agent.lifecycle.script import (
+from torchelastic.agent.lifecycle.node import (
+    Command,
+    Kill,
     LeaseLost,
+    LeaveOverdue,
     LeaveRequested,
+    Phase,
     PlaceAllotted,
     Rejoin,
     ReportMember,
-    ScriptState,
+    Spawn,
     Stop,
     StoreLost,
+    Tell,
     WorkerFailed,
+    WorkerMessage,
     WorkersGone,
     WorkerSucceeded,
     WorldSeen,
 )
+from torchelastic.agent.lifecycle.script import ScriptState
 from torchelastic.events.failure import Failure
 from torchelastic.rendezvous.world import World
 from torchelastic.worker import orders
@@ -58,7 +58,7 @@ class Node:
     def __init__(self, state: InProcessState) -> None:
         self.state = state
 
-    def feed(self, event) -> list[in_process.Command]:
+    def feed(self, event) -> list[Command]:
         """An event, or a function that makes one of this node."""
         event = event(self) if callable(event) else event
         self.state, commands = in_process.handle(self.state, event)
@@ -83,7 +83,7 @@ def dies(local_rank: int, generation: int | None = None, **fields):
 
 def training(generation: int = 0) -> Node:
     """A node whose two workers are in a world with those of another one."""
-    state, commands = in_process.take_over(running(generation), "a")
+    state, commands = in_process.take_over(running(generation))
     assert spawned(commands) == []
     node = Node(state)
     node.feed(see(generation))
@@ -91,11 +91,11 @@ def training(generation: int = 0) -> Node:
 
 
 def running(generation: int = 0) -> ScriptState:
-    group = ScriptState(node="a", nproc=2, phase=script.ScriptPhase.RUNNING)
+    group = ScriptState(node="a", nproc=2, phase=Phase.RUNNING)
     return replace(group, generation=generation, world=world(generation))
 
 
-def told(commands: list[in_process.Command]) -> str:
+def told(commands: list[Command]) -> str:
     """Who is told what, in short."""
     return ", ".join(
         f"{command.local_rank} {type(command.order).__name__}"
@@ -104,7 +104,7 @@ def told(commands: list[in_process.Command]) -> str:
     )
 
 
-def reported(commands: list[in_process.Command]) -> dict[str, object]:
+def reported(commands: list[Command]) -> dict[str, object]:
     merged: dict[str, object] = {}
     for command in commands:
         if isinstance(command, ReportMember):
@@ -112,7 +112,7 @@ def reported(commands: list[in_process.Command]) -> dict[str, object]:
     return merged
 
 
-def spawned(commands: list[in_process.Command]) -> list[int]:
+def spawned(commands: list[Command]) -> list[int]:
     return [command.local_rank for command in commands if isinstance(command, Spawn)]
 
 
@@ -349,7 +349,7 @@ def test_what_is_done_about_what_happens(steps):
 
 
 def test_workers_that_run_already_are_told_to_enter_their_world():
-    node = Node(in_process.take_over(running(), "a")[0])
+    node = Node(in_process.take_over(running())[0])
     commands = node.feed(see())
     assert told(commands) == "0 Enter, 1 Enter"
     order = commands[1].order
@@ -360,7 +360,7 @@ def test_workers_that_run_already_are_told_to_enter_their_world():
 
 def test_a_newcomer_starts_workers_before_it_is_in_any_world():
     group = ScriptState(node="a", nproc=2, world=world(me=()))
-    state, commands = in_process.take_over(group, "a")
+    state, commands = in_process.take_over(group)
     assert commands[:2] == [Spawn(0), Spawn(1)]
     assert reported(commands)["starting"] == 2
     node = Node(state)
@@ -375,7 +375,7 @@ def test_a_newcomer_starts_workers_before_it_is_in_any_world():
 
 def test_a_newcomer_whose_replica_spans_nodes_starts_workers_once_its_place_is_known():
     group = ScriptState(node="a", nproc=2, world=world(me=(), replica=4), place=-1)
-    state, commands = in_process.take_over(group, "a")
+    state, commands = in_process.take_over(group)
     assert spawned(commands) == []
     node = Node(state)
     commands = node.feed(PlaceAllotted(1))
@@ -398,7 +398,7 @@ def test_workers_in_no_world_start_again_with_another_place():
 
 def test_a_worker_whose_mesh_does_not_fit_the_job_is_refused():
     group = ScriptState(node="a", nproc=2, world=world(me=(), replica=2))
-    node = Node(in_process.take_over(group, "a")[0])
+    node = Node(in_process.take_over(group)[0])
     (refused,) = node.feed(WorkerMessage(0, Enlisted(1)))
     assert refused == Tell(
         0,
@@ -411,7 +411,7 @@ def test_a_worker_whose_mesh_does_not_fit_the_job_is_refused():
 
 
 def test_an_order_to_enter_a_world_says_the_size_of_its_replicas():
-    node = Node(in_process.take_over(running(), "a")[0])
+    node = Node(in_process.take_over(running())[0])
     entering = [one for one in node.feed(see(replica=2)) if isinstance(one, Tell)]
     assert [one.order.replica for one in entering] == [2, 2]
 
@@ -547,7 +547,7 @@ def test_the_others_wait_for_an_evaluation_that_they_do_not_need(shown, fields, 
 
 
 def test_a_leave_while_nobody_trains_is_immediate():
-    node = Node(in_process.take_over(ScriptState(node="a", nproc=1, world=world(me=())), "a")[0])
+    node = Node(in_process.take_over(ScriptState(node="a", nproc=1, world=world(me=())))[0])
     assert node.feed(LeaveRequested(15))[-1] == Stop(15)
 
 

@@ -5,33 +5,30 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.agent.support import place
-from torchelastic.agent.lifecycle.script import (
+from torchelastic.agent.lifecycle.node import (
     InvalidTransition,
     LeaseLost,
     LeaveRequested,
+    Phase,
     PlaceAllotted,
     Rejoin,
     ReportMember,
-    ScriptPhase,
-    ScriptState,
     StartWorkers,
     Stop,
     StoreLost,
     Tell,
-    WorkerCanSave,
-    WorkerEnlisted,
     WorkerFailed,
+    WorkerMessage,
     WorkerReturned,
-    WorkerSaved,
     WorkersGone,
     WorkerSucceeded,
     WorkersUp,
     WorldSeen,
-    handle,
 )
+from torchelastic.agent.lifecycle.script import ScriptState, handle
 from torchelastic.events.failure import Failure
 from torchelastic.rendezvous.world import World
-from torchelastic.worker.orders import Leave
+from torchelastic.worker.orders import CanSave, Enlisted, Leave, Saved
 
 
 def world(generation=0, phase="running", nodes="ab", **fields):
@@ -73,8 +70,12 @@ class Node:
 
 RUNNING = (seen(), WorkersUp(0))
 #: One worker can put the state into storage.
-SAVING = (*RUNNING, WorkerCanSave(0))
-TOGETHER = (*RUNNING, WorkerCanSave(0, together=True), WorkerCanSave(1, together=True))
+SAVING = (*RUNNING, WorkerMessage(0, CanSave()))
+TOGETHER = (
+    *RUNNING,
+    WorkerMessage(0, CanSave(together=True)),
+    WorkerMessage(1, CanSave(together=True)),
+)
 LEAVE = Leave(15, 99.0)
 GO = [Tell(rank, Leave(15, 99.0, saves=False)) for rank in (0, 1)]
 DONE = (*RUNNING, WorkerSucceeded(0, 0), WorkerSucceeded(0, 1), WorkersGone())
@@ -89,16 +90,16 @@ def story(before, *steps, **state):
 
 STORIES = {
     "a world with a place for us starts workers": story(
-        (), (seen(), [StartWorkers(world())]), (WorkersUp(0), []), phase=ScriptPhase.RUNNING
+        (), (seen(), [StartWorkers(world())]), (WorkersUp(0), []), phase=Phase.RUNNING
     ),
     "a world without us starts nothing, and its end finds nobody here": story(
         (),
         (seen(nodes="bc"), []),
         (seen(phase="over", nodes="bc"), [ReportMember({"gone": 0})]),
-        phase=ScriptPhase.IDLE,
+        phase=Phase.IDLE,
     ),
     "nobody starts while others are waited for": story(
-        (), (seen(phase="waiting", nodes="bc"), []), phase=ScriptPhase.IDLE
+        (), (seen(phase="waiting", nodes="bc"), []), phase=Phase.IDLE
     ),
     "who never heard of a world that waits has no worker of it, and says so": story(
         (),
@@ -116,13 +117,13 @@ STORIES = {
         RUNNING,
         (seen(phase="waiting"), [Stop(15)]),
         (WorkersGone(), [gone(0), ReportMember({"gone": 0})]),
-        phase=ScriptPhase.IDLE,
+        phase=Phase.IDLE,
     ),
     "a later one neither, whoever was in it": story(
         RUNNING, (seen(2, phase="waiting", nodes="bc"), [Stop(15)]), (WorkersGone(), [gone(0)])
     ),
     "an empty store that waits for nodes stops nobody": story(
-        RUNNING, (seen(phase="waiting", nodes=""), []), phase=ScriptPhase.RUNNING
+        RUNNING, (seen(phase="waiting", nodes=""), []), phase=Phase.RUNNING
     ),
     "a world that came and went while workers were stopping is gone from here, too": story(
         (*RUNNING, OVER, seen(2, phase="waiting")),
@@ -148,7 +149,7 @@ STORIES = {
     "a newer world stops the workers of the older one first": story(
         RUNNING, (seen(3), [Stop(15)]), (WorkersGone(), [gone(0), StartWorkers(world(3))])
     ),
-    "the same world twice starts once": story(RUNNING, (seen(), []), phase=ScriptPhase.RUNNING),
+    "the same world twice starts once": story(RUNNING, (seen(), []), phase=Phase.RUNNING),
     "success is reported when the last worker is done": story(
         RUNNING,
         (WorkerSucceeded(0, 1), []),
@@ -192,7 +193,7 @@ STORIES = {
         (WorkerSucceeded(0, 0), []),
         (WorkerSucceeded(0, 1), []),
         (WorkersGone(), [ReportMember({"gone": 0, "done": 0})]),
-        phase=ScriptPhase.ENDED,
+        phase=Phase.ENDED,
         exitcode=143,
     ),
     "a world begins with programs that have not returned": story(
@@ -204,7 +205,7 @@ STORIES = {
         RUNNING,
         (seen(phase="closed", exitcode=1, reason="no"), [Stop(15)]),
         (WorkersGone(), None),
-        phase=ScriptPhase.ENDED,
+        phase=Phase.ENDED,
         exitcode=1,
         reason="no",
     ),
@@ -213,7 +214,7 @@ STORIES = {
         (LeaveRequested(15), LEAVES),
         (LeaveRequested(15), []),
         (WorkersGone(), None),
-        phase=ScriptPhase.ENDED,
+        phase=Phase.ENDED,
         exitcode=143,
     ),
     "who can store the state is told before anybody else and ends by itself": story(
@@ -229,22 +230,22 @@ STORIES = {
             LeaveRequested(15, 99.0),
             [Tell(0, LEAVE), Tell(1, LEAVE), Stop(15, told=frozenset({0, 1}))],
         ),
-        (WorkerSaved(1), []),
-        (WorkerSaved(0), [LEAVES[0], *GO]),
-        (WorkerSaved(0), []),  # it had given up before, and is done now
+        (WorkerMessage(1, Saved()), []),
+        (WorkerMessage(0, Saved()), [LEAVES[0], *GO]),
+        (WorkerMessage(0, Saved()), []),  # it had given up before, and is done now
         (WorkersGone(), []),
-        phase=ScriptPhase.ENDED,
+        phase=Phase.ENDED,
     ),
     "who stores the state together goes at once when others have stopped": story(
         (*TOGETHER, LeaveRequested(15, 99.0)),
         (seen(), []),
         (OVER, [LEAVES[0], *GO]),
-        (WorkerSaved(0), []),
+        (WorkerMessage(0, Saved()), []),
     ),
     "a leave is announced at last if those who store the state are gone": story(
         (*TOGETHER, LeaveRequested(15, 99.0)),
         (WorkersGone(), [LEAVES[0]]),
-        phase=ScriptPhase.ENDED,
+        phase=Phase.ENDED,
     ),
     "a leave reaches workers that are being stopped, together or not": story(
         (*TOGETHER, OVER), (LeaveRequested(15, 99.0), LEAVES), (WorkersGone(), [])
@@ -269,7 +270,7 @@ STORIES = {
     "a leave while idle ends at once": story(
         (),
         (LeaveRequested(2), [ReportMember({"leaving": "SIGINT"})]),
-        phase=ScriptPhase.ENDED,
+        phase=Phase.ENDED,
         exitcode=130,
     ),
     "a lost lease stops the workers before joining anew": story(
@@ -277,7 +278,7 @@ STORIES = {
         (LeaseLost(), [Stop(9)]),
         (seen(1, nodes="bc"), []),
         (WorkersGone(), [NONE_IN_PROCESS, Rejoin(0)]),
-        phase=ScriptPhase.IDLE,
+        phase=Phase.IDLE,
     ),
     "a lost lease starts nobody in a world that was seen before it": story(
         (*RUNNING, OVER, seen(1), LeaseLost()),
@@ -288,12 +289,12 @@ STORIES = {
         RUNNING,
         (StoreLost("out of reach"), [Stop(15)]),
         (WorkersGone(), None),
-        phase=ScriptPhase.ENDED,
+        phase=Phase.ENDED,
         exitcode=171,
         reason="out of reach",
     ),
     "a lost store while idle ends at once": story(
-        (), (StoreLost("out of reach"), None), phase=ScriptPhase.ENDED, exitcode=171
+        (), (StoreLost("out of reach"), None), phase=Phase.ENDED, exitcode=171
     ),
 }
 
@@ -346,7 +347,9 @@ def test_an_event_out_of_place_is_a_bug_and_tells_where():
     ("meshes", "report"), [((2, 2), {"replica": 2}), ((0, 0), {}), ((2, 4), None)]
 )
 def test_the_workers_of_a_node_make_meshes_of_one_size(meshes, report):
-    commands = Node(*RUNNING).feed(*(WorkerEnlisted(*each) for each in enumerate(meshes)))
+    commands = Node(*RUNNING).feed(
+        *(WorkerMessage(rank, Enlisted(mesh)) for rank, mesh in enumerate(meshes))
+    )
     changes = next(command for command in commands if isinstance(command, ReportMember)).changes
     if report is not None:
         assert changes == {"in_process": True, "standing": (0, 1), **report}
@@ -365,7 +368,7 @@ def test_a_place_in_a_replica_is_taken_in_every_phase():
 
 @pytest.mark.parametrize("ends_first", [True, False])
 def test_workers_that_wait_in_train_for_one_that_has_ended_fail(ends_first):
-    events = [WorkerSucceeded(0, 1), WorkerEnlisted(0)]
+    events = [WorkerSucceeded(0, 1), WorkerMessage(0, Enlisted())]
     commands = Node(*RUNNING).feed(*(events if ends_first else reversed(events)))
     failures = next(command for command in commands if isinstance(command, ReportMember))
     failure = failures.changes["failures"][0]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.agent.support import in_loop
-from torchelastic.agent.lifecycle.in_process_state import InProcessState, Status, Worker
+from torchelastic.agent.lifecycle.in_process import InProcessState, Status, Worker
 from torchelastic.agent.lifecycle.script import ScriptState
 from torchelastic.agent.spawn import helper_processes as module
 from torchelastic.agent.spawn.helper_processes import (

@@ -1,7 +1,7 @@
 """What is found out of a hang is told once; and who only looks ends nothing."""
 
 from tests.unit.agent.support import in_loop
-from torchelastic.agent.watch.hang_report import HangReport
+from torchelastic.agent.watch.hang_watchdog import HangReport
 from torchelastic.agent.watch.inspector import WorldActivity
 from torchelastic.events.analysis.hangs import RankActivity
 

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.agent.support import in_loop
-from torchelastic.agent.lifecycle.in_process_state import InProcessState, Status, Worker
-from torchelastic.agent.watch import hang_report, hang_watchdog
-from torchelastic.agent.watch.hang_report import HangReport
+from torchelastic.agent.lifecycle.in_process import InProcessState, Status, Worker
+from torchelastic.agent.watch import hang_watchdog
 from torchelastic.agent.watch.hang_watchdog import (
+    HangReport,
     HangWatchdog,
     WorkerPace,
     _doing,
@@ -160,9 +160,13 @@ class Workers:
 def watch(workers, *, limit=0.1, until):
     @in_loop
     async def main():
-        state = SimpleNamespace(having=lambda *_: () if workers.killed else (0,))
+        trains = Worker(status=Status.TRAINING)
+
+        def state():
+            return InProcessState(workers={} if workers.killed else {0: trains})
+
         report = HangReport(workers.look, lambda generation, event: workers.told.append(event))
-        task = asyncio.create_task(HangWatchdog(workers, report, limit).run(lambda: state))
+        task = asyncio.create_task(HangWatchdog(workers, report, limit).run(state))
         while not until() and not task.done():
             await asyncio.sleep(0.002)
         task.cancel()
@@ -256,8 +260,7 @@ def test_who_waits_for_others_is_innocent_and_it_is_reported_once_that_all_wait(
 )
 def test_the_world_of_ranks_that_wait_for_each_other_ends(monkeypatch, steps, changes, ended):
     """One of them is in the all-reduce of a checkpoint, the other one in the next step."""
-    for module in (hang_watchdog, hang_report):
-        monkeypatch.setattr(module, "FRESH", 0.05)
+    monkeypatch.setattr(hang_watchdog, "FRESH", 0.05)
     workers, looks = Workers(seen=(1, 8, long_ago()), answers=Pong(waiting=True)), []
 
     async def look():

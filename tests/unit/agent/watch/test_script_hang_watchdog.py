@@ -7,10 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchelastic.agent.watch import hang_report, script_hang_watchdog
-from torchelastic.agent.watch.hang_report import HangReport
+from torchelastic.agent.watch import hang_watchdog
+from torchelastic.agent.watch.hang_watchdog import HangReport, HangWatchdog, is_cause
 from torchelastic.agent.watch.inspector import WorldActivity
-from torchelastic.agent.watch.script_hang_watchdog import ScriptHangWatchdog, is_cause
 from torchelastic.agent.watch.stack_reader import NOTHING
 from torchelastic.events.analysis.hangs import HangDiagnosis, RankActivity
 
@@ -61,13 +60,15 @@ class Workers:
 
 def watch(workers, limit, monkeypatch, looks=100):
     """Until it has looked so often, or a few times at a worker, or killed."""
-    monkeypatch.setattr(script_hang_watchdog, "LOOK", 0.001)
+    monkeypatch.setattr(hang_watchdog, "LOOK", 0.001)
     ends = iter([False] * looks)
 
     async def main():
         report = HangReport(workers.everywhere, lambda _, event: workers.told.append(event))
-        watchdog = ScriptHangWatchdog(workers, report, limit)
-        await watchdog.run(lambda: next(ends, True) or workers.looks > 40 or bool(workers.killed))
+        watchdog = HangWatchdog(workers, report, limit)
+        await watchdog.watch_script(
+            lambda: next(ends, True) or workers.looks > 40 or bool(workers.killed)
+        )
         report.close()
 
     asyncio.run(main())
@@ -117,7 +118,7 @@ TOLD = {
 
 @pytest.mark.parametrize(("activities", "limit", "told"), TOLD.values(), ids=TOLD)
 def test_nobody_is_ended_by_the_steps_of_an_optimizer(activities, limit, told, monkeypatch):
-    monkeypatch.setattr(hang_report, "FRESH", 0.0)
+    monkeypatch.setattr(hang_watchdog, "FRESH", 0.0)
     workers = Workers(*activities, since=10_000.0)
     workers.commits = False
     watch(workers, limit, monkeypatch)
@@ -125,7 +126,7 @@ def test_nobody_is_ended_by_the_steps_of_an_optimizer(activities, limit, told, m
 
 
 def test_who_could_not_be_seen_is_looked_at_again(monkeypatch):
-    monkeypatch.setattr(hang_report, "FRESH", 0.0)
+    monkeypatch.setattr(hang_watchdog, "FRESH", 0.0)
     workers = Workers(waits(0), unread(1))
     looks = iter([[waits(0), unread(1)]] * 3)
 
@@ -148,7 +149,7 @@ def test_who_has_time_is_left_alone(limit, since, monkeypatch):
 
 
 def test_a_learned_limit_counts_for_who_is_frozen(monkeypatch):
-    monkeypatch.setattr(script_hang_watchdog, "is_frozen", lambda pid: True)
+    monkeypatch.setattr(hang_watchdog, "is_frozen", lambda pid: True)
     workers = Workers(waits(0), works(1, frozen=True), since=700.0)
     watch(workers, None, monkeypatch)
     assert [rank for rank, *_ in workers.killed] == [1]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.agent.support import in_loop
 from tests.unit.worker import entering
-from torchelastic.agent.lifecycle import script
+from torchelastic.agent.lifecycle.node import WorkerSucceeded
 from torchelastic.agent.telemetry.progress_sampler import ProgressSampler
 from torchelastic.agent.workers import pool as module
 from torchelastic.agent.workers.oom import OomKills, Sources
@@ -440,7 +440,7 @@ def test_an_end_is_told_whatever_is_wrong_with_what_is_observed(in_world, monkey
     in_world._heard(1, orders.to_json(Erred(3, 8, "ValueError: boom", "Traceback")))
     failed, succeeded, stopped, erred = events
     assert (failed.failure.exitcode, failed.failure.rank) == (-9, 4)
-    assert succeeded == script.WorkerSucceeded(3, 1)
+    assert succeeded == WorkerSucceeded(3, 1)
     assert stopped.report == Stopped(3, 8)
     assert erred.failure.message == "ValueError: boom"
 
