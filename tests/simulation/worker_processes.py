@@ -1,7 +1,7 @@
 """Workers that only take time: they start, train in groups, are asked to stop, fail and die.
 
 The orders and reports between them and agents are the product's (`worker.orders`, the events of
-`lifecycle.node`). A group makes a step when all its workers are in it,
+`lifecycle.node_state`). A group makes a step when all its workers are in it,
 none is frozen, and all can reach each other.
 """
 
@@ -16,11 +16,11 @@ from typing import Any
 from tests.simulation.fault_schedule import LEASE
 from tests.simulation.virtual_loop import Scheduler
 from tests.simulation.virtual_network import ProcessLoop, VirtualNetwork
-from torchelastic.agent.lifecycle.node import (
+from torchelastic.agent.lifecycle.node_state import (
     Event,
-    Seen,
     WorkerFailed,
     WorkerMessage,
+    WorkerProgress,
     WorkerSucceeded,
     WorkersUp,
 )
@@ -372,7 +372,7 @@ class VirtualWorkers:
     def alive(self) -> tuple[int, ...]:
         return tuple(self._processes)
 
-    def seen(self) -> Seen:
+    def seen(self) -> WorkerProgress:
         """What the workers show of their progress, as `WorkerPool` reads it."""
         processes = self._processes
         stepped = [one.version[0] for one in processes.values() if one.version[1] > one.base]
@@ -380,7 +380,7 @@ class VirtualWorkers:
         step = max((one.version[1] - 1 for one in processes.values()), default=-1)
         newest = max((one.version[0] for one in processes.values()), default=-1)
         blank = tuple(rank for rank, one in processes.items() if one.version[0] < newest)
-        return Seen(step, self._trained, newest, blank)
+        return WorkerProgress(step, self._trained, newest, blank)
 
     def thaw(self) -> None:
         self.are_frozen = False

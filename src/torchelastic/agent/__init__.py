@@ -1,7 +1,7 @@
 """Agent process: one per node, it starts, watches and stops the workers of the node.
 
 guard              from a config to an exit code; the process around the agent
-node               the loop: next event, decide (lifecycle/), perform
+node_loop          the loop: next event, decide (lifecycle/), perform
 agent              a node whose workers are child processes: what it consists of
 failure_report     the sentences about failures and recoveries
 preflight          the `--preflight` check

@@ -1,7 +1,7 @@
 """The agent: the node whose workers are child processes. One per machine.
 
-`run` is its whole life; `agent.node` is the loop in it. The rest of this file opens and closes what
-an agent consists of, and makes the events: the worlds and the lease, signals, preemption.
+`run` is its whole life; `agent.node_loop` is the loop in it. The rest of this file opens and closes
+what an agent consists of, and makes the events: the worlds and the lease, signals, preemption.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from torchelastic.agent import failure_report, preflight
 from torchelastic.agent.guard import GUARD_LOST_SIGNAL, is_under_nohup
 from torchelastic.agent.lifecycle.in_process import InProcessState, Status
 from torchelastic.agent.lifecycle.last_copy import is_waited_for
-from torchelastic.agent.lifecycle.node import (
+from torchelastic.agent.lifecycle.node_state import (
     LeaseLost,
     LeaveOverdue,
     LeaveRequested,
     Named,
     PlaceAllotted,
-    Seen,
     StoreLost,
+    WorkerProgress,
     WorkersGone,
     WorldSeen,
 )
 from torchelastic.agent.lifecycle.script import ScriptState
-from torchelastic.agent.node import Node
+from torchelastic.agent.node_loop import NodeLoop
 from torchelastic.agent.output import log_files
 from torchelastic.agent.spawn.helper_processes import HelperRestarts, ProcessFactory
 from torchelastic.agent.telemetry.collector import CollectedLog, LogCollector
@@ -103,7 +103,7 @@ class JobOutcome:
         path.write_text(json.dumps({**dataclasses.asdict(self), "world": world}))
 
 
-class Agent(Node):
+class Agent(NodeLoop):
     """Supervises the workers of one node until the job ends."""
 
     def __init__(
@@ -495,7 +495,7 @@ class Agent(Node):
 
     # --- the workers -----------------------------------------------------------------------------
 
-    def seen(self) -> Seen:
+    def seen(self) -> WorkerProgress:
         """What they show, and what this agent keeps of their state."""
         seen = self.workers.seen()
         return replace(seen, holds=max(self._kept, seen.holds))

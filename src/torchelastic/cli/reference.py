@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from torchelastic import env
-from torchelastic.agent import node
+from torchelastic.agent import node_loop
 from torchelastic.agent.lifecycle import in_process, script
 from torchelastic.cli import COMMANDS
 from torchelastic.cli.old_apis_page import old_apis_page
@@ -94,18 +94,18 @@ phases:
 
 ## A node
 
-Every node has one loop (`agent/node.py`): it takes an event, lets the machine decide
+Every node has one loop (`agent/node_loop.py`): it takes an event, lets the machine decide
 (`agent/lifecycle/machine.py`), and performs the commands.
 
 ```
-{_drawing(node)}
+{_drawing(node_loop)}
 ```
 
-The node's own part, such as leaving, its lease and its end, is in `agent/lifecycle/node.py`. What
-it means for the workers is in one of two tables: `script.py` while they end with their generation,
-`in_process.py` once they outlive it. An agent holds child processes, a process without a launcher
-(`training/standalone.py`) holds itself. The plug-in for torchrun has no such loop: torch starts and
-stops the workers there, and `compat/torchrun/launcher_node_state.py` only answers what it asks.
+The node's own part, such as leaving, its lease and its end, is in `agent/lifecycle/node_state.py`.
+What it means for the workers is in one of two tables: `script.py` while they end with their
+generation, `in_process.py` once they outlive it. An agent holds child processes, a process without
+a launcher (`training/standalone.py`) holds itself. The plug-in for torchrun has no such loop: torch
+starts and stops the workers there; `compat/torchrun/launcher_node_state.py` answers what it asks.
 
 ## The workers of a script
 

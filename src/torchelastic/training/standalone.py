@@ -20,18 +20,18 @@ from torchelastic import env
 from torchelastic.agent.failure_report import beginning
 from torchelastic.agent.lifecycle import in_process
 from torchelastic.agent.lifecycle.in_process import InProcessState, Status
-from torchelastic.agent.lifecycle.node import (
+from torchelastic.agent.lifecycle.node_state import (
     LeaseLost,
     Named,
-    Seen,
     StoreLost,
     WorkerFailed,
     WorkerLeft,
     WorkerMessage,
+    WorkerProgress,
     WorkersGone,
     WorldSeen,
 )
-from torchelastic.agent.node import Node
+from torchelastic.agent.node_loop import NodeLoop
 from torchelastic.agent.watch.hang_watchdog import LOOK, WorkerPace, limit_for
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import TorchElasticError
@@ -87,7 +87,7 @@ def config_for(url: urls.RendezvousUrl, max_workers: int | None) -> LaunchConfig
     )
 
 
-class StandaloneNode(Node):
+class StandaloneNode(NodeLoop):
     """One node with one worker: this process. It can be told things, but not started or killed."""
 
     def __init__(
@@ -196,10 +196,10 @@ class StandaloneNode(Node):
             fatal=isinstance(erred, orders.Erred) and not erred.retry,
         )
 
-    def seen(self) -> Seen:
+    def seen(self) -> WorkerProgress:
         self._trained = max(self._trained, status_page.read_trained(self._status_page))
         holds, _, _ = status_page.read_progress(self._status_page)
-        return Seen(self._step, self._trained, holds)
+        return WorkerProgress(self._step, self._trained, holds)
 
     def start(self, world: World) -> None:
         """Nothing: this process runs already."""

@@ -10,7 +10,7 @@ from tests.simulation.bus.message_bus import BusTimer, MessageBus
 from tests.simulation.bus.node_loop import SimulatedAgent
 from tests.simulation.bus.worker_model import TrainingRun
 from tests.simulation.fault_schedule import END, HEALED_AT, LEASE, ROUND, Schedule, ScheduledFault
-from torchelastic.agent.lifecycle.node import InvalidTransition
+from torchelastic.agent.lifecycle.node_state import InvalidTransition
 from torchelastic.chaos import laws
 from torchelastic.chaos.laws import Laws, Violation
 from torchelastic.rendezvous.round_state import RoundRules

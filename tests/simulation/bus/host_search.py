@@ -188,7 +188,10 @@ class SimulatedEmbeddedNode:
     def _peers(self, but: set[str]) -> list[str]:
         places = [] if self._is_endpoint else [ENDPOINT]
         known = self.holding.addresses
-        return [*places, *(node for node in known if node not in but and node != self._agent.node)]
+        return [
+            *places,
+            *(node for node in known if node not in but and node != self._agent.node),
+        ]
 
     def _judge(self, term: int, returns: Returns) -> None:
         self._search.hear(returns)

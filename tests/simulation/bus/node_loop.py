@@ -16,7 +16,7 @@ from tests.simulation.bus.message_bus import SimulatedProcess
 from tests.simulation.bus.worker_model import SimulatedWorkers
 from torchelastic.agent.lifecycle import machine
 from torchelastic.agent.lifecycle.in_process import InProcessState
-from torchelastic.agent.lifecycle.node import (
+from torchelastic.agent.lifecycle.node_state import (
     Command,
     Event,
     Kill,
@@ -26,11 +26,11 @@ from torchelastic.agent.lifecycle.node import (
     PlaceAllotted,
     Rejoin,
     ReportMember,
-    Seen,
     Spawn,
     StartWorkers,
     Stop,
     Tell,
+    WorkerProgress,
     WorldSeen,
 )
 from torchelastic.agent.lifecycle.script import ScriptState
@@ -115,7 +115,7 @@ class SimulatedAgent(SimulatedProcess):
         if self.state.is_terminal:
             return
         workers = self.workers
-        seen = Seen(workers.version[1], workers.trained, workers.holds, workers.blank)
+        seen = WorkerProgress(workers.version[1], workers.trained, workers.holds, workers.blank)
         self.state, commands = machine.handle(self.state, event, seen)
         for command in commands:
             self._perform(command)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.simulation.bus.message_bus import BusTimer
 from torchelastic.agent.lifecycle.in_process import InProcessState, Status
-from torchelastic.agent.lifecycle.node import (
+from torchelastic.agent.lifecycle.node_state import (
     WorkerFailed,
     WorkerMessage,
     WorkersGone,

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.rendezvous.round_support import Job, failure
 from torchelastic.agent.lifecycle import script
-from torchelastic.agent.lifecycle.node import WorldSeen
+from torchelastic.agent.lifecycle.node_state import WorldSeen
 from torchelastic.agent.lifecycle.script import ScriptState
 from torchelastic.config import WorldSizes
 from torchelastic.rendezvous import majority, round_state

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchelastic.agent.lifecycle import script
-from torchelastic.agent.lifecycle.node import Phase, Rejoin, ReportMember, WorkersGone
+from torchelastic.agent.lifecycle.node_state import Phase, Rejoin, ReportMember, WorkersGone
 from torchelastic.rendezvous import choosing, forming, majority, round_state, suspects
 from torchelastic.rendezvous.embedded.ask_peers import Returns
 from torchelastic.rendezvous.embedded.election import Poll, Search

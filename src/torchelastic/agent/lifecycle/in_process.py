@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from torchelastic.agent.lifecycle.node import (
+from torchelastic.agent.lifecycle.node_state import (
     SIGINT,
     SIGKILL,
     SIGTERM,

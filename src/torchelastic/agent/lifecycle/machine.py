@@ -12,7 +12,14 @@ from typing import Any
 
 from torchelastic.agent.lifecycle import in_process, script
 from torchelastic.agent.lifecycle.in_process import InProcessState
-from torchelastic.agent.lifecycle.node import Command, Event, Named, ReportMember, Seen, WorldSeen
+from torchelastic.agent.lifecycle.node_state import (
+    Command,
+    Event,
+    Named,
+    ReportMember,
+    WorkerProgress,
+    WorldSeen,
+)
 from torchelastic.agent.lifecycle.script import ScriptState
 from torchelastic.records import replace
 
@@ -22,7 +29,7 @@ KEPT, LONGEST = 32, 160
 State = ScriptState | InProcessState
 
 
-def handle(state: State, event: Event, seen: Seen) -> tuple[State, list[Command]]:
+def handle(state: State, event: Event, seen: WorkerProgress) -> tuple[State, list[Command]]:
     """Let the table in charge handle an event. Pure."""
     commands: list[Command]
     if isinstance(event, Named):
@@ -44,7 +51,7 @@ def _while_scripts_run(state: ScriptState, event: Event) -> tuple[State, list[Co
     return taken, [*commands, *more, *again]
 
 
-def _with_facts(state: State, command: Command, seen: Seen) -> Command:
+def _with_facts(state: State, command: Command, seen: WorkerProgress) -> Command:
     """Add the progress of the workers to every report."""
     if not isinstance(command, ReportMember):
         return command
@@ -62,7 +69,7 @@ class Machine:
         #: Phase, event, commands; formatted only when printed.
         self._last: deque[tuple[str, object, Sequence[object]]] = deque(maxlen=KEPT)
 
-    def take(self, event: Event, seen: Seen) -> list[Command]:
+    def take(self, event: Event, seen: WorkerProgress) -> list[Command]:
         """Handle an event. The text of `InvalidTransition` and of failed assertions includes the
         last transitions."""
         before = self.state.sentence()

@@ -14,11 +14,11 @@ from functools import partial
 from typing import Any
 
 from torchelastic.agent import failure_report
-from torchelastic.agent.lifecycle.node import (
+from torchelastic.agent.lifecycle.node_state import (
     Event,
-    Seen,
     WorkerFailed,
     WorkerMessage,
+    WorkerProgress,
     WorkerReturned,
     WorkerSucceeded,
     WorkersUp,
@@ -124,7 +124,7 @@ class WorkerPool:
         """Pids of our children that are not workers. Add one before the next await."""
         return self._supervisor.exempt
 
-    def seen(self) -> Seen:
+    def seen(self) -> WorkerProgress:
         """What the workers show of their progress. Counted optimizer steps are no steps here, but
         show that a generation has trained; a worker holds a state once it has entered a step."""
         records = self._records.values()
@@ -138,7 +138,7 @@ class WorkerPool:
         held = {local_rank: self._held(local_rank) for local_rank in self.alive}
         newest = max(held.values(), default=-1)
         blank = tuple(local_rank for local_rank, held_here in held.items() if held_here < newest)
-        return Seen(max(steps, default=-1), self._trained, newest, blank)
+        return WorkerProgress(max(steps, default=-1), self._trained, newest, blank)
 
     def _held(self, local_rank: int) -> int:
         record = self._records[local_rank]

@@ -11,7 +11,7 @@ from tests.unit.agent.support import place
 from torchelastic.agent.lifecycle import in_process
 from torchelastic.agent.lifecycle.in_process import InProcessState
 from torchelastic.agent.lifecycle.last_copy import is_waited_for
-from torchelastic.agent.lifecycle.node import (
+from torchelastic.agent.lifecycle.node_state import (
     Command,
     Kill,
     LeaseLost,

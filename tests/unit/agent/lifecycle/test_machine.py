@@ -8,30 +8,30 @@ from tests.unit.agent.lifecycle.test_script import RUNNING, failure, world
 from torchelastic.agent.lifecycle import in_process
 from torchelastic.agent.lifecycle.in_process import InProcessState
 from torchelastic.agent.lifecycle.machine import KEPT, LONGEST, Machine
-from torchelastic.agent.lifecycle.node import (
+from torchelastic.agent.lifecycle.node_state import (
     InvalidTransition,
     LeaseLost,
     Named,
     PlaceAllotted,
     ReportMember,
-    Seen,
     Spawn,
     StoreLost,
     Tell,
     WorkerFailed,
+    WorkerProgress,
     WorkersUp,
     WorldSeen,
 )
 from torchelastic.agent.lifecycle.script import ScriptState
 from torchelastic.worker import orders
 
-SEEN = Seen(step=7, trained=2, holds=3, blank=(1,))
+SEEN = WorkerProgress(step=7, trained=2, holds=3, blank=(1,))
 
 
 def running(**fields):
     machine = Machine(ScriptState(node="a", nproc=2, **fields))
     for event in RUNNING:
-        machine.take(event, Seen())
+        machine.take(event, WorkerProgress())
     return machine
 
 
@@ -43,14 +43,14 @@ def test_report_includes_progress_of_workers():
 
 def test_report_in_sharded_world_names_workers_without_the_state():
     machine = running()
-    machine.take(WorldSeen(world(replica=2)), Seen())
+    machine.take(WorldSeen(world(replica=2)), WorkerProgress())
     [report, _] = machine.take(WorkerFailed(failure(0)), SEEN)
     assert report.changes["blank"] == (1,)
 
 
 def test_resident_world_hands_running_workers_to_other_table():
     machine = running()
-    machine.take(Named("host-1"), Seen())
+    machine.take(Named("host-1"), WorkerProgress())
     again = replace(world(), in_process=True)
     report, *told = machine.take(WorldSeen(again), SEEN)
     assert isinstance(machine.state, InProcessState)
@@ -67,10 +67,10 @@ def test_resident_world_starts_workers_of_idle_node():
 
 def test_error_about_script_lists_last_transitions():
     machine = Machine(ScriptState(node="n"))
-    machine.take(LeaseLost(), Seen())
-    machine.take(StoreLost("the host is gone"), Seen())
+    machine.take(LeaseLost(), WorkerProgress())
+    machine.take(StoreLost("the host is gone"), WorkerProgress())
     with pytest.raises(InvalidTransition) as raised:
-        machine.take(WorkersUp(3), Seen())
+        machine.take(WorkersUp(3), WorkerProgress())
     first, title, *lines = str(raised.value).splitlines()
     assert first.startswith("WorkersUp while ended")
     assert title == "The last 2 transitions, oldest first:"
@@ -81,13 +81,13 @@ def test_error_about_script_lists_last_transitions():
 def test_error_about_in_process_workers_lists_last_transitions():
     machine = Machine(in_process.alone("n", "host"))
     with pytest.raises(InvalidTransition, match="The last 0 transitions"):
-        machine.take("an unknown event", Seen())
+        machine.take("an unknown event", WorkerProgress())
 
 
 def test_ring_of_transitions_stays_small_in_large_job():
     machine = Machine(ScriptState(node="n"))
     for number in range(1000):
-        machine.take(PlaceAllotted(number + 10**200), Seen())
+        machine.take(PlaceAllotted(number + 10**200), WorkerProgress())
     lines = str(machine).splitlines()[1:]
     assert len(lines) == KEPT
     assert all(len(line) < 2 * LONGEST + 40 for line in lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.agent.support import place
-from torchelastic.agent.lifecycle.node import (
+from torchelastic.agent.lifecycle.node_state import (
     InvalidTransition,
     LeaseLost,
     LeaveRequested,

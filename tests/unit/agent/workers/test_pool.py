@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.agent.support import in_loop
 from tests.unit.worker import entering
-from torchelastic.agent.lifecycle.node import WorkerSucceeded
+from torchelastic.agent.lifecycle.node_state import WorkerSucceeded
 from torchelastic.agent.telemetry.progress_sampler import ProgressSampler
 from torchelastic.agent.workers import pool as module
 from torchelastic.agent.workers.oom import OomKills, Sources

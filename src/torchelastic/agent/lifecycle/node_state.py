@@ -209,7 +209,7 @@ Command = StartWorkers | Stop | Tell | ReportMember | Rejoin | Spawn | Kill
 
 
 @dataclass(frozen=True)
-class Seen:
+class WorkerProgress:
     """What the workers show of their progress, read before each event: it decides what a world
     begins with, and whether a restart counts as one without progress."""
 

@@ -14,18 +14,18 @@ from abc import ABC, abstractmethod
 from functools import partial
 
 from torchelastic.agent.lifecycle.machine import Machine, State
-from torchelastic.agent.lifecycle.node import (
+from torchelastic.agent.lifecycle.node_state import (
     Command,
     Event,
     Kill,
     Named,
     Rejoin,
     ReportMember,
-    Seen,
     Spawn,
     StartWorkers,
     Stop,
     Tell,
+    WorkerProgress,
 )
 from torchelastic.rendezvous.membership.member_session import MemberSession
 from torchelastic.rendezvous.world import World
@@ -33,7 +33,7 @@ from torchelastic.side_tasks import SideTasks
 from torchelastic.worker import orders
 
 
-class Node(ABC):
+class NodeLoop(ABC):
     """One node. A kind of node adds what holds its workers; what happens to them are events."""
 
     #: Its member record at the leader, and the tasks beside the loop.
@@ -84,7 +84,7 @@ class Node(ABC):
     # --- what holds the workers ------------------------------------------------------------------
 
     @abstractmethod
-    def seen(self) -> Seen:
+    def seen(self) -> WorkerProgress:
         """What the workers show of their progress."""
 
     @abstractmethod
