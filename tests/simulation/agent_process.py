@@ -96,7 +96,7 @@ class VirtualAgent(Agent):
         self.tasks = SideTasks(self._task_failed)
         self.reporter = _SimulatedReporter(self.node, self._joined)  # type: ignore[assignment]
         self.factory = _SimulatedFactory(self._durations)  # type: ignore[assignment]
-        self._open_session(_SimulatedSession, host=self.node, note=self._note)
+        self._open_session(SimulatedSession, host=self.node, note=self._note)
 
     def __getattr__(self, name: str) -> Any:
         return Nothing()
@@ -158,7 +158,7 @@ class _Stores:
         """Nothing."""
 
 
-class _SimulatedSession(MemberSession):
+class SimulatedSession(MemberSession):
     """Records every world that is formed, and the electorates of the next one."""
 
     def __init__(self, *args: Any, note: Callable[[laws.Event], None], **given: Any) -> None:
@@ -173,7 +173,7 @@ class _SimulatedSession(MemberSession):
         async def publish(world: World, kind: Kind | None) -> bool:
             done = await published(world, kind)
             if done:
-                self._note_world(world, leader._state)
+                self.note_world(world, leader._state)
             return done
 
         async def confirmed() -> None:
@@ -187,7 +187,7 @@ class _SimulatedSession(MemberSession):
         leader._publish, leader._note_confirmed = publish, confirmed  # type: ignore[method-assign]
         return leader
 
-    def _note_world(self, world: World, state: RoundState) -> None:
+    def note_world(self, world: World, state: RoundState) -> None:
         now, roll = self._clock.now(), state.roll
         if world.nodes and world.phase in ("agreeing", "running"):
             electorates = tuple(

@@ -64,6 +64,8 @@ class Schedule(NamedTuple):
     replica: int = 0
     #: Whether the store is an etcd, which every machine always reaches.
     etcd: bool = False
+    #: The machines that may start the job; empty: drawn from the seed. With etcd, any.
+    endpoints: str = ""
 
     @property
     def spanned(self) -> int:

@@ -200,7 +200,8 @@ class StackSimulation:
         drawn = self._drawn("endpoints")
         listed = drawn.random() < ENDPOINT_LIST_SHARE
         #: The machines that may start the job; with etcd, any.
-        self.endpoints = schedule.machines[: drawn.randint(1, 3) if listed else 1]
+        endpoints = schedule.machines[: drawn.randint(1, 3) if listed else 1]
+        self.endpoints = schedule.endpoints or endpoints
         self._etcd: VirtualEtcd | None = None
         if schedule.etcd:
             self.endpoints = ""
@@ -281,20 +282,20 @@ class StackSimulation:
         lines = "\n".join(repr(_plain(event)) for event in self.history)
         return hashlib.sha256(lines.encode()).hexdigest()
 
-    def run(self) -> list[laws.Violation]:
+    def run(self, until: float = END) -> list[laws.Violation]:
         """Run the simulation; return violations of a law, and uncaught exceptions."""
         pools = mock.patch.object(etcd_store, "ConnectionPool", self._connect_to_etcd)
         with _repeatable(self.schedule.seed), pools:
             for number, name in enumerate(self.schedule.machines):
                 self.scheduler.at(0.1 * number, self.hosts[name].start)
             for fault in self.schedule.faults:
-                self.scheduler.at(fault.at, self._perform, fault)
+                self.scheduler.at(fault.at, self.perform, fault)
             self.scheduler.at(HEALED_AT, self._heal)
-            while self.now < END:
-                self.scheduler.run_until(self.now + CHECK_INTERVAL)
+            while self.now < until:
+                self.scheduler.run_until(min(self.now + CHECK_INTERVAL, until))
                 if not self._is_over:
                     self.laws.look(self.now)
-            left_out = self._left_out()
+            left_out = self._left_out() if until == END else []
             self._is_over = True
             errors = [
                 each for loop in (*self.loops, self.scheduler.outside) for each in loop.errors
@@ -324,7 +325,7 @@ class StackSimulation:
 
     # --- faults ----------------------------------------------------------------------------------
 
-    def _perform(self, fault: ScheduledFault) -> None:
+    def perform(self, fault: ScheduledFault) -> None:
         self.note(laws.JobDisturbed(self.now, fault.kind))
         if fault.kind in ("cut", "slow"):
             self._come_between(fault)
