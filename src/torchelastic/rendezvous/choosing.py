@@ -9,7 +9,7 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 from torchelastic.records import replace
-from torchelastic.rendezvous import connectivity, held_out, replicas
+from torchelastic.rendezvous import connectivity, replicas
 from torchelastic.rendezvous.round_state import RoundRules, RoundState, the_world
 from torchelastic.rendezvous.world import Member, World
 
@@ -279,7 +279,7 @@ def _choose_on_side(
     """The members of the largest allowed world among nodes that reach each other."""
     out = state.out
     if out:
-        out -= only_holders(ordered, the_world(state).held, out)
+        out -= needed_though_held(rules, state, ordered, out)
     for offers in _without_held_out(ordered, state, out):
         chosen = _prefer_holders(rules, offers, state)
         awaited = awaits_starts and out and enough_without(rules, state, out)
@@ -288,20 +288,23 @@ def _choose_on_side(
     return []
 
 
-def only_holders(
-    offers: Iterable[Offer], held: held_out.HeldOutNodes, out: Set[str]
+def needed_though_held(
+    rules: RoundRules, state: RoundState, offers: Iterable[Offer], out: Set[str]
 ) -> frozenset[str]:
-    """The held-out nodes whose loss would lose the newest state in memory, or a part of it that
-    only nodes of their place in a replica have; of several, the one with the fewest failures."""
-    kept_out = {one.node: one for one in held if one.node in out}
-    unable = {one.node for one in kept_out.values() if one.unable}
-    found = set()
-    for same in _by_place(offer for offer in offers if offer.node not in unable):
-        newest = max(offer.memory for offer in same)
-        holders = [offer.node for offer in same if offer.memory == newest]
-        if newest.generation >= 0 and all(node in kept_out for node in holders):
-            found.add(min(holders, key=lambda node: kept_out[node].times))
-    return frozenset(found)
+    """The held-out nodes without which the newest state in memory, or a part of it, would be lost;
+    of several that have it, the one with the fewest failures."""
+    times = {one.node: one.times for one in the_world(state).held}
+    there: list[str] = []
+    offered: set[str] = set()
+    for offer in offers:
+        if offer.node in out:
+            offered.add(offer.node)
+        elif offer.memory.whole:
+            there.append(offer.node)
+    needed: list[str] = []
+    while left := offered.intersection(holders_left_out(rules, state, [*there, *needed])):
+        needed.append(min(left, key=times.__getitem__))
+    return frozenset(needed)
 
 
 def _by_place(offers: Iterable[Offer]) -> list[list[Offer]]:

@@ -41,7 +41,7 @@ class HeldOut(NamedTuple):
     reason: str
     #: A node that it could not connect to, which may be to blame instead; empty: none.
     other: str = ""
-    #: It cannot hand over its state: others cannot connect to it, or its workers fail at start.
+    #: It cannot hand over its state: its workers fail at start.
     unable: bool = False
 
     def span(self) -> str:

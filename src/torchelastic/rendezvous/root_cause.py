@@ -27,20 +27,19 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torchelastic.events.failure import Failure
+from torchelastic.events.failure import Failure, says_peer_gone
 
-#: Messages of gloo, NCCL, torch's stores and ours for a lost peer; in lower case.
+#: Messages of gloo, NCCL, torch's stores and ours for a lost peer, besides those of
+#: `says_peer_gone`; in lower case.
 _LOST_PEER = re.compile(
     r"^lost a peer\b"
     r"|connection closed by peer"
-    r"|gloo/transport/.*(connection reset|connection refused|broken pipe|timeout)"
+    r"|gloo/transport/.*(connection refused|timeout)"
     r"|connectfullmesh failed"
     r"|application timeout caused pair closure"
     r"|timed out waiting \d+ ?ms for"
-    r"|failed to recv, got 0 bytes"
-    r"|nccl communicator was aborted|nccl operation timed out"
+    r"|nccl operation timed out"
     r"|nccl error"
-    r"|ncclremoteerror"
     r"|collective operation timeout"
     r"|^([\w.]+\.)?dist(backend|network|store)error\b"
 )
@@ -144,7 +143,8 @@ def _kind_of(failure: Failure, *, among_lost: bool, node_lost: bool) -> _Failure
     if failure.stopped or (failure.exitcode in _STOPPED and not failure.told):
         return _FailureKind.STOPPED
     said = _said(failure)
-    if any(_LOST_PEER.search(line) and not _OWN_DEVICE.search(line) for line in said):
+    lost = (line for line in said if says_peer_gone(line) or _LOST_PEER.search(line))
+    if not all(map(_OWN_DEVICE.search, lost)):
         return _FailureKind.LOST_PEER
     if any(_CONNECTION.search(line) and _CONNECTION_TYPES.search(line) for line in said):
         return _FailureKind.CONNECTION

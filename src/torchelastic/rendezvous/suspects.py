@@ -10,8 +10,8 @@
                                                                    keeps doing so
 
 A node that the next world needs is never held out: for its size, or because the newest state in
-memory would be lost (`choosing.only_holders`). A kill from outside counts against no node, nor does
-the loss of most nodes at once: the network, or this node, is the likelier cause.
+memory would be lost (`choosing.needed_though_held`). A kill from outside counts against no node, nor
+does the loss of most nodes at once: the network, or this node, is the likelier cause.
 
 Workers may fail to connect while their agents see nothing wrong: the agents use another network, or
 a firewall blocks the workers' ports. The workers' errors name the pairs of nodes: gloo and TCPStore
@@ -29,8 +29,9 @@ from typing import NamedTuple
 
 from torchelastic.errors import UnfitError
 from torchelastic.events.failure import Failure
+from torchelastic.records import replace
 from torchelastic.rendezvous import connectivity, held_out, root_cause
-from torchelastic.rendezvous.choosing import candidates, enough_without, only_holders
+from torchelastic.rendezvous.choosing import candidates, enough_without, needed_though_held
 from torchelastic.rendezvous.held_out import HeldOutNodes
 from torchelastic.rendezvous.restart_policy import is_from_outside
 from torchelastic.rendezvous.round_state import (
@@ -192,7 +193,10 @@ def _would_lose_state(
     rules: RoundRules, state: RoundState, held: HeldOutNodes, out: frozenset[str]
 ) -> bool:
     """Return whether the newest state in memory would be held out with these nodes."""
-    return not out.isdisjoint(only_holders(candidates(rules, state), held, out | state.out))
+    state = replace(state, world=replace(the_world(state), held=held))
+    return not out.isdisjoint(
+        needed_though_held(rules, state, candidates(rules, state), out | state.out)
+    )
 
 
 def _hold_incapable(
