@@ -63,7 +63,7 @@ class StoreContract:
         raise NotImplementedError
 
     @story
-    async def test_what_one_puts_another_gets(self, connect):
+    async def test_put_is_seen_by_another_client(self, connect):
         one, other = await connect(), await connect()
         assert one.local_addr
         assert (await one.get("")).items == {}
@@ -100,7 +100,7 @@ class StoreContract:
         assert (await store.get("a")).items["a"].value == {"n": 2}
 
     @story
-    async def test_what_is_set_beside_a_key_is_set_with_it_or_not_at_all(self, connect):
+    async def test_compare_and_set_writes_all_keys_or_none(self, connect):
         writer, reader = await connect(), await connect()
         await writer.open_lease(60.0)
         created = await writer.put("leader", {"n": 1}, leased=True)
@@ -145,7 +145,7 @@ class StoreContract:
         assert told == sorted(told)
 
     @story
-    async def test_what_is_set_beside_a_key_is_under_its_lease(self, connect):
+    async def test_compare_and_set_puts_all_keys_under_the_lease(self, connect):
         store = await connect()
         await store.open_lease(60.0)
         both = {"member/a": {"n": 1}, "part/a": {}}
@@ -156,7 +156,7 @@ class StoreContract:
         assert (await store.get("")).items == {}
 
     @story
-    async def test_of_many_that_set_at_once_one_wins(self, connect):
+    async def test_compare_and_set_of_many_at_once_has_one_winner(self, connect):
         stores = [await connect() for _ in range(8)]
         results = await asyncio.gather(
             *(
@@ -321,7 +321,7 @@ class StoreContract:
         assert told(await take(changes, 1)) == [("member/1", None)]
 
     @story
-    async def test_without_a_lease_nothing_is_leased(self, connect):
+    async def test_leased_put_without_a_lease_is_refused(self, connect):
         store = await connect()
         assert not await store.keep_alive()
         for verb in (store.put("a", {}, leased=True), store.report("a", {})):

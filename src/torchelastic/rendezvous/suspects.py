@@ -10,8 +10,8 @@
                                                                    keeps doing so
 
 A node that the next world needs is never held out: for its size, or because the newest state in
-memory would be lost (`choosing.needed_though_held`). A kill from outside counts against no node, nor
-does the loss of most nodes at once: the network, or this node, is the likelier cause.
+memory would be lost (`choosing.needed_though_held`). A kill from outside counts against no node,
+nor does the loss of most nodes at once: the network, or this node, is the likelier cause.
 
 Workers may fail to connect while their agents see nothing wrong: the agents use another network, or
 a firewall blocks the workers' ports. The workers' errors name the pairs of nodes: gloo and TCPStore

@@ -41,7 +41,7 @@ def test_numbers_are_read():
     assert parameters().get_as_bool("key") is None
 
 
-def test_what_cannot_be_read_is_named():
+def test_parameters_unreadable_value_is_named():
     with pytest.raises(ConfigError, match="key: 'twelve' is not a whole number"):
         parameters(key="twelve").get_as_int("key")
     with pytest.raises(ConfigError, match="key: 'maybe' is neither yes nor no"):

@@ -104,7 +104,7 @@ def test_the_larger_side_continues_from_the_newest_state(sides):
     assert job.world.held == ()
 
 
-def test_of_equal_sides_the_one_with_the_lowest_old_rank_continues():
+def test_cut_into_equal_sides_continues_with_the_lowest_old_rank():
     job = in_process("1:4", "abcd")
     cut(job, "bd", "ac")
     assert job.names == ["a", "c"]
@@ -238,7 +238,7 @@ def test_a_frozen_node_that_alone_may_have_the_state_is_awaited_until_its_lease_
     assert (job.world.phase, job.names) == ("running", ["b"])
 
 
-def test_with_nobody_gone_the_job_waits_for_the_lease_of_a_frozen_node():
+def test_frozen_node_without_any_gone_node_is_awaited_until_its_lease_ends():
     job = in_process("1:2", "ab")
     fall_silent(job, "ab")
     job.wait(100 * LEASE)

@@ -47,7 +47,7 @@ def test_a_node_whose_store_host_is_being_replaced_blocks_nothing(stores, met_at
     assert (job.world.phase, job.names, job.world.store) == ("running", ["a", "b"], met_at)
 
 
-def test_when_the_budget_is_spent_the_first_failure_of_the_job_is_named():
+def test_budget_spent_names_the_first_failure():
     job = running("2:2", max_restarts=0)
     lost_peer = failure("a", message="RuntimeError: Connection closed by peer [127.0.0.1]:1")
     job.say("a", failures=(lost_peer,))
@@ -150,7 +150,7 @@ def test_one_of_those_that_leave_stores_the_state():
     assert (job.world.phase, job.world.saver) == ("over", ""), "of what is over last"
 
 
-def test_what_a_generation_began_from_is_reported_with_the_next_world():
+def test_base_of_a_generation_is_published_with_the_next_world():
     job = running("1:4", "abc")
     published = len(job.worlds)
     job.say("a", base=Base(0, -1, 0))
@@ -184,7 +184,7 @@ def test_a_new_leader_knows_what_was_published():
     assert taken_over(job.world, 0.0).base == Base(0, -1, 0)
 
 
-def test_who_leaves_stores_the_state_though_a_failure_ends_the_generation():
+def test_leaver_stores_the_state_when_a_failure_ends_the_generation():
     job = running("1:4", "abc")
     job.say("b", failures=(failure("b"),), leaving="SIGTERM")
     assert (job.world.ending, job.world.saver) == ("failure", "b")
@@ -201,7 +201,7 @@ def test_count_resizes_makes_membership_changes_spend_the_budget():
     assert job.world.cause.node == "b"
 
 
-def test_below_min_after_a_failure_waits_then_goes_on_with_a_replacement():
+def test_job_below_min_after_a_failure_waits_for_a_replacement():
     job = running("2:2")
     job.die("b")
     job.all_gone()
@@ -240,7 +240,7 @@ def test_a_member_whose_workers_are_gone_without_a_word_has_failed():
     ids=["a broken connection", "a worker's own answer to SIGTERM"],
 )
 @pytest.mark.parametrize("what", ["resize", "leave"])
-def test_what_falls_with_a_resize_or_a_leave_is_not_charged(told, what):
+def test_failure_during_a_resize_or_leave_is_not_charged(told, what):
     job = running("1:4", "abc", max_restarts=0)
     if what == "resize":
         job.come("d")
@@ -393,7 +393,7 @@ def test_a_job_that_ends_does_not_wait():
     assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_FAILED)
 
 
-def test_once_the_node_that_was_lost_is_known_the_others_go_on_at_once():
+def test_lost_node_once_known_lets_the_others_continue_at_once():
     job = just_begun("1:2")
     fall(job, 0)
     fall(job, 1)

@@ -29,7 +29,7 @@ def test_workers_that_fell_with_a_node_are_its_consequences_whoever_is_heard_fir
     assert [one.node for one in job.world.consequences] == ["a", "c"]
 
 
-def test_of_several_lost_nodes_the_first_one_is_the_cause():
+def test_lost_nodes_name_the_first_as_the_cause():
     job = running("1:4", "abcd", quorum=False)
     job.die("c")
     job.die("b")
@@ -38,7 +38,7 @@ def test_of_several_lost_nodes_the_first_one_is_the_cause():
     assert [one.node for one in job.world.consequences] == ["b"]
 
 
-def test_what_a_worker_told_before_its_node_went_is_the_cause():
+def test_failure_reported_before_its_node_was_lost_is_the_cause():
     killed = failure("b", message="killed by SIGKILL", exitcode=-9, traceback="")
     job = running("1:4", "abc")
     job.say("b", failures=(killed,))

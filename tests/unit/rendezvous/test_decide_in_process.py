@@ -30,7 +30,7 @@ def workers(job: Job) -> dict[str, tuple[int, ...]]:
     return {node.name: node.local_ranks for node in job.world.nodes}
 
 
-def test_a_world_is_resident_when_all_its_workers_have_enlisted():
+def test_world_is_in_process_when_all_workers_have_called_train():
     job = Job("2:2")
     job.come("a", "b")
     job.say("a", in_process=True, standing=(0, 1))
@@ -39,7 +39,7 @@ def test_a_world_is_resident_when_all_its_workers_have_enlisted():
     assert (job.world.in_process, job.world.generation, job.world.phase) == (True, 0, "running")
 
 
-def test_nobody_is_resident_after_a_failure_before_that():
+def test_world_with_a_failure_before_train_is_not_in_process():
     job = Job("2:2")
     job.come("a", "b")
     job.say("a", failures=(failure("a"),))
@@ -65,7 +65,7 @@ def test_a_lost_worker_is_left_out_at_once_and_comes_back_by_agreement():
     assert workers(job) == {"a": (0, 1), "b": (0, 1)}
 
 
-def test_with_a_fixed_size_the_world_waits_for_the_replacement():
+def test_world_of_a_fixed_size_waits_for_the_replacement():
     job = resident_job(world_sizes=WorldSizes(allowed=(4,)))
     job.say("a", failures=(failure("a"),), standing=(1,), starting=1, gone=0)
     job.say("b", gone=0)
@@ -119,7 +119,7 @@ def test_a_leave_goes_by_agreement_and_the_others_go_on():
     assert job.world.restarts.used == 0
 
 
-def test_who_alone_has_the_state_meets_a_newcomer_before_it_leaves():
+def test_leaver_that_alone_has_the_state_meets_a_newcomer_first():
     job = resident_job("a", nnodes="1:2")
     job.come("b", in_process=True, standing=(0, 1))
     job.say("a", leaving="SIGTERM")
@@ -142,7 +142,7 @@ def test_the_last_node_that_leaves_ends_its_world_at_the_boundary_too():
 
 
 @pytest.mark.parametrize(("word", "ending"), [("SIGTERM", "leave"), ("", "node-failure")])
-def test_who_goes_without_waiting_for_the_boundary_ends_the_generation(word, ending):
+def test_leaver_gone_before_the_boundary_ends_the_generation(word, ending):
     job = resident_job()
     job.say("b", leaving=word)
     job.die("b")
@@ -161,7 +161,7 @@ def leave_at_min() -> Job:
     return job
 
 
-def test_who_falls_in_the_last_agreed_step_does_not_leave_the_others_in_it():
+def test_death_in_the_last_agreed_step_ends_the_generation_for_the_others():
     job = leave_at_min()
     job.die("b")
     assert (job.world.phase, job.world.after) == ("over", None)
@@ -296,7 +296,7 @@ def test_a_failure_while_a_lost_node_is_waited_for_ends_the_job():
     assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_FAILED)
 
 
-def test_who_is_left_behind_when_the_others_are_done_has_not_failed():
+def test_worker_left_behind_by_finished_peers_has_not_failed():
     job = resident_job()
     job.say("a", finished=0, finished_after=12)
     hint = failure("b", alive=True, exitcode=1, message="lost a peer: Connection closed by peer")
@@ -355,7 +355,7 @@ def test_a_lost_peer_is_only_a_hint():
     assert job.world.cause.message == "killed by SIGKILL"
 
 
-def test_nodes_of_one_resident_worker_each_need_no_launcher():
+def test_nodes_of_one_in_process_worker_each_need_no_launcher():
     job = Job("2:3", settle=0.0)
     job.come("a", "b", nproc=1, in_process=True, standing=(), starting=1)
     assert job.worlds[-1].phase == "waiting"

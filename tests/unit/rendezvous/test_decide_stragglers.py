@@ -28,7 +28,7 @@ def test_a_slow_node_gives_its_place_and_nothing_is_spent():
     assert job.world.reason.startswith("c replaces slow b")
 
 
-def test_it_happens_once_and_not_back_again():
+def test_slow_node_that_was_replaced_does_not_replace_back():
     job = running("2:2", "ab")
     job.come("c")
     find_slow(job, "b")
@@ -57,7 +57,7 @@ def test_a_slow_spare_is_the_last_choice_and_still_one():
 
 
 @pytest.mark.parametrize("keeps_up_again", [False, True])
-def test_without_a_spare_it_stays_until_one_comes(keeps_up_again):
+def test_slow_node_without_a_spare_stays_until_one_comes(keeps_up_again):
     job = running("2:2", "ab")
     find_slow(job, "b")
     assert (job.world.phase, job.names) == ("running", ["a", "b"])
@@ -79,7 +79,7 @@ def test_a_spare_that_is_not_ready_takes_no_place():
     assert job.world.phase == "over"
 
 
-def test_a_world_does_not_become_smaller_for_it():
+def test_slow_node_is_kept_if_the_world_would_shrink():
     job = running("2:2", "ab")
     job.come("c", nproc=1)
     find_slow(job, "b")
@@ -113,7 +113,7 @@ def test_a_spare_left_over_by_its_size_steps_in():
 @pytest.mark.parametrize(
     "said", [{"done": 0, "gone": 0}, {"returned": 0}], ids=["done", "returned"]
 )
-def test_finished_work_is_not_done_again_for_it(said):
+def test_slow_node_is_kept_once_a_worker_is_done(said):
     job = running("2:2", "ab")
     job.come("c")
     job.say("a", **said)
@@ -134,7 +134,7 @@ def training() -> Job:
     return job
 
 
-def test_resident_workers_change_between_two_steps(training):
+def test_in_process_workers_change_between_two_steps(training):
     find_slow(training, "b")
     assert (training.world.phase, training.kinds[-1]) == ("pausing", "resize")
     training.say("a", paused=0, entered=7)

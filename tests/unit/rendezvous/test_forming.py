@@ -33,7 +33,7 @@ def test_complete_at_once_when_max_is_there():
     assert (job.world.generation, job.world.start) == (1, first), "whoever is lost"
 
 
-def test_between_min_and_max_each_arrival_prolongs_the_settle_time():
+def test_arrival_between_min_and_max_prolongs_the_settle_time():
     job = Job("1:4", settle=1.0)
     job.come("a")
     job.wait(0.9)
@@ -67,7 +67,7 @@ def test_settling_and_warming_up_go_on_side_by_side():
     assert job.names == ["a"]
 
 
-def test_below_min_the_job_waits_and_says_so_every_minute():
+def test_job_below_min_waits_and_says_so_every_minute():
     job = Job("2:2", wait_for_nodes=0)
     job.come("a")
     assert job.world.reason == "waiting for nodes: 1 of at least 2 joined"
@@ -75,7 +75,7 @@ def test_below_min_the_job_waits_and_says_so_every_minute():
     assert [world.phase for world in job.worlds] == ["waiting"] * 4
 
 
-def test_who_comes_while_the_job_waits_is_told_soon_but_not_one_by_one():
+def test_arrivals_while_the_job_waits_are_reported_in_batches():
     job = Job("4:4", wait_for_nodes=100)
     job.come("a")
     job.wait(1)
@@ -106,7 +106,7 @@ def test_enough_nodes_and_too_few_again_are_reported_at_once():
     assert (job.world.phase, job.world.enough) == ("running", False)
 
 
-def test_below_min_for_too_long_ends_the_job():
+def test_job_below_min_for_too_long_ends():
     job = Job("2:2", wait_for_nodes=100)
     job.come("a")
     job.wait(101)
@@ -154,9 +154,7 @@ def test_static_places_are_obeyed_and_a_second_claim_is_a_spare():
 )
 @pytest.mark.parametrize("is_in_process", [False, True], ids=["script", "train"])
 @pytest.mark.parametrize("limit", ["nodes", "sizes"])
-def test_whoever_has_the_newest_state_is_in_the_next_world(
-    holds, slow, names, is_in_process, limit
-):
+def test_holder_of_the_newest_state_is_in_the_next_world(holds, slow, names, is_in_process, limit):
     """The last world may never have begun, without the only node that has the state."""
     many = limit == "sizes"
     job = Job("1:4" if many else "2:2", world_sizes=WorldSizes.parse("4" if many else "1,2,3,4"))

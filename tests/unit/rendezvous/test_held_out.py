@@ -109,7 +109,7 @@ def test_a_held_out_node_whose_machine_is_fixed_comes_in_at_once():
     assert job.names == ["a", "b"], "without it at the first failure"
 
 
-def test_it_is_a_spare_of_every_world_meanwhile():
+def test_held_node_is_a_spare_of_every_world():
     job = running("1:3", "abc")
     hold_out(job, "c")
     job.wait(FIRST_HOLD - 1)
@@ -141,7 +141,7 @@ def test_a_world_that_cannot_do_without_takes_as_few_as_will_do(nnodes, rules, o
     assert still == set(out) - set(names), "who is in the world is not held out any more"
 
 
-def test_those_who_failed_least_often_are_taken_first():
+def test_held_nodes_with_the_fewest_failures_are_taken_first():
     job = running("2:3", "abc")
     hold_out(job, "b", "b", "c")
     end(job)
@@ -162,7 +162,7 @@ def test_those_who_failed_least_often_are_taken_first():
     ids=["alone", "newer", "not alone", "nobody", "least often", "only that one", "unable"],
 )
 @pytest.mark.parametrize("is_in_process", [False, True], ids=["script", "train"])
-def test_who_alone_has_the_newest_state_is_let_in(holds, out, unable, names, is_in_process):
+def test_held_node_alone_with_the_newest_state_is_let_in(holds, out, unable, names, is_in_process):
     job = running("1:3", "abc")
     trains = {"in_process": True, "standing": (0, 1)} if is_in_process else {}
     for name in "abc":
@@ -174,7 +174,7 @@ def test_who_alone_has_the_newest_state_is_let_in(holds, out, unable, names, is_
 
 
 @pytest.mark.parametrize(("holds", "phase"), [(3, "running"), (-1, "waiting")])
-def test_only_for_a_state_it_is_let_in_before_the_workers_of_others_have_started(holds, phase):
+def test_held_node_is_let_in_before_others_started_only_for_its_state(holds, phase):
     job = Job("1:2")
     job.come("a", "b", in_process=True, standing=(0, 1))
     hold_out(job, "b")
@@ -224,7 +224,7 @@ def test_a_node_that_alone_has_the_state_is_not_left_out_for_a_pair():
 
 
 @pytest.mark.parametrize("why", ["no start", "no module"])
-def test_who_could_not_hand_over_the_state_is_held_out_anyway(why):
+def test_node_that_cannot_hand_over_its_state_is_held_out_anyway(why):
     job = running("1:3", "abc")
     job.say("c", holds=3)
     if why == "no module":
@@ -252,7 +252,7 @@ def test_a_new_leader_begins_the_hold_again():
     assert job.world.phase == "over"
 
 
-def test_resident_workers_of_a_held_node_stand_by():
+def test_in_process_workers_of_a_held_node_stand_by():
     job = Job("1:3")
     job.come("a", "b", in_process=True, standing=(0, 1))
     job.wait(job.rules.settle)

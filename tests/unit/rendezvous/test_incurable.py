@@ -22,7 +22,7 @@ def test_a_node_that_lacks_a_module_is_held_out_and_the_others_train():
     assert job.world.reason.endswith("no restart used; holding out b for 60 s")
 
 
-def test_it_spends_nothing_of_what_the_others_have():
+def test_node_that_lacks_a_module_spends_no_restart():
     job = running("1:3", "abc", max_restarts=0)
     fail(job, "b")
     assert (job.world.phase, job.names, job.world.restarts.used) == ("running", ["a", "c"], 0)

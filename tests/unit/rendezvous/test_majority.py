@@ -80,7 +80,7 @@ def test_a_world_of_an_even_electorate_may_have_a_witness():
     assert not majority.may_tie("ab", "c")
 
 
-def test_what_the_forming_host_has_claimed_confirms_its_worlds_only():
+def test_witness_claim_of_a_host_confirms_its_own_worlds_only():
     alone = formed(Roll(0, W0), 1, "a", "a", held={"after-0"})
     assert confirmed(alone, {}).before == ()
     assert majority.confirms_itself(alone)
@@ -97,7 +97,7 @@ def test_all_who_must_agree_have_to():
     assert majority.agreed([], "")
 
 
-def test_those_before_have_a_say_until_a_majority_of_them_has_the_world():
+def test_earlier_electorate_votes_until_its_majority_has_the_world():
     roll = formed(Roll(3, ABCD), 4, "abe", "a")
     assert roll.electorates == (ABCD, Electorate(frozenset("abe"), "a"))
     assert confirmed(roll, {"a": 4, "b": 4}) == roll
@@ -111,7 +111,7 @@ def test_its_host_has_a_world_by_forming_it_and_a_goodbye_confirms_too():
     assert confirmed(formed(Roll(3, ABC), 4, "a", "a"), {}, gone="b").before == ()
 
 
-def test_who_has_another_world_has_not_taken_this_one_up():
+def test_voter_with_another_world_does_not_confirm_this_one():
     """A newer number is that of another host's world: its holder may never have seen this one."""
     roll = formed(Roll(3, ABC), 4, "ab", "a")
     assert confirmed(roll, {"b": 3, "c": 7}) == roll
@@ -186,7 +186,7 @@ ASKED = Candidacy(9, "c", 7, binding=True)
         ),
     ],
 )
-def test_who_gets_a_vote(elector, asked, why):
+def test_vote_request_is_granted_or_refused_with_a_reason(elector, asked, why):
     assert refusal(elector, asked) == why
     assert refusal(elector, replace(asked, binding=False)) == why
 
@@ -210,7 +210,7 @@ def test_voters_who_have_the_world_show_that_it_was_confirmed():
     ("has_host", "term", "may"),
     [(False, 4, True), (False, 5, True), (False, 3, False), (True, 5, False)],
 )
-def test_whom_to_follow(has_host, term, may):
+def test_voter_follows_no_host_of_an_earlier_term(has_host, term, may):
     assert majority.may_follow(replace(LOST, has_host=has_host), term) is may
     followed = majority.following(LOST, 9, "c")
     assert followed == replace(LOST, term=9, chosen="c", has_host=True)

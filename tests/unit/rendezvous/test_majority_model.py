@@ -94,7 +94,7 @@ SEARCHES = {
 
 
 @pytest.mark.parametrize("name", SEARCHES)
-def test_in_every_order_of_events(name):
+def test_majority_holds_in_every_order_of_events(name):
     first, bounds, options = SEARCHES[name]
     explored = search(Model(bounds, options), first, states=STATES)
     assert explored.is_all or explored.states >= STATES
@@ -120,7 +120,7 @@ def test_in_every_order_of_events(name):
         *("workers first", "announced leave", "two jobs", "two, witness", "four, witness"),
     ],
 )
-def test_by_chance(first, options):
+def test_majority_holds_in_random_orders_of_events(first, options):
     walks = 25 * SOAK
     ends = [wander(Model(WIDE, options), first, 150, seed) for seed in range(walks)]
     made_steps = sum(end.stepped[0] > 0 for end in ends)
@@ -325,7 +325,7 @@ def move(line):
 # --- two nodes -----------------------------------------------------------------------------------
 
 
-def test_of_two_the_host_goes_on_alone_and_the_other_only_by_a_takeover():
+def test_host_of_two_continues_alone_and_the_other_only_by_takeover():
     model, cut = Model(), running(2)
     assert calm_down(model, cut, "a").stepped[1].nodes == {"a"}
     assert calm_down(model, cut, "b").stepped == cut.stepped
@@ -335,7 +335,7 @@ def test_of_two_the_host_goes_on_alone_and_the_other_only_by_a_takeover():
 
 
 @pytest.mark.parametrize("side", ["a", "b", "ab", "cd", "ac", "bd"])
-def test_with_a_witness_whichever_half_claims_first_goes_on_and_the_other_waits(side):
+def test_witness_lets_the_half_that_claims_first_continue(side):
     first = running(2 if len(side) == 1 else 4, witness=True)
     others = names(first) - set(side)
     model = Model(options=WITNESS)
@@ -346,7 +346,7 @@ def test_with_a_witness_whichever_half_claims_first_goes_on_and_the_other_waits(
 
 
 @pytest.mark.parametrize("lost", "ab")
-def test_with_a_witness_the_loss_of_either_of_two_is_survived(lost):
+def test_witness_lets_two_nodes_survive_the_loss_of_either(lost):
     first = running(2, witness=True)
     dead = outcome(Model(options=WITNESS), first, [Move("crashes", lost)])
     after = calm_down(Model(options=WITNESS), dead, names(dead))
@@ -378,14 +378,14 @@ def test_a_node_that_trains_alone_stops_without_its_spare_host_and_two_do_not():
 
 
 @pytest.mark.parametrize("side", ["a", "ab", "abc", "abcd"])
-def test_without_quorum_the_hosts_side_goes_on(side):
+def test_quorum_none_lets_the_side_of_the_host_continue(side):
     after = calm_down(Model(options=NO_QUORUM), running(5), side)
     assert after.stepped[1].nodes == set(side)
     assert not after.node("a").roll.before
 
 
 @pytest.mark.parametrize("worlds", [0, 1, 8])
-def test_without_quorum_the_two_sides_are_one_again_when_the_cut_heals(worlds):
+def test_quorum_none_joins_both_sides_when_the_cut_heals(worlds):
     """However many worlds the old host has formed alone: who has the newest one leads on."""
     model = Model(options=TWO_JOBS)
     alone = [Move("forms", "a", (("a",),))] * worlds
@@ -404,7 +404,7 @@ def names(state):
     return {node.name for node in state.nodes if not node.crashed}
 
 
-def test_when_the_host_dies_the_others_go_on():
+def test_host_that_dies_lets_the_others_continue():
     for first in (running(3), running(3, 1), running(4), running(5)):
         dead = outcome(Model(), first, [Move("crashes", "a")])
         after = calm_down(Model(), dead, names(dead))
@@ -423,7 +423,7 @@ def test_a_cut_stops_the_minority_until_it_heals(majority, minority, sooner):
     assert calm_down(model, state, "abcde").stepped[1].nodes == set("abcde")
 
 
-def test_who_voted_in_vain_is_not_shut_out():
+def test_voter_of_a_lost_election_is_not_shut_out():
     """b asked for votes in a term that nobody heard of; a, still host, is of an earlier one."""
     asked = outcome(Model(), running(3), [Move("asks", "b", (3,))])
     assert calm_down(Model(), asked, "abc").stepped[1].nodes == set("abc")

@@ -72,7 +72,7 @@ def test_a_majority_of_the_last_world_goes_on(nodes, left, goes_on):
     [lambda: hosted(quorum=False), lambda: Job("1:5", settle=1.0)],
     ids=["without the rule", "the store is outside"],
 )
-def test_where_nobody_is_asked_whoever_is_with_the_leader_goes_on(job):
+def test_quorum_none_continues_with_the_nodes_of_the_leader(job):
     job = job()
     train(job, *"abcde")
     job.die(*"bcde")
@@ -81,7 +81,7 @@ def test_where_nobody_is_asked_whoever_is_with_the_leader_goes_on(job):
     assert job.world.phase == "running"
 
 
-def test_without_the_rule_no_list_grows_of_who_would_have_to_agree():
+def test_quorum_none_keeps_no_list_of_voters():
     """Those who cannot be reached never take a world up: none would ever be confirmed."""
     job = hosted(quorum=False)
     train(job, *"abcde")
@@ -97,13 +97,13 @@ def test_without_the_rule_no_list_grows_of_who_would_have_to_agree():
     assert job.state.roll is None
 
 
-def test_without_the_rule_those_of_the_newest_world_elect_the_next_host():
+def test_quorum_none_elects_the_host_by_the_newest_world():
     """A failover candidate holds it: earlier nodes have no vote, they may be gone for good."""
     held = majority.from_json(None, 9, "afg", "a")
     assert majority.elected(held, dict.fromkeys("fg", 9))
 
 
-def test_a_later_host_without_the_rule_asks_nobody_either():
+def test_quorum_none_with_a_later_host_asks_no_node():
     first = hosted()
     train(first, *"abcde")
     later = taken_over(first, "b", "b", quorum=False)
@@ -111,7 +111,7 @@ def test_a_later_host_without_the_rule_asks_nobody_either():
     assert later.state.roll is None
 
 
-def test_who_says_goodbye_agrees():
+def test_announced_leave_counts_as_consent():
     job = hosted()
     train(job, *"abcd")
     for name in "bcd":
@@ -247,7 +247,7 @@ def test_the_first_world_of_a_store_that_knows_nothing_waits():
     assert job.world.phase == "running"
 
 
-def test_it_does_not_wait_where_all_are_there():
+def test_first_world_with_all_nodes_does_not_wait():
     job = hosted("2:2")
     job.state = RoundState(may_begin_at=3.0, host="a", term=1, roll=majority.Roll())
     job.come("a")
@@ -312,7 +312,7 @@ def test_a_world_that_was_being_agreed_on_ends_with_its_host():
     assert later.world.phase == "running"
 
 
-def test_who_is_done_and_then_cut_off_has_not_agreed():
+def test_finished_node_that_is_cut_off_has_not_agreed():
     """It may vote for another host."""
     job = hosted()
     train(job, *"abc")
@@ -322,7 +322,7 @@ def test_who_is_done_and_then_cut_off_has_not_agreed():
     assert job.world.phase == "waiting"
 
 
-def test_where_all_leave_their_workers_are_waited_for():
+def test_leavers_are_awaited_when_all_nodes_leave():
     job = Job("1:1", settle=1.0)
     job.come("a")
     job.come("b")
@@ -379,7 +379,7 @@ def test_a_spare_host_goes_on_when_a_node_is_lost_and_comes_back_without_a_vote(
     assert (set(job.names), job.world.phase) == ({"a", *others[1:], "new"}, "running")
 
 
-def test_what_is_missing_is_reported_of_all_who_must_agree():
+def test_missing_voters_of_all_electorates_are_reported():
     job = with_spare_host(*"bcd")
     job.die(*"cd")
     stop(job, "b")
@@ -422,7 +422,7 @@ def test_a_host_that_leaves_is_waited_for_where_its_vote_is_wanted(stopped, goes
     assert job.world.phase == ("running" if goes_on else "over")
 
 
-def test_it_does_not_wait_for_who_has_stopped():
+def test_host_that_takes_over_does_not_wait_for_stopped_nodes():
     first = with_spare_host("b")
     later = taken_over(first, "a", "a", "b", may_begin_at=3.0)
     assert (later.names, later.world.phase) == (["b"], "running")
@@ -515,7 +515,7 @@ def test_half_of_the_nodes_go_on_with_the_vote_of_the_witness(nodes, left):
     assert not job.state.roll.before, "confirmed: nobody else can have that vote"
 
 
-def test_it_is_asked_only_where_it_decides():
+def test_witness_is_asked_only_where_it_decides():
     job = with_witness(*"abcd")
     job.die("d")
     stop(job, *"abc")

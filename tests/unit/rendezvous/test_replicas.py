@@ -219,7 +219,7 @@ def test_a_repaired_replica_waits_for_one_that_has_its_lost_part(lost, waits):
         assert (job.world.phase, job.ranks) == ("running", "a01 b01")
 
 
-def test_without_a_whole_replica_the_job_waits_and_says_for_what():
+def test_job_without_a_whole_replica_waits_and_says_why():
     job = sharded("1:4", "a", mesh=2, nproc=2)
     job.say("a", failures=(failure("a", local_rank=1),), standing=(0,), starting=1)
     job.all_gone()

@@ -55,7 +55,7 @@ def judged(kind="failure", history=None, budget=3, count_resizes=False, **ending
         ("resize", True, 1),
     ],
 )
-def test_what_is_charged(kind, count_resizes, used):
+def test_restart_is_charged_by_the_kind_of_the_end(kind, count_resizes, used):
     verdict = judged(kind, count_resizes=count_resizes)
     assert verdict.go_on
     assert verdict.history.used == used
@@ -291,7 +291,7 @@ NOTED = RestartHistory(signature=signed(INCURABLE), repeats=1)
         "on some, then on others",
     ],
 )
-def test_what_no_restart_cures_ends_the_job_unless_other_nodes_can_run_it(ending, history, go_on):
+def test_incurable_error_ends_the_job_unless_other_nodes_can_run_it(ending, history, go_on):
     verdict = judged(history=history, failure=INCURABLE, **ending)
     assert verdict.go_on == go_on
     assert go_on or verdict.sentence == "a restart cannot fix this ModuleNotFoundError; giving up"
@@ -308,7 +308,7 @@ def test_what_no_restart_cures_ends_the_job_unless_other_nodes_can_run_it(ending
         ("ImportError", {"traceback": ""}, False),
     ],
 )
-def test_which_errors_no_restart_cures(message, fields, incurable):
+def test_incurable_errors_are_recognized(message, fields, incurable):
     failure = replace(BOOM, message=message, **fields)
     verdict = judged("error" if failure.alive else "failure", failure=failure)
     assert failure.incurable == incurable == (not verdict.go_on)
@@ -330,7 +330,7 @@ FIVE_TIMES = {"repeats": 4, "used": 4}
     ],
     ids=["fatal", "ImportError", "same error", "error after rollback", "exit code", "budget"],
 )
-def test_which_ends_no_other_start_can_fix(kind, failure, history, incurable):
+def test_incurable_ends_are_marked(kind, failure, history, incurable):
     verdict = judged(kind, failure=failure, history=history, budget=100)
     assert (verdict.go_on, verdict.incurable) == (False, incurable), verdict.sentence
 

@@ -159,11 +159,11 @@ def test_pick(failures, lost, cause):
         ([DATA_SERVER, DATA_SERVER], [False]),
     ],
 )
-def test_who_failed_by_itself_is_no_consequence(failures, by_itself):
+def test_failure_by_itself_is_not_a_consequence(failures, by_itself):
     assert [item.by_itself for item in pick(failures)[1]] == by_itself
 
 
-def test_who_waits_for_others_in_a_collective_has_not_failed_first():
+def test_worker_waiting_in_a_collective_is_not_the_cause():
     killed_while_waiting = failure("killed by SIGKILL", -9, waited=True, entered=7)
     assert pick([WAITED, BUG])[0] is BUG
     assert pick([WAITED, killed_while_waiting])[0] is killed_while_waiting
@@ -173,7 +173,7 @@ def test_who_waits_for_others_in_a_collective_has_not_failed_first():
     assert not waited_for_others(DATA_SERVER)
 
 
-def test_those_who_had_entered_more_collectives_waited_for_who_had_entered_fewer():
+def test_worker_with_fewer_collectives_is_the_cause():
     ahead, behind = (failure(GLOO.message, entered=number) for number in (9, 8))
     assert pick([ahead, behind])[0] is behind
     assert pick([behind, ahead])[0] is behind
@@ -181,7 +181,7 @@ def test_those_who_had_entered_more_collectives_waited_for_who_had_entered_fewer
     assert pick([ahead, behind, unknown])[0] is ahead, "where not all are known, who told first"
 
 
-def test_how_far_a_cause_was_says_nothing():
+def test_cause_is_picked_regardless_of_its_collectives():
     ahead, behind = (failure("killed by SIGKILL", -9, entered=number) for number in (9, 8))
     assert pick([ahead, behind])[0] is ahead
 
@@ -190,7 +190,7 @@ def test_no_failures_have_no_cause():
     assert pick([]) == (None, ())
 
 
-def test_what_can_be_explained_by_the_loss_of_somebody_else():
+def test_failure_explained_by_a_lost_peer_is_a_consequence():
     for item in (GLOO, NCCL, NCCL2, STORE, WRAPPED, STOPPED, STOPPED_SHELL, ABORTED):
         assert is_consequence(item), item
     for item in (BUG, KILLED, SEGFAULT, SPEAKS_OF_IT, *TEXT_ONLY):

@@ -33,7 +33,7 @@ def test_reports_that_come_at_once_change_what_they_change_one_by_one(phase):
     assert one_by_one.lost == (("c", "d") if phase == "running" else ("d",))
 
 
-def test_of_many_nodes_the_first_are_named():
+def test_names_of_many_nodes_are_shortened():
     job = running("1:100", "abcdefghijkl")
     job.die(*"abcdefghij")
     assert job.world.reason == "a, b, c, d, e, f, g, h and 2 more failed"

@@ -65,7 +65,7 @@ def test_a_join_that_fails_before_its_first_step_is_undone_and_costs_nothing():
     assert job.world.restarts.used == 0
 
 
-def test_it_is_tried_again_later_and_later_and_the_job_goes_on():
+def test_newcomer_that_fails_is_retried_after_growing_holds():
     job = grown(max_restarts=3)
     began = []
     for _ in range(12):
@@ -99,7 +99,7 @@ def test_other_ends_of_a_resized_world_are_not_put_down_to_the_newcomer(why, cha
 
 
 @pytest.mark.parametrize(("lived", "back"), [(TRAINED_AFTER, True), (TRAINED_AFTER / 2, False)])
-def test_where_nobody_tells_of_steps_the_time_counts_that_the_world_before_lived(lived, back):
+def test_job_without_steps_is_judged_by_the_lifetime_of_its_world(lived, back):
     job = running("1:2", "a")
     job.now += lived - job.rules.settle
     job.come("b")
@@ -216,7 +216,7 @@ def test_a_held_node_is_taken_in_when_the_others_cannot_start():
     assert (job.world.phase, job.names, out(job)) == ("running", ["b", "c"], {})
 
 
-def test_what_the_user_calls_fatal_ends_the_job_also_where_a_newcomer_could_be_held_out():
+def test_fatal_error_ends_the_job_despite_a_newcomer():
     job = grown()
     fails(job, "b", fatal=True)
     assert job.world.phase == "closed"
@@ -251,7 +251,7 @@ def test_a_node_that_keeps_being_lost_is_held_out_for_a_short_time_each_time():
     assert job.world.restarts.used == 0
 
 
-def test_what_it_did_is_forgotten_after_it_has_trained_well():
+def test_failures_of_a_node_are_forgotten_after_it_trained():
     job = running("1:3", "abc")
     for _ in range(5 * FAILURES_ALLOWED):
         job.now += FORGIVE_AFTER
@@ -320,7 +320,7 @@ def test_nodes_that_are_not_ready_do_not_make_up_for_one_that_keeps_failing():
     assert job.world.phase == "closed"
 
 
-def test_who_waits_for_others_in_vain_is_not_the_one_that_keeps_failing():
+def test_node_waiting_for_others_is_not_counted_as_failing():
     job = running("1:3", "abc")
     late = "DistStoreError: Timed out after 61 seconds waiting for clients. 2/3 clients joined."
     for used in range(1, FAILURES_ALLOWED + 3):
@@ -498,7 +498,7 @@ def test_a_server_of_the_user_is_no_worker():
     assert (job.names, job.world.restarts.used, job.world.held) == (["a", "b", "c"], 1, ())
 
 
-def test_what_is_reported_of_a_pair_is_one_line():
+def test_unconnected_pair_is_reported_in_one_line():
     job = running("2:4", "abc")
     trace = "\nException raised from throwTimeoutError at socket.cpp:1041\nframe #0: c10::Error"
     fails(job, "b", message=NO_STORE.format(addr="a") + trace)

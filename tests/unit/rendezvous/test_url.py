@@ -52,7 +52,7 @@ def made(**more):
         ),
     ],
 )
-def test_what_is_read(url, read):
+def test_url_is_read(url, read):
     assert parse(url) == read
 
 
@@ -84,7 +84,7 @@ def test_what_is_read(url, read):
         ("tcp://h/r?min_workers=1&etcd_prefix=/x", "Unknown parameter 'etcd_prefix' in"),
     ],
 )
-def test_what_is_refused(url, sentence):
+def test_url_that_is_invalid_is_refused(url, sentence):
     with pytest.raises(ConfigError, match=sentence) as caught:
         parse(url)
     assert str(caught.value).endswith(".")

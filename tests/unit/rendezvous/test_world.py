@@ -107,7 +107,7 @@ def test_no_key_of_a_part_is_the_beginning_of_another():
     assert len({len(key) for key in keys}) == 1
 
 
-def test_what_a_node_is_sent_does_not_grow_with_the_nodes():
+def test_world_sent_to_a_node_does_not_grow_with_the_nodes():
     few, many = world_of(PART_NODES), world_of(4096)
     assert len(json.dumps(many.summary())) < 1.2 * len(json.dumps(few.summary()))
     of_few, of_many = (max(map(len, map(json.dumps, w.parts().values()))) for w in (few, many))
@@ -123,7 +123,7 @@ def test_every_part_names_the_candidates_and_no_summary_does():
         assert mine.candidates == over.with_list_of(mine).candidates == world.candidates
 
 
-def test_where_all_nodes_are_is_found_in_the_parts():
+def test_parts_have_the_addresses_of_all_nodes():
     world = world_of(100)
     found = addresses_in(sent(world.parts()).values())
     assert found == {node.node: node.peer for node in world.nodes}
@@ -160,7 +160,7 @@ def test_a_world_as_an_agent_holds_it_survives_json():
     assert World.from_json({**sent(world.to_json()), "from_a_newer_release": 1}) == world
 
 
-def test_what_a_newer_peer_says_more_is_left_alone():
+def test_record_with_unknown_fields_is_read():
     world = world_of(2)
     summary = {**sent(world.summary()), "mood": "good"}
     parts = [

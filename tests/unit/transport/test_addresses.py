@@ -107,7 +107,7 @@ def test_the_user_knows_better(monkeypatch):
     assert bind_endpoint("localhost", 0, is_host=False) is None
 
 
-def test_where_every_address_can_be_bound_the_route_decides(monkeypatch):
+def test_own_endpoint_on_a_host_that_binds_any_address_follows_the_route(monkeypatch):
     names(monkeypatch, NOBODYS)
     monkeypatch.setattr(endpoint, "_can_bind", lambda family, address: True)
     assert bind_endpoint("node1", 0) is None

@@ -14,7 +14,7 @@ KEY = b"0123456789abcdef0123456789abcdef"
 HELLO = b'{"kind":"hello"}'
 
 
-def test_who_has_the_secret_can_prove_it():
+def test_secret_holder_can_prove_it():
     ours, theirs = Secret(KEY), Secret(KEY)
     nonce = secrets.new_nonce()
     assert ours.proves(theirs.proof("client", HELLO, nonce), "client", HELLO, nonce)
@@ -44,7 +44,7 @@ def test_a_secret_of_the_wrong_length_is_refused():
             Secret(key)
 
 
-def test_it_cannot_be_seen():
+def test_secret_cannot_be_printed_or_pickled():
     secret = Secret(KEY)
     credentials = secrets.Credentials(secret)
     for text in (repr(secret), str(secret), f"{secret}", repr(credentials), f"{[secret]}"):

@@ -73,7 +73,7 @@ def read(cls, data):
     return Codec(cls).from_json({"type": cls.__name__.lower(), **data})
 
 
-def test_what_is_written_is_read():
+def test_codec_reads_what_it_writes():
     conversation = Codec(Everything, Needs, prefix="test.")
     for message in (Everything(), FULL, Needs(1, "two")):
         sent = through_json(conversation.to_json(message))
@@ -83,7 +83,7 @@ def test_what_is_written_is_read():
         assert through_json(conversation.to_json(read)) == sent
 
 
-def test_what_fits_is_read_as_it_is_declared():
+def test_codec_fitting_field_is_read_as_declared():
     for name, value, expected in (
         ("real", 3, 3),
         ("real", 10**400, 10**400),
@@ -100,7 +100,7 @@ def test_what_fits_is_read_as_it_is_declared():
         assert (found, type(found)) == (expected, type(expected))
 
 
-def test_what_does_not_fit_is_refused_by_name():
+def test_codec_wrong_field_is_refused_by_name():
     wrong = {
         "truth": [1, None],
         "whole": [True, 1.0, "1"],
@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_refused_by_name():
                 read(Everything, {name: value})
 
 
-def test_what_is_missing_is_named_and_what_a_later_release_adds_left_alone():
+def test_codec_missing_field_is_named_and_unknown_ones_ignored():
     for data, missing in (({}, "first"), ({"first": 1}, "second"), ({"second": "b"}, "first")):
         with pytest.raises(ValueError, match=f"^'{missing}' of a message 'needs' is missing[.]$"):
             Codec(Needs).from_json({"type": "needs", **data})

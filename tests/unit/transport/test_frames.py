@@ -136,7 +136,7 @@ def test_values_come_back_as_they_went():
     ],
     ids=["no key", "a long key", "fits no frame", "no number to others"],
 )
-def test_what_cannot_be_stored_is_refused(key, value, problem):
+def test_frames_refuse_a_value_that_is_too_large(key, value, problem):
     with pytest.raises((WireError, ValueError), match=problem):
         frames.encode_value(key, value)
     for text in ("[]", "nonsense", "1"):

@@ -37,7 +37,7 @@ def hello(nonce: str = "", job: str = JOB) -> frames.Hello:
 
 
 @story
-async def test_both_have_the_secret():
+async def test_greeting_with_the_secret_on_both_sides_succeeds():
     async with receiving(secret=SECRET) as (listener, echo):
         link = await call(listener.port, Credentials(Secret(SECRET.reveal())))
         assert await echoed(link)
@@ -63,7 +63,7 @@ async def test_one_sentence_tells_what_is_wrong_with_the_secret(theirs, ours, se
 
 
 @story
-async def test_who_has_the_secret_and_means_another_job_is_rejected_with_a_reason():
+async def test_greeting_for_another_job_is_refused_with_a_reason():
     async with receiving(secret=SECRET) as (listener, _):
         with pytest.raises(RendezvousRefused, match="belongs to job 'job-1', not to 'job-2'"):
             await call(listener.port, Credentials(SECRET), job="job-2")
@@ -86,7 +86,7 @@ async def test_a_stranger_learns_nothing_about_the_job():
 
 
 @story
-async def test_what_was_heard_on_one_connection_is_of_no_use_on_another():
+async def test_greeting_replayed_on_another_connection_is_refused():
     async with receiving(secret=SECRET) as (listener, echo):
         first = frames.pack(hello(new_nonce()))
         async with stranger(listener.port) as node:

@@ -37,7 +37,7 @@ def test_a_field_that_is_not_there_is_empty():
     assert Request("GET", "/").get("host") == ""
 
 
-def test_who_bears_the_token():
+def test_http_bearer_token_is_compared():
     assert bears("Bearer 0123456789abcdef", TOKEN)
     assert bears("bearer  0123456789abcdef ", TOKEN)
     wrong = ["Bearer 0123456789abcdeX", "Bearer \x80", "Basic 0123456789abcdef", ""]

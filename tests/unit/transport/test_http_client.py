@@ -121,7 +121,7 @@ def test_lines_come_one_by_one_however_they_are_cut():
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffffff\r\n", WireError),
     ],
 )
-def test_what_is_no_answer(answer, error):
+def test_http_client_refuses_an_invalid_answer(answer, error):
     with pytest.raises(error):
         posted(answer)
 

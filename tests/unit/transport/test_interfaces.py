@@ -40,7 +40,7 @@ def test_the_interface_of_an_address(monkeypatch, address, interface):
     assert interface_of(address) == interface
 
 
-def test_where_the_kernel_may_not_be_asked_nothing_is_known(monkeypatch):
+def test_interfaces_without_netlink_are_unknown(monkeypatch):
     def refuse(*args):
         raise PermissionError(1, "not permitted")
 

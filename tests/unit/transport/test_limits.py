@@ -24,7 +24,7 @@ def test_doctests_hold():
         (4, 2, "baaaaa", [1, 2, 3]),
     ],
 )
-def test_the_one_who_waited_longest_goes(most, of_a_source, sources, gone):
+def test_limits_beyond_the_most_drop_the_oldest(most, of_a_source, sources, gone):
     waiting: AdmissionLimits[int] = AdmissionLimits(most, of_a_source)
     displaced = [waiting.enter(number, source) for number, source in enumerate(sources)]
     assert [peer for peer in displaced if peer is not None] == gone
@@ -32,7 +32,7 @@ def test_the_one_who_waited_longest_goes(most, of_a_source, sources, gone):
     assert len(waiting) == len(sources) - len(gone)
 
 
-def test_who_left_makes_room():
+def test_limits_closing_connection_frees_its_slot():
     waiting: AdmissionLimits[str] = AdmissionLimits(2, 2)
     waiting.enter("one", "a")
     waiting.leave("one")
@@ -43,7 +43,7 @@ def test_who_left_makes_room():
     assert waiting.enter("four", "b") == "two"
 
 
-def test_a_thing_is_reported_once_of_a_source():
+def test_told_reports_each_thing_once_per_source():
     told = Told()
     assert told.first_time("a", "noise")
     assert not told.first_time("a", "noise")

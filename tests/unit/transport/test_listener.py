@@ -54,7 +54,7 @@ async def test_a_purpose_nobody_serves_is_refused():
 
 
 @story
-async def test_who_asks_the_wrong_agent_is_sent_to_the_host():
+async def test_client_of_the_wrong_agent_is_redirected_to_the_host():
     async with serving() as host:
         # The first address is nobody's: the next one is asked.
         places = ["127.0.0.1:1", f"127.0.0.1:{host.port}"]

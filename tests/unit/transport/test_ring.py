@@ -89,7 +89,7 @@ async def ring_of(names: str) -> AsyncIterator[list[Node]]:
 
 
 @story
-async def test_both_neighbours_doubt_an_agent_whose_connections_end():
+async def test_ring_agent_whose_connections_end_is_doubted_by_both_neighbours():
     async with ring_of("abc") as (a, b, c):
         for link in list(b.ring._visitors):
             link.abort()
@@ -116,7 +116,7 @@ async def test_a_silent_neighbour_is_doubted_and_trusted_when_it_speaks_again(mo
 
 
 @story
-async def test_who_turns_to_another_neighbour_is_not_doubted():
+async def test_ring_agent_that_turns_to_another_neighbour_is_not_doubted():
     async with ring_of("abc") as (a, b, c):
         a.ring.turn_to(1, [("a", a.address), ("c", c.address)])
         await within(PATIENCE, c.connected(2))
@@ -180,7 +180,7 @@ async def test_the_end_of_an_old_connection_tells_nothing_of_who_has_called_agai
 
 
 @story
-async def test_who_lives_says_so():
+async def test_ring_living_agent_answers():
     async with ring_of("ab") as (a, _):
         assert await lives(Endpoint("127.0.0.1", a.listener.port, JOB)) is True
         assert a.doubted == set()

@@ -43,7 +43,7 @@ async def test_noise_ends_the_connection_that_made_it(secret):
 
 
 @story
-async def test_before_it_is_admitted_nobody_can_send_much():
+async def test_stranger_before_admission_can_send_little():
     async with receiving() as (listener, echo):
         async with stranger(listener.port) as large:
             large.say(frame(b"x" * (frames.GREETING_LIMIT + 1)))
@@ -112,7 +112,7 @@ async def test_frames_that_nobody_takes_do_not_fill_the_memory():
 
 
 @story
-async def test_who_gives_up_waiting_for_a_frame_leaves_nothing_to_print():
+async def test_link_reader_that_gives_up_logs_nothing():
     printed = []
     asyncio.get_running_loop().set_exception_handler(lambda _, what: printed.append(what))
     async with receiving() as (listener, echo):

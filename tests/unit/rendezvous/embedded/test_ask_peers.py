@@ -109,18 +109,18 @@ def many(place, count, name="n"):
     return {f"{name}{number}": place for number in range(count)}
 
 
-def test_all_are_asked_and_few_at_a_time(few, most_at_once):
+def test_votes_asked_of_many_peers_go_out_in_batches(few, most_at_once):
     returns = ask(Voters(), lambda place: many(place, 60))
     assert len(returns.ballots) == 60
     assert max(most_at_once) == 8
 
 
-def test_as_many_as_are_usual_are_asked_all_at_once(few):
+def test_votes_asked_of_few_peers_go_out_together(few):
     """Nobody answers before all eight have been asked."""
     assert len(ask(Voters(8), lambda place: many(place, 8)).ballots) == 8
 
 
-def test_others_are_asked_while_some_are_silent(few, monkeypatch):
+def test_votes_asked_with_a_silent_batch_continue_with_the_next(few, monkeypatch):
     monkeypatch.setattr(module, "BATCH_DELAY", 0.01)
     with silence() as nobody:
         returns = ask(
@@ -131,21 +131,21 @@ def test_others_are_asked_while_some_are_silent(few, monkeypatch):
     assert set(returns.ballots) == {f"m{number}" for number in range(12)}
 
 
-def test_votes_that_wait_for_workers_to_stop_do_not_wait_for_each_other(few, monkeypatch):
+def test_votes_delayed_by_stopping_workers_arrive_concurrently(few, monkeypatch):
     monkeypatch.setattr(module, "BATCH_DELAY", 0.01)
     voters = Voters(40)
     returns = ask(voters, lambda place: many(place, 40), VOTE)
     assert len(returns.ballots) == voters.heard == 40
 
 
-def test_where_all_are_silent_their_patience_is_the_end(few, monkeypatch):
+def test_votes_asked_of_silent_peers_end_at_the_timeout(few, monkeypatch):
     monkeypatch.setattr(module, "BATCH_DELAY", 0.001)
     monkeypatch.setattr(module, "EXCHANGE_TIMEOUT", 0.05)
     with silence() as nobody:
         assert not ask(Voters(), lambda place: many(nobody, 40)).ballots
 
 
-def test_when_enough_have_answered_the_silent_are_given_up(few):
+def test_votes_asked_with_enough_answers_stop_waiting_for_silent_peers(few):
     with silence() as nobody:
         returns = ask(
             Voters(),
@@ -155,7 +155,7 @@ def test_when_enough_have_answered_the_silent_are_given_up(few):
     assert len(returns.ballots) == 4
 
 
-def test_nobody_to_ask_and_who_refuses():
+def test_votes_asked_of_no_peer_or_a_refusing_one_return_at_once():
     assert not ask(Voters(), lambda place: {}).ballots
     with socket.create_server(("127.0.0.1", 0)) as server:
         nobody = Endpoint("127.0.0.1", server.getsockname()[1], JOB)

@@ -155,7 +155,7 @@ async def test_something_else_at_the_port_is_refused(answer, timeout, sentence):
         (OSError(113, "No route to host"), "node1:29400 cannot be reached: [Errno 113] No route"),
     ],
 )
-def test_what_is_in_the_way_has_a_sentence_for_each_kind(problem, sentence):
+def test_client_without_a_host_reports_the_obstacle(problem, sentence):
     assert obstacle(Endpoint("node1", 29400, JOB), problem).startswith(sentence)
 
 
@@ -276,7 +276,7 @@ async def test_a_lease_whose_opening_was_not_answered_is_opened_once():
 
 
 @story
-async def test_who_falls_behind_the_history_still_hears_of_deletions():
+async def test_client_watch_behind_the_history_receives_deletions():
     async with cut_off(table=Table(history_rows=2)) as (server, proxy, store, writer):
         async with connected(server.port) as leaver:
             await leaver.open_lease(20.0)
@@ -298,7 +298,7 @@ async def test_who_falls_behind_the_history_still_hears_of_deletions():
 
 
 @story
-async def test_who_stays_away_too_long_has_lost_its_lease():
+async def test_client_away_longer_than_its_lease_loses_it():
     async with cut_off(grace=0.0) as (_, proxy, store, other):
         await store.open_lease(20.0)
         await store.put("member/1", {}, leased=True)

@@ -22,7 +22,7 @@ def poll(node: str) -> Poll:
 
 
 @pytest.mark.parametrize(("node", "place"), [("b", 0), ("c", 1), ("d", 2)])
-def test_who_stood_in_vain_lets_those_before_it_try_for_longer(node, place):
+def test_search_after_a_lost_election_lets_earlier_candidates_try_longer(node, place):
     """As long as it must not be the same moment again, whatever an answer takes; not for ever."""
     turns = [poll(node).turn(in_vain) for in_vain in (0, 1, 2, DOUBLINGS_LIMIT, 99)]
     assert turns == [place * CANDIDACY_STAGGER * times for times in (1, 2, 4, 16, 16)]
@@ -36,13 +36,13 @@ def test_who_stood_in_vain_lets_those_before_it_try_for_longer(node, place):
         (4, "c", True),  # its own candidacy, in which the witness has not answered yet
     ],
 )
-def test_who_has_voted_while_it_asked_does_not_stand_this_time(term, chosen, stands):
+def test_search_that_voted_meanwhile_does_not_run_for_election(term, chosen, stands):
     asker = poll("c")
     asker = replace(asker, elector=replace(asker.elector, term=term, chosen=chosen))
     assert Search(0.0).is_our_turn(asker, 4, now=9.0) is stands
 
 
-def test_a_wish_is_for_a_later_term_than_anybody_has_voted_in():
+def test_search_asks_for_a_later_term_than_any_voter_knows():
     """`d` knows less, and has voted for itself: it would refuse its vote in that term for ever."""
     stubborn = Elector("d", term=5, chosen="d", generation=0)
     asker = Elector("c", term=3, generation=2)
@@ -111,7 +111,7 @@ def wish_of(node: str, generation: int, *, granted: bool = True) -> Returns:
         (Returns(), False),
     ],
 )
-def test_who_stands_knows_from_the_wishes_that_its_world_is_confirmed(returns, confirmed):
+def test_poll_learns_from_forecasts_that_its_world_is_confirmed(returns, confirmed):
     assert holder("b").found(returns).is_confirmed is confirmed
     assert not holder("b").holding.is_confirmed
 
@@ -141,14 +141,14 @@ def test_voters_go_on_without_the_host_that_found_their_world_confirmed(asked, w
         (7, {"world": {}}, False),
     ],
 )
-def test_that_a_world_is_confirmed_is_not_forgotten_under_a_host_that_does_not_know(
+def test_failover_state_confirmed_stays_confirmed_under_a_host_that_does_not_know(
     generation, rows, confirmed
 ):
     last = FailoverState(roll=Roll(generation, Electorate(frozenset("abc"), "a")), rows=rows)
     assert holder("c").holding.following(last).is_confirmed is confirmed
 
 
-def test_where_those_are_who_must_agree_is_not_forgotten_by_who_resumes():
+def test_failover_state_of_a_resumed_node_keeps_voter_addresses():
     """Its next agent has that from its file, and no host tells it of nodes that are in no world."""
     last = FailoverState(addresses={node: f"{node}:1" for node in "acdx"})
     held = replace(holder("c").holding, addresses={"a": "a:2"}).following(last)

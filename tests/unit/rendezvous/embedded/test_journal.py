@@ -61,7 +61,7 @@ def test_a_table_that_is_replayed_is_the_same():
     assert _keys(kept.table) == ["part/0", "world"]
 
 
-def test_what_has_no_lease_must_be_on_the_disk_before_it_is_reported():
+def test_journal_change_without_a_lease_is_synced_before_the_answer():
     written = Written()
     written.table.open_lease("L", 3.0, 0.0)
     written.table.put("member/a", "{}", lease="L")
@@ -71,7 +71,7 @@ def test_what_has_no_lease_must_be_on_the_disk_before_it_is_reported():
     assert written.lasting == [True, False, False, True]
 
 
-def test_what_changes_nothing_is_not_written():
+def test_journal_change_without_effect_is_not_written():
     written = Written()
     written.table.open_lease("L", 3.0, 0.0)
     written.table.put("world", "{}", expected=7)
@@ -107,7 +107,7 @@ def test_a_client_that_is_up_to_date_gets_only_new_changes():
         assert table.since("", 2) == [row]
 
 
-def test_who_fell_behind_hears_of_what_was_deleted_before_the_restart():
+def test_journal_watcher_behind_a_restart_receives_earlier_deletions():
     written = Written()
     written.table.open_lease("L", 3.0, 0.0)
     written.table.put("member/a", "{}", lease="L")
@@ -135,7 +135,7 @@ OPERATIONS = st.one_of(
 
 @a_few_examples
 @given(st.lists(OPERATIONS), st.integers(0, 20))
-def test_whatever_was_done_and_whenever_it_was_written_whole(operations, whole_after):
+def test_journal_replay_after_a_rewrite_at_any_time_gives_the_same_table(operations, whole_after):
     written = Written()
     for number, (what, name, more) in enumerate(operations):
         if what == "open":
@@ -179,7 +179,7 @@ def test_a_line_that_was_not_finished_was_never_told():
         (text() + state_file.line({"a": 1}), "damaged .line 2"),
     ],
 )
-def test_what_is_not_ours_or_not_whole_is_refused_with_a_reason(data, sentence):
+def test_journal_foreign_or_damaged_file_is_refused(data, sentence):
     with pytest.raises(ConfigError, match=sentence) as refused:
         state_file.parse(data, "F")
 

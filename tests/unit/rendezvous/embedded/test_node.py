@@ -161,7 +161,7 @@ async def test_the_next_in_order_is_host_when_the_host_ends_and_has_what_the_vot
 
 
 @story
-async def test_who_votes_hears_that_its_world_is_confirmed():
+async def test_voter_learns_from_the_request_that_its_world_is_confirmed():
     """Three of the four before have it; should the new host be lost, its voters know that."""
     async with nodes_at() as table:
         a, b, c = await table.sit("a", "b", "c")
@@ -175,7 +175,7 @@ async def test_who_votes_hears_that_its_world_is_confirmed():
 
 
 @story
-async def test_who_has_a_host_that_answers_does_not_vote():
+async def test_voter_whose_host_answers_refuses_its_vote():
     async with nodes_at() as table:
         a, b, c = await table.sit("a", "b", "c")
         b.store.lose("cut off")
@@ -247,7 +247,7 @@ async def test_a_minority_waits_says_why_and_follows_when_the_others_are_back():
 
 @pytest.mark.parametrize("may", [False, True])
 @story
-async def test_of_two_nodes_the_other_waits_unless_it_may_take_over(may):
+async def test_second_of_two_nodes_waits_unless_takeover_is_allowed(may):
     async with nodes_at() as table:
         a, b = await table.sit("a", "b", two_node_takeover=may)
         assert (a.is_host, b.is_host, a.term, b.term) == (True, False, 1, 1)
@@ -414,7 +414,7 @@ async def with_witness(table: Table, directory, *names: str) -> list[EmbeddedNod
 
 
 @story
-async def test_of_two_nodes_the_other_is_host_by_the_vote_of_the_witness(tmp_path):
+async def test_second_of_two_nodes_becomes_host_with_the_witness_vote(tmp_path):
     async with nodes_at() as table:
         a, b = await with_witness(table, tmp_path, "a", "b")
         await end(a)

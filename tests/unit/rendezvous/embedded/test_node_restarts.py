@@ -197,9 +197,7 @@ def test_votes_are_of_nodes_and_not_of_places(asked, answer, is_won):
 
 @pytest.mark.parametrize("place", ["replaced", "a host that cannot be followed"])
 @story
-async def test_who_resumes_a_job_that_has_been_started_again_joins_it_as_a_new_node(
-    place, tmp_path
-):
+async def test_resumed_node_of_a_restarted_job_joins_as_a_new_node(place, tmp_path):
     async with nodes_at() as table:
         nodes = await three_with_files(table, tmp_path)
         addresses = {name_of(node): node.peer for node in nodes}
@@ -333,7 +331,7 @@ async def two_with_witness(table: FileTable, path: Path) -> list[EmbeddedNode]:
 
 @pytest.mark.parametrize("run", ["the same", "another"])
 @story
-async def test_who_is_started_again_has_the_vote_of_the_witness_in_the_same_run_only(run, tmp_path):
+async def test_restarted_agent_keeps_the_witness_vote_only_in_the_same_run(run, tmp_path):
     (tmp_path / "w").mkdir()
     async with nodes_at() as table:
         a, b = await two_with_witness(table, tmp_path)

@@ -83,7 +83,7 @@ async def test_a_client_that_talks_nonsense_is_sent_away_with_a_sentence():
 
 
 @story
-async def test_what_follows_a_goodbye_is_not_read():
+async def test_server_ignores_requests_after_a_goodbye():
     async with serving() as server, connected(server.port) as bystander:
         async with raw(server) as client:
             client.say(frames.Bye(), frames.Put(1, "k", "{}", "s", None, False))
@@ -102,9 +102,7 @@ async def test_requests_need_not_wait_for_answers():
 
 @pytest.mark.parametrize(("grace", "stays"), [(0.0, False), (None, True)])
 @story
-async def test_where_somebody_can_tell_a_lost_connection_is_waited_for_as_long_as_it_says(
-    grace, stays
-):
+async def test_server_waits_for_a_lost_connection_as_long_as_grace_of_says(grace, stays):
     answered = asyncio.Event()
 
     async def asked(rows):
@@ -209,7 +207,7 @@ async def test_a_listing_may_take_several_frames():
 
 
 @story
-async def test_nobody_is_watched_for_any_longer():
+async def test_server_without_watchers_of_a_prefix_forgets_it():
     async with serving() as server, connected(server.port) as store:
         one, two = store.watch("a/", after=0), store.watch("a/", after=0)
         await store.put("a/1", {})

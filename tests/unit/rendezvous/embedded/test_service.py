@@ -110,7 +110,7 @@ async def test_a_restart_is_not_noticed(tmp_path):
 
 
 @story
-async def test_who_does_not_come_back_after_a_restart_is_given_up(tmp_path):
+async def test_service_restart_ends_leases_of_clients_that_do_not_return(tmp_path):
     async with served(tmp_path / "state") as place, place.client() as watcher:
         async with place.client(lease=0.5) as store:
             revision = await store.put("member/a", {}, leased=True)
@@ -123,7 +123,7 @@ async def test_who_does_not_come_back_after_a_restart_is_given_up(tmp_path):
 
 
 @story
-async def test_without_a_state_file_it_is_over_for_its_clients_at_once():
+async def test_service_without_a_state_file_tells_clients_that_it_ends():
     async with served() as place, place.client(lease=5.0) as store:
         await place.service.close()
         with pytest.raises(RendezvousLost, match="was stopped"):
@@ -146,7 +146,7 @@ async def test_changes_are_gathered_now_and_then(tmp_path, monkeypatch):
 
 
 @story
-async def test_what_cannot_be_written_is_not_said(tmp_path, monkeypatch):
+async def test_service_that_cannot_write_confirms_nothing(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
 

@@ -156,7 +156,7 @@ def test_changes_under_a_prefix_whatever_it_ends_in(prefix, keys):
     assert there == list(dict.fromkeys(keys)), "in order of arrival"
 
 
-def test_beyond_the_history_the_last_change_of_each_key_is_reported():
+def test_table_watch_beyond_the_history_receives_the_last_change_of_each_key():
     table = Table(history_rows=2)
     table.open_lease("L", 3.0, 0.0)
     table.put("gone", "{}", lease="L")

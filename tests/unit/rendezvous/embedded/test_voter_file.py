@@ -122,7 +122,7 @@ def test_every_agent_of_a_machine_has_a_file_of_its_own():
 
 
 @pytest.mark.parametrize("config", [{"max_nodes": 1}, {"rdzv_backend": "etcd"}])
-def test_who_never_votes_has_no_file(config, registry):
+def test_voter_file_of_a_job_without_votes_is_not_written(config, registry):
     file = claim(replace(CONFIG, **config), COMMAND)
     asyncio.run(keep(file, VOTER))
     assert not list(registry.rglob(FILE))
@@ -144,7 +144,7 @@ OURS = {"machine": "m", "job": "job", "command": ["a"], "agreement": "x", "node"
         ({}, {"gone": "bd"}, "gone for good"),
     ],
 )
-def test_whose_vote_is_void(said, facts, why):
+def test_voter_file_of_another_machine_job_or_run_is_void(said, facts, why):
     found = why_void(VOTER, {**OURS, **said}, OURS, **facts)
     assert why in found
     assert bool(found) == bool(why)
@@ -203,7 +203,7 @@ def test_a_node_that_said_goodbye_or_has_ended_is_never_resumed():
 
 
 @pytest.mark.parametrize("call", ["fdatasync", "write"])
-def test_on_a_full_disk_a_node_goes_on_and_its_next_agent_is_a_new_node(call, monkeypatch, caplog):
+def test_voter_file_on_a_full_disk_is_removed_and_the_node_goes_on(call, monkeypatch, caplog):
     file = agent()
     asyncio.run(keep(file, VOTER))
 

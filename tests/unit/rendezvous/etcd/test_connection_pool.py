@@ -13,7 +13,7 @@ from torchelastic.rendezvous.etcd import connection_pool
 
 
 @story
-async def test_what_is_in_the_way_of_etcd_is_reported_every_minute(monkeypatch, caplog):
+async def test_etcd_out_of_reach_is_reported_every_minute(monkeypatch, caplog):
     monkeypatch.setattr(connection_pool, "FIRST_PAUSE", 0.0)
     monkeypatch.setattr(connection_pool, "LONGEST_PAUSE", 0.0)
     etcd = SimpleNamespace(

@@ -25,7 +25,7 @@ def b64(text):
         ("é %", "/x", "/x/%C3%A9%20%25/"),
     ],
 )
-def test_where_the_keys_of_a_job_are(job, prefix, root):
+def test_etcd_keys_of_a_job_have_its_prefix(job, prefix, root):
     keys = JobKeys.of(job, prefix)
     assert (keys.root, keys.job) == (root, f"{root}job")
     assert keys.full("member/1") == f"{root}keys/member/1"
@@ -99,7 +99,7 @@ def test_rows_and_changes_are_reported_in_our_callers_words():
 
 
 @pytest.mark.parametrize("value", [b64("hello"), b64("[]"), b64("{}"), b64("3"), "", "no base64"])
-def test_what_others_wrote_is_named(value):
+def test_etcd_foreign_value_is_refused_by_key(value):
     response = {"kvs": [{"key": b64(KEYS.full("a")), "value": value}]}
     with pytest.raises(WireError):
         etcd_messages.listing({"header": {}}, response, KEYS)
@@ -122,7 +122,7 @@ def test_a_value_too_large_for_etcd_is_refused_before_it_is_sent():
     )
 
 
-def test_what_was_put_in_another_job_of_the_same_id_is_known_by_it():
+def test_etcd_keys_of_an_earlier_job_with_this_id_are_recognized():
     def event(job, **more):
         value = etcd_messages.encode_value({"n": 1}, stamp="s", job=job)
         return {"kv": {"key": b64(KEYS.full("a")), "value": b64(value.decode())}, **more}
@@ -152,7 +152,7 @@ def test_a_watch_that_etcd_ends(message, reason):
             etcd_messages.check_watch(message)
 
 
-def test_what_a_login_gives_goes_into_a_header():
+def test_etcd_login_token_goes_into_a_header():
     assert etcd_messages.token({"token": "a.1"}) == "a.1"
     for bad in ({}, {"token": ""}, {"token": "a\r\nX: y"}, {"token": 3}, {"token": "é"}):
         with pytest.raises(WireError, match="no token"):
@@ -168,11 +168,11 @@ def test_what_a_login_gives_goes_into_a_header():
         (3, "etcdserver: user name is empty", False),
     ],
 )
-def test_when_to_log_in_again(code, message, over):
+def test_etcd_expired_login_is_repeated(code, message, over):
     assert etcd_messages.is_login_over(EtcdRefused(code, message)) is over
 
 
-def test_some_refusals_say_what_to_do():
+def test_etcd_refusals_say_what_to_do():
     assert "etcd_password_file" in str(EtcdRefused(3, "etcdserver: user name is empty"))
     assert str(EtcdRefused(3, "odd")) == "etcd refused the request: odd."
     with pytest.raises(EtcdRefused, match=r"request: a\?b\."):

@@ -26,7 +26,7 @@ def password_file(tmp_path):
         ({"cert": "c", "key": "k"}, EtcdSettings(tls=TlsFiles(cert="c", key="k"))),
     ],
 )
-def test_what_the_keys_mean(conf, settings):
+def test_etcd_settings_read_all_keys(conf, settings):
     assert EtcdSettings.of(conf) == settings
 
 
@@ -44,7 +44,7 @@ def test_what_the_keys_mean(conf, settings):
         ({"etcd_user": "me", "etcd_password_file": "/nowhere"}, "No such file"),
     ],
 )
-def test_what_is_wrong_is_reported(conf, sentence):
+def test_etcd_invalid_setting_is_reported(conf, sentence):
     with pytest.raises(ConfigError, match=sentence):
         EtcdSettings.of(conf)
 

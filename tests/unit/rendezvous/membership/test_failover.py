@@ -40,7 +40,7 @@ def test_the_host_has_a_vote_and_is_asked_in_the_world_or_not(node):
     assert holding.order == ("b", "c", "a")
 
 
-def test_of_a_large_world_only_its_candidates_have_the_whole():
+def test_failover_of_a_large_world_is_held_by_its_candidates_only():
     made = World(generation=3, phase="running", host="n0")
     names = [f"n{number}" for number in range(40)]
     world = made.with_nodes(place(name, rank, peer=f"{name}:1") for rank, name in enumerate(names))
@@ -49,7 +49,7 @@ def test_of_a_large_world_only_its_candidates_have_the_whole():
         assert bool(holding.rows) == (node in world.candidates)
 
 
-def test_who_forms_a_world_hears_when_it_is_confirmed():
+def test_failover_of_a_formed_world_is_confirmed_when_told():
     failover = Failover("a")
     world = World(generation=0, phase="running", host="a").with_nodes([place("a", 0)])
     failover.formed(world, world.parts())

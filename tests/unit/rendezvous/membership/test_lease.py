@@ -29,7 +29,7 @@ def let_run(lease: HeldLease, clock: FakeClock, seconds: float) -> bool:
 
 
 @story
-async def test_it_ends_that_many_seconds_after_the_last_renewal_was_asked_for():
+async def test_lease_ends_counted_from_the_last_renewal_request():
     clock = FakeClock()
     lease, lost = held(clock)
     assert let_run(lease, clock, 14)
@@ -41,7 +41,7 @@ async def test_it_ends_that_many_seconds_after_the_last_renewal_was_asked_for():
 
 
 @story
-async def test_it_ends_at_once_for_who_stood_still():
+async def test_lease_ends_at_once_after_a_freeze_of_the_process():
     clock = FakeClock()
     lease, lost = held(clock)
     assert let_run(lease, clock, 4)
@@ -67,7 +67,7 @@ async def test_an_ended_lease_stays_ended_and_one_given_back_is_not_lost():
 
 
 @story
-async def test_nobody_needs_to_ask():
+async def test_lease_ends_without_being_checked():
     clock = SystemClock()
     _, lost = held(clock, seconds=0.05, standstill=9.0, sent=clock.now())
     await soon(lost.is_set, "the lease is over")

@@ -54,7 +54,7 @@ def test_keys_are_replaced_and_removed(tmp_path):
     assert storage.names("job") == ["c"]
 
 
-def test_what_storage_cannot_do_and_what_is_no_value_are_reported(tmp_path):
+def test_witness_storage_errors_are_reported(tmp_path):
     storage = Directory(tmp_path)
     (tmp_path / "torn").write_text("{")
     assert answer(storage, {"do": "read", "key": "torn"}) == {"value": None}
@@ -168,7 +168,7 @@ async def test_a_claim_without_an_answer_is_no_vote_until_it_is_read(tmp_path):
 
 
 @story
-async def test_what_is_unreadable_is_nobodys_vote(tmp_path):
+async def test_witness_key_that_is_unreadable_is_no_vote(tmp_path):
     a, _ = await two(tmp_path)
     (tmp_path / "a%2Fjob" / "0" / "after-0").write_text("")
     assert not await a.claim("after-0", 1)
@@ -248,7 +248,7 @@ async def test_an_agent_that_is_started_again_without_a_world_takes_up_its_own_s
 
 
 @story
-async def test_who_begins_a_job_and_hears_nothing_of_it_has_begun_it(tmp_path):
+async def test_witness_start_without_an_answer_counts_as_begun(tmp_path):
     a = witness(tmp_path, "a")
 
     async def lose_answer_of_create(do, key, value=None, ask=a._asking.ask):
