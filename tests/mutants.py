@@ -54,12 +54,9 @@ STACK_COST = 10
 #: The tables of the deciders.
 TABLES = [
     *(f"tests/unit/rendezvous/test_{name}.py" for name in (
-        "decide", "decide_causes", "decide_growth", "decide_in_process", "decide_stragglers",
-        "round_state", "forming", "quorum", "majority", "held_out", "suspects", "incurable",
-        "leader",
+        "decide", "decide_in_process", "forming", "quorum", "majority", "suspects", "leader",
+        "membership", "election",
     )),
-    "tests/unit/rendezvous/membership",
-    "tests/unit/rendezvous/embedded/test_election.py",
     "tests/unit/transport/test_ring.py",
     *(f"tests/unit/agent/lifecycle/test_{name}.py" for name in ("script", "in_process", "machine")),
 ]  # fmt: skip

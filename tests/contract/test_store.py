@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.etcd import Etcd
-from tests.unit.rendezvous.embedded_support import JOB, run, serving, within
+from tests.unit.rendezvous.cast import JOB, run, serving, within
 from torchelastic.clock import Clock, FakeClock, SystemClock
 from torchelastic.errors import LeaseExpired, RendezvousLost
 from torchelastic.rendezvous.embedded import EmbeddedStore

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_port
-from tests.unit.rendezvous.embedded_support import connected, run, serving, within
+from tests.unit.rendezvous.cast import connected, run, serving, within
 from torchelastic.errors import RendezvousLost
 from torchelastic.rendezvous.embedded import EmbeddedStore
 from torchelastic.transport.connect import Endpoint

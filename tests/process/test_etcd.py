@@ -9,7 +9,7 @@ import secrets
 import pytest
 
 from tests.etcd import FAST, Etcd, running
-from tests.unit.rendezvous.embedded_support import Proxy, proxied, run, within
+from tests.unit.rendezvous.cast import Proxy, proxied, run, within
 from torchelastic.clock import FakeClock, SystemClock
 from torchelastic.errors import LeaseExpired, RendezvousLost, RendezvousRefused, WireError
 from torchelastic.rendezvous.etcd.etcd_store import (

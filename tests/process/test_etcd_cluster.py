@@ -14,7 +14,7 @@ import pytest
 from tests.certificates import Authority
 from tests.etcd import BOTH, FAST, Etcd, binary, cluster, running
 from tests.support import poll_for
-from tests.unit.rendezvous.embedded_support import within
+from tests.unit.rendezvous.cast import within
 from torchelastic.errors import RendezvousLost, RendezvousRefused
 from torchelastic.rendezvous.etcd.etcd_store import EtcdStore
 from torchelastic.rendezvous.etcd.settings import EtcdSettings, Login, TlsFiles

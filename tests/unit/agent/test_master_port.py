@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 
 from tests.ports import free_port
 from tests.unit.agent.support import in_loop
-from tests.unit.rendezvous.embedded_support import story, within
+from tests.unit.rendezvous.cast import story, within
 from tests.unit.transport.listener_support import stranger
 from torchelastic.clock import SystemClock
 from torchelastic.config import LaunchConfig

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from tests.unit.rendezvous.round_support import Job, failure
+from tests.unit.rendezvous.cast import Job, failure
 from torchelastic.rendezvous import connectivity
 from torchelastic.rendezvous.decide import REPORT_TIME, decide
 

@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.rendezvous.round_support import Job, failure, running
-from torchelastic.config import WorldSizes
+from tests.unit.rendezvous.cast import Job, failure, running
+from torchelastic.config import Grow, WorldSizes
 from torchelastic.errors import EXIT_FAILED, EXIT_NOT_ENOUGH_NODES
+from torchelastic.rendezvous import round_state
+from torchelastic.rendezvous.decide import slow_nodes, waits_for_checkpoint, why_to_replace
 from torchelastic.rendezvous.forming import REPEAT_INTERVAL
-from torchelastic.rendezvous.round_state import StateUpdate, taken_over
+from torchelastic.rendezvous.held_out import FAILURES_ALLOWED
+from torchelastic.rendezvous.round_state import TRAINED_AFTER, StateUpdate, taken_over
 from torchelastic.rendezvous.world import Base
 
 # --- worker failure ------------------------------------------------------------------------------
@@ -400,3 +403,446 @@ def test_lost_node_once_known_lets_the_others_continue_at_once():
     assert job.world.phase == "over"
     job.die("b")
     assert (job.names, job.world.phase, job.now) == (["a"], "running", 0.0)
+
+
+# --- decide growth --------------------------------------------------------------------------------
+
+# When newcomers come in, and who stays outside.
+
+
+def test_newcomers_within_the_settle_time_come_in_one_resize():
+    job = running("1:5", "ab")
+    job.now = 10.0
+    job.come("c")
+    job.wait(0.5)
+    job.come("d")
+    job.wait(0.9)
+    assert job.world.phase == "running"
+    job.wait(0.2)
+    assert (job.world.phase, job.kinds[-1]) == ("over", "resize")
+    job.all_gone()
+    assert (job.names, job.world.generation) == (["a", "b", "c", "d"], 1)
+    assert job.world.restarts.used == 0
+
+
+def test_a_newcomer_is_admitted_only_when_ready():
+    job = running("1:3", "ab")
+    job.come("c", ready=False)
+    job.wait(100)
+    assert job.world.phase == "running"
+    job.say("c", ready=True)
+    assert job.world.phase == "over"
+
+
+def test_survivors_keep_their_order_and_newcomers_go_last():
+    job = running("1:5", "abc")
+    job.come("0")
+    job.die("a")
+    job.all_gone()
+    assert job.names == ["b", "c", "0"]
+
+
+def test_grow_every_holds_newcomers_back():
+    job = running("1:3", "ab", grow=Grow.parse("every:60"))
+    job.come("c")
+    job.wait(50)
+    assert job.world.phase == "running"
+    job.wait(20)
+    assert job.world.phase == "over"
+
+
+def test_grow_after_checkpoint_waits_for_one():
+    job = running("1:3", "ab", grow=Grow.parse("after-checkpoint:/x"))
+    job.come("c")
+    assert waits_for_checkpoint(job.rules, job.state)
+    job.wait(1000)
+    assert job.world.phase == "running"
+    job.state = round_state.checkpoint_seen(job.state, True)
+    job.settle()
+    assert job.world.phase == "over"
+
+
+def test_newcomers_held_back_come_in_with_a_restart():
+    job = running("1:3", "ab", grow=Grow.parse("every:6000"))
+    job.come("c")
+    job.say("b", failures=(failure("b"),))
+    job.all_gone()
+    assert job.names == ["a", "b", "c"]
+
+
+def test_more_than_max_are_spares_and_step_in_the_moment_a_member_fails():
+    job = running("2:2")
+    job.come("c")
+    job.wait(100)
+    assert job.world.generation == 0
+    job.die("a")
+    job.say("b", gone=0, store="b:9")
+    assert job.names == ["b", "c"]
+
+
+# --- decide causes --------------------------------------------------------------------------------
+
+# What a world tells of its first failure, in virtual time: a node's, too.
+
+BROKEN = "RuntimeError: Connection closed by peer [127.0.0.1]:1"
+
+
+@pytest.mark.parametrize("first", ["the peers", "the node"])
+def test_workers_that_fell_with_a_node_are_its_consequences_whoever_is_heard_first(first):
+    job = running("1:4", "abc", max_restarts=0)
+    told = [failure("a", message=BROKEN), failure("c", rank=4, message="exit code 1", traceback="")]
+    if first == "the node":
+        job.die("b")
+    job.say("a", failures=(told[0],))
+    job.say("c", failures=(told[1],))
+    if first == "the peers":
+        assert job.world.cause == told[0]
+        job.die("b")
+    job.all_gone()
+    assert (job.world.phase, job.names) == ("running", ["a", "c"])
+    assert job.kinds[-1] == "node-failure"
+    assert job.world.cause.node == "b"
+    assert [one.node for one in job.world.consequences] == ["a", "c"]
+
+
+def test_lost_nodes_name_the_first_as_the_cause():
+    job = running("1:4", "abcd", quorum=False)
+    job.die("c")
+    job.die("b")
+    job.all_gone()
+    assert job.world.cause.node == "c"
+    assert [one.node for one in job.world.consequences] == ["b"]
+
+
+def test_failure_reported_before_its_node_was_lost_is_the_cause():
+    killed = failure("b", message="killed by SIGKILL", exitcode=-9, traceback="")
+    job = running("1:4", "abc")
+    job.say("b", failures=(killed,))
+    job.die("b")
+    job.all_gone()
+    assert job.world.cause == killed
+    assert [one.is_node for one in job.world.consequences] == [True]
+    assert job.kinds[-1] == "failure"
+
+
+def test_only_the_cause_is_sent_with_its_traceback_and_lines():
+    lines = ("step 6", "step 7")
+    cause = failure("b", log_lines=lines)
+    fell = failure("a", message=BROKEN, log_lines=lines)
+    job = running("2:2")
+    job.say("a", failures=(fell,))
+    job.say("b", failures=(cause,))
+    job.all_gone()
+    assert job.world.cause == cause
+    assert job.world.consequences == (replace(fell, traceback="", log_lines=()),)
+
+
+def test_a_living_worker_s_own_network_is_not_called_a_lost_peer():
+    refused = failure("b", message="ConnectionRefusedError: Connection refused", alive=True)
+    job = running("2:2")
+    job.say("b", failures=(refused,))
+    job.all_gone()
+    assert job.world.reason.startswith(refused.sentence())
+
+
+# --- decide stragglers ----------------------------------------------------------------------------
+
+# Slow nodes give their places to spare ones: once, for free, and never for a smaller world.
+
+
+def find_slow(job: Job, *nodes: str) -> None:
+    job.state = round_state.slow_seen(job.state, set(nodes))
+    job.settle()
+
+
+def test_a_slow_node_gives_its_place_and_nothing_is_spent():
+    job = running("2:2", "ab")
+    job.come("c")
+    find_slow(job, "b")
+    assert (job.world.phase, job.kinds[-1]) == ("over", "resize")
+    assert job.world.reason == "c replaces slow b"
+    job.all_gone()
+    assert (job.world.phase, job.world.generation, job.names) == ("running", 1, ["a", "c"])
+    assert job.world.spares == ("b",)
+    assert job.world.restarts.used == 0
+    assert job.world.reason.startswith("c replaces slow b")
+
+
+def test_slow_node_that_was_replaced_does_not_replace_back():
+    job = running("2:2", "ab")
+    job.come("c")
+    find_slow(job, "b")
+    job.all_gone()
+    assert slow_nodes(job.state) == []
+    find_slow(job, "c")
+    assert why_to_replace(job.rules, job.state) == "", "b is slow, too, for all that is known"
+    assert (job.world.phase, job.names) == ("running", ["a", "c"])
+    job.wait(1000)
+    assert (job.world.generation, job.names) == (1, ["a", "c"])
+
+
+def test_a_slow_spare_is_the_last_choice_and_still_one():
+    job = running("2:2", "ab")
+    job.come("c", "d")
+    find_slow(job, "b")
+    job.all_gone()
+    assert job.names == ["a", "c"]
+    job.die("a")
+    job.all_gone()
+    assert job.names == ["c", "d"]
+    job.die("d")
+    job.all_gone()
+    assert job.names == ["c", "b"]
+    assert job.state.slow == frozenset(), "in the world it is judged anew"
+
+
+@pytest.mark.parametrize("keeps_up_again", [False, True])
+def test_slow_node_without_a_spare_stays_until_one_comes(keeps_up_again):
+    job = running("2:2", "ab")
+    find_slow(job, "b")
+    assert (job.world.phase, job.names) == ("running", ["a", "b"])
+    if keeps_up_again:
+        find_slow(job)
+    job.come("c")
+    if keeps_up_again:
+        assert (job.world.phase, job.world.generation) == ("running", 0)
+    else:
+        assert job.world.reason == "c replaces slow b"
+
+
+def test_a_spare_that_is_not_ready_takes_no_place():
+    job = running("2:2", "ab")
+    job.come("c", ready=False)
+    find_slow(job, "b")
+    assert job.world.phase == "running"
+    job.say("c", ready=True)
+    assert job.world.phase == "over"
+
+
+def test_slow_node_is_kept_if_the_world_would_shrink():
+    job = running("2:2", "ab")
+    job.come("c", nproc=1)
+    find_slow(job, "b")
+    assert job.world.phase == "running"
+    job.die("a")
+    job.all_gone()
+    assert job.names == ["b", "c"]
+
+
+def test_several_slow_nodes_give_as_many_places_as_there_are_spares():
+    job = running("3:3", "abc")
+    job.come("d")
+    find_slow(job, "a", "b")
+    job.all_gone()
+    assert job.names == ["a", "c", "d"]
+    find_slow(job, "a")
+    job.come("e", "f")
+    assert job.world.reason == "e replaces slow a"
+
+
+def test_a_spare_left_over_by_its_size_steps_in():
+    job = running("1:3", "ab", world_sizes=WorldSizes.parse("2,4"), settle=1.0)
+    job.come("c")
+    job.wait(10)
+    assert (job.world.generation, job.names) == (0, ["a", "b"])
+    find_slow(job, "a")
+    job.all_gone()
+    assert job.names == ["b", "c"], "survivors keep their order"
+
+
+@pytest.mark.parametrize(
+    "said", [{"done": 0, "gone": 0}, {"returned": 0}], ids=["done", "returned"]
+)
+def test_slow_node_is_kept_once_a_worker_is_done(said):
+    job = running("2:2", "ab")
+    job.come("c")
+    job.say("a", **said)
+    find_slow(job, "b")
+    assert job.world.phase == "running"
+
+
+IN_PROCESS = {"in_process": True, "standing": (0, 1)}
+
+
+@pytest.fixture
+def training() -> Job:
+    """In-process workers on two nodes, and on a spare."""
+    job = Job("2:2")
+    job.come("a", "b", **IN_PROCESS)
+    job.come("c", **IN_PROCESS)
+    assert (job.world.phase, job.names, job.world.in_process) == ("running", ["a", "b"], True)
+    return job
+
+
+def test_in_process_workers_change_between_two_steps(training):
+    find_slow(training, "b")
+    assert (training.world.phase, training.kinds[-1]) == ("pausing", "resize")
+    training.say("a", paused=0, entered=7)
+    training.say("b", paused=0, entered=8)
+    world = training.world
+    assert (world.phase, world.generation, world.after) == ("running", 1, 8)
+    assert training.names == ["a", "c"]
+    assert world.handing_over == ("b",), "it runs through the step, too"
+    assert world.restarts.used == 0
+    assert world.reason == "c replaces slow b"
+    training.wait(1000)
+    assert training.world.generation == 1
+
+
+def test_a_leave_goes_before(training):
+    training.say("a", leaving="SIGTERM")
+    find_slow(training, "b")
+    assert training.world.ending == "leave"
+
+
+# --- incurable ------------------------------------------------------------------------------------
+
+# Programs that cannot run: the job ends, unless other nodes can run them. In virtual time.
+
+MISSING = "ModuleNotFoundError: No module named 'apex'"
+
+
+def fail(job: Job, *names: str) -> None:
+    for name in names:
+        job.say(name, failures=(failure(name, job.world.generation, message=MISSING),))
+    job.all_gone()
+
+
+def test_a_node_that_lacks_a_module_is_held_out_and_the_others_train():
+    job = running("2:3", "abc")
+    fail(job, "b")
+    assert (job.world.phase, job.names, job.world.spares) == ("running", ["a", "c"], ("b",))
+    assert job.world.reason.endswith("no restart used; holding out b for 60 s")
+
+
+def test_node_that_lacks_a_module_spends_no_restart():
+    job = running("1:3", "abc", max_restarts=0)
+    fail(job, "b")
+    assert (job.world.phase, job.names, job.world.restarts.used) == ("running", ["a", "c"], 0)
+    job.wait(TRAINED_AFTER)
+    fail(job, "c")
+    assert (job.world.phase, job.names) == ("running", ["a"])
+    job.say("a", failures=(failure("a", job.world.generation),))
+    job.all_gone()
+    assert job.world.phase == "closed", "an error of another kind is charged"
+
+
+def test_a_node_that_is_held_out_for_something_else_saves_nothing():
+    """The one that lacks the module is needed."""
+    job = running("2:3", "abc", max_restarts=0)
+    for _ in range(FAILURES_ALLOWED):
+        job.die("c")
+        job.all_gone()
+        job.come("c")
+        job.wait(job.rules.settle)
+        job.all_gone()
+    job.wait(TRAINED_AFTER)
+    job.say("a", failures=(failure("a", job.world.generation, message=MISSING),))
+    job.die("c")
+    job.all_gone()
+    assert (job.world.phase, job.world.cause.node) == ("closed", "a")
+
+
+def test_the_job_ends_when_the_next_node_lacks_it_too():
+    job = running("1:3", "abc")
+    fail(job, "b")
+    fail(job, "a")
+    assert (job.world.phase, job.world.exitcode) == ("closed", 64)
+    assert job.world.reason.endswith("; a restart cannot fix this ModuleNotFoundError; giving up")
+    assert job.world.cause.node == "a"
+
+
+def test_the_job_ends_at_once_where_all_nodes_lack_it_or_none_can_be_spared():
+    everywhere, needed = running("1:3", "abc"), running("3:3", "abc")
+    everywhere.say("a", failures=(failure("a", message=MISSING),))
+    everywhere.say("b", failures=(failure("b", message=MISSING),))
+    fail(everywhere, "c")
+    fail(needed, "b")
+    for job in (everywhere, needed):
+        assert (job.world.phase, job.world.generation) == ("closed", 0)
+
+
+def test_a_job_that_has_trained_goes_on_without_one_node_after_the_other():
+    job = running("1:3", "abc")
+    job.wait(TRAINED_AFTER)
+    fail(job, "b")
+    assert job.names == ["a", "c"]
+    job.wait(TRAINED_AFTER - 1)
+    fail(job, "a")
+    assert (job.world.phase, job.names) == ("running", ["c"])
+    fail(job, "c")
+    assert job.world.phase == "closed", "every node lacks it"
+
+
+def test_nodes_that_are_unfit_and_names_that_nobody_knows_save_nothing():
+    job = running("2:3", "ab")
+    job.come("c", ready=False, unfit="its --preflight check failed (exit code 3)")
+    fail(job, "a")
+    assert job.world.phase == "closed"
+    garbled = running("1:3", "ab")
+    garbled.say("a", failures=(failure("?", message=MISSING),))
+    garbled.all_gone()
+    assert garbled.world.phase == "closed"
+
+
+# --- round state ----------------------------------------------------------------------------------
+
+# What a leader knows: from reports, and from the leader before it.
+
+
+@pytest.mark.parametrize("phase", ["running", "over"])
+def test_reports_that_come_at_once_change_what_they_change_one_by_one(phase):
+    job = running("1:4", "abcd")
+    job.state = replace(job.state, world=replace(job.world, phase=phase))
+    told = failure("a")
+    records = [
+        replace(job.records["a"][0], failures=(told,), gone=0, step=7),
+        replace(job.records["b"][0], done=0),
+        replace(job.records["c"][0], gone=0),  # for no reason that anybody knows
+        replace(job.records["a"][0], failures=(told, failure("a", pid=2)), gone=0),
+    ]
+    one_by_one, draft = job.state, round_state.StateUpdate(job.state)
+    for member in records:
+        created = job.records[member.node][1]
+        one_by_one = round_state.seen(one_by_one, member, created, 9.0)
+        draft.see(member, created, 9.0)
+    one_by_one = round_state.lost(one_by_one, "d")
+    draft.lose("d")
+    assert draft.finish() == one_by_one
+    assert (len(one_by_one.failures), one_by_one.done, one_by_one.step) == (2, {"b"}, 7)
+    assert one_by_one.lost == (("c", "d") if phase == "running" else ("d",))
+
+
+def test_names_of_many_nodes_are_shortened():
+    job = running("1:100", "abcdefghijkl")
+    job.die(*"abcdefghij")
+    assert job.world.reason == "a, b, c, d, e, f, g, h and 2 more failed"
+
+
+# --- another leader ------------------------------------------------------------------------------
+
+
+def test_a_new_leader_takes_over_a_running_world_and_misses_the_dead():
+    old = running("1:3", "abc")
+    job = Job("1:3")
+    job.state = round_state.taken_over(old.world, 0.0)
+    job.worlds.append(old.world)
+    job.records = {name: old.records[name] for name in "bc"}
+    for name in "bc":
+        job._tell(name)
+    assert job.world.phase == "running"
+    job.state = round_state.with_missing_lost(job.state)
+    job.settle()
+    job.all_gone()
+    assert (job.world.generation, job.names) == (1, ["b", "c"])
+
+
+def test_a_new_leader_takes_no_failure_for_one_in_vain():
+    old = running("1:2", "a")
+    job = Job("1:2")
+    job.state = round_state.taken_over(old.world, 0.0)
+    job.worlds.append(old.world)
+    job.records = dict(old.records)
+    job.say("a", failures=(failure("a"),))
+    job.all_gone()
+    assert (job.world.generation, job.world.restarts.used, job.world.restarts.in_vain) == (1, 1, 0)

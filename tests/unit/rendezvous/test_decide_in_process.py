@@ -1,10 +1,10 @@
-"""Worlds of in-process workers: who is in them, how they end, and what a failure does meanwhile."""
+"""Worlds of in-process workers: members, ends, and failures during a pause."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.unit.rendezvous.round_support import Job
+from tests.unit.rendezvous.cast import Job
 from torchelastic.config import WorldSizes
 from torchelastic.errors import EXIT_FAILED, EXIT_USAGE
 from torchelastic.events.failure import Failure

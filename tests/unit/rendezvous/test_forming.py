@@ -1,4 +1,4 @@
-"""Who is in the first world, and which sizes a world may have."""
+"""Forming worlds: times to wait, sizes, ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from tests.unit.rendezvous.round_support import Job, failure
+from tests.unit.rendezvous.cast import Job, failure
 from torchelastic.config import WorldSizes
 from torchelastic.errors import EXIT_NOT_ENOUGH_NODES
 from torchelastic.rendezvous import round_state

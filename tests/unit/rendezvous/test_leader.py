@@ -1,4 +1,4 @@
-"""The leader over a real embedded store: who leads, what is published, who is fenced."""
+"""The leader over a real embedded store: campaign, publication, fencing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 
-from tests.unit.rendezvous.embedded_support import connected, serving, story
+from tests.unit.rendezvous.cast import connected, serving, story
 from torchelastic.clock import SystemClock
 from torchelastic.rendezvous.job_settings import JobSettings
 from torchelastic.rendezvous.leader import CHECKPOINT_QUIET_POLLS, ROLL_KEY, CheckpointPath, Leader

@@ -1,4 +1,4 @@
-"""Who may host, vote, follow and form, by table. `test_succession_model` plays it all together."""
+"""The rules of votes, by table. `test_majority_model` plays them all together."""
 
 from __future__ import annotations
 

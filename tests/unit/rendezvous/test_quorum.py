@@ -1,4 +1,4 @@
-"""Who may go on when nodes of the last world cannot be reached, in virtual time."""
+"""Majorities of the last world when nodes cannot be reached, in virtual time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.rendezvous.round_support import Job, failure
+from tests.unit.rendezvous.cast import Job, failure
 from torchelastic.agent.lifecycle import script
 from torchelastic.agent.lifecycle.node_state import WorldSeen
 from torchelastic.agent.lifecycle.script import ScriptState

@@ -6,7 +6,7 @@ import doctest
 
 import pytest
 
-from tests.unit.rendezvous.round_support import Job, failure
+from tests.unit.rendezvous.cast import Job, failure
 from torchelastic.config import WorldSizes
 from torchelastic.errors import EXIT_USAGE
 from torchelastic.rendezvous import choosing, replicas, round_state

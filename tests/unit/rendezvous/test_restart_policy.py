@@ -1,4 +1,4 @@
-"""Who pays for what, and when a job gives up."""
+"""The restart budget, and when a job gives up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worlds in a summary and parts, and what nodes say of themselves."""
+"""Worlds in a summary and parts, and member records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.rendezvous.embedded_support import a_few_examples
+from tests.unit.rendezvous.cast import a_few_examples
 from torchelastic.events.failure import Failure
 from torchelastic.rendezvous.restart_policy import RestartHistory
 from torchelastic.rendezvous.world import (

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.rendezvous.embedded_support import JOB, connected, serving, story, within
+from tests.unit.rendezvous.cast import JOB, connected, serving, story, within
 from torchelastic.rendezvous.membership.suspicion import Prober, Suspicion, replace_leader
 from torchelastic.rendezvous.world import LEADER_KEY, MEMBER_PREFIX, Member, World
 from torchelastic.transport import frames, ring

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.unit.rendezvous.embedded_support import (
+from tests.unit.rendezvous.cast import (
     JOB,
     connected,
     proxied,

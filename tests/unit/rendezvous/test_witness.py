@@ -1,4 +1,4 @@
-"""The witness: its storage, the process that asks it, and who gets its votes."""
+"""The witness: its storage, the process that asks it, and its votes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 
 import pytest
 
-from tests.unit.rendezvous.embedded_support import story, within
+from tests.unit.rendezvous.cast import story, within
 from torchelastic.errors import ConfigError, RendezvousRefused
 from torchelastic.rendezvous.majority import FIRST_VOTE
 from torchelastic.rendezvous.witness import witness_client as asking_module

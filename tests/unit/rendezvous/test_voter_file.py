@@ -1,4 +1,4 @@
-"""The file of a node's vote: what is in it, who may go on from it, and what a bad disk does."""
+"""The file of a node's vote: its content, its use by the next agent, bad disks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.rendezvous.embedded_support import soon, story
+from tests.unit.rendezvous.cast import soon, story
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import RendezvousError
 from torchelastic.events import job_registry
