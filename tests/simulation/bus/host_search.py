@@ -22,10 +22,14 @@ from torchelastic.rendezvous.embedded.ask_peers import (
     HostAnnouncement,
     Returns,
 )
-from torchelastic.rendezvous.embedded.dial_host import HOST_TIMEOUT, RETRY_FACTOR
 from torchelastic.rendezvous.embedded.election import Poll, Search
 from torchelastic.rendezvous.embedded.failover_state import FailoverState
-from torchelastic.rendezvous.embedded.node import ANNOUNCEMENTS_PER_LEASE, FIRST_TERM
+from torchelastic.rendezvous.embedded.node import (
+    ANNOUNCEMENTS_PER_LEASE,
+    FIRST_TERM,
+    HOST_TIMEOUT,
+    RETRY_FACTOR,
+)
 from torchelastic.rendezvous.leader import ROLL_KEY
 from torchelastic.rendezvous.majority import Candidacy, Elector
 from torchelastic.rendezvous.world import WORLD_KEY

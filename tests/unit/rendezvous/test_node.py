@@ -144,7 +144,7 @@ async def members(node: EmbeddedNode) -> set[str]:
 async def test_a_host_whose_name_comes_late_still_hosts(monkeypatch):
     answers = [False, False, True]
     monkeypatch.setattr(endpoint, "_is_this_machine", lambda host: answers.pop(0))
-    monkeypatch.setattr("torchelastic.rendezvous.embedded.dial_host.LOOK_AGAIN", 0.0)
+    monkeypatch.setattr("torchelastic.rendezvous.embedded.own_endpoint.LOOK_AGAIN", 0.0)
     place = Endpoint("0.0.0.0", unused_port(), JOB)
     node = EmbeddedNode([place], "a", clock=SystemClock(), lease=LEASE)
     await within(PATIENCE, node.open(PATIENCE))

@@ -9,7 +9,7 @@ import pytest
 
 from tests.ports import free_port
 from torchelastic.clock import SystemClock
-from torchelastic.rendezvous.embedded.dial_host import OwnEndpoint
+from torchelastic.rendezvous.embedded.own_endpoint import OwnEndpoint
 from torchelastic.transport.connect import Endpoint
 from torchelastic.transport.listener import Listener
 

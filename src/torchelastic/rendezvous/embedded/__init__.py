@@ -3,7 +3,7 @@
 node            this agent as a client of the host, or as the host
 server, client  the store over connections, and the `Store` protocol
 table           its state: rows, revisions, leases, history; pure
-dial_host       the endpoints of the job, and connections to the host
+own_endpoint    the endpoint of the job where this agent listens
 service         the store without an agent, in its own process
 state_file      the file of a store that outlives its process
 ask_peers       the messages of an election, sent to many; election decides, pure

@@ -16,13 +16,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 
 from torchelastic.clock import Clock
 from torchelastic.config import format_endpoint
-from torchelastic.errors import RendezvousLost
+from torchelastic.errors import RendezvousLost, RendezvousRefused
 from torchelastic.rendezvous import majority
 from torchelastic.rendezvous.embedded.ask_peers import (
     QUESTIONS,
@@ -36,9 +36,9 @@ from torchelastic.rendezvous.embedded.ask_peers import (
     unless,
 )
 from torchelastic.rendezvous.embedded.client import EmbeddedStore
-from torchelastic.rendezvous.embedded.dial_host import OwnEndpoint, dial, wait_for_host
-from torchelastic.rendezvous.embedded.election import OTHERS_CONTINUE, Poll, Search
+from torchelastic.rendezvous.embedded.election import LONGEST_PAUSE, OTHERS_CONTINUE, Poll, Search
 from torchelastic.rendezvous.embedded.failover_state import FailoverState, LeasedRows, table_of
+from torchelastic.rendezvous.embedded.own_endpoint import OwnEndpoint
 from torchelastic.rendezvous.embedded.server import RECONNECT_GRACE, EmbeddedServer
 from torchelastic.rendezvous.embedded.tie_breaker import TieBreaker
 from torchelastic.rendezvous.embedded.voter_file import Voter, VoterFile
@@ -65,6 +65,13 @@ FIRST_TERM = 1
 HOST_REPLACED = "Another node hosts the rendezvous now."
 #: Seconds after which a node without a host repeats what it waits for.
 REPEAT_INTERVAL = 60.0
+#: Seconds for a host that others named to answer. For the host that this node has just given up:
+#: this many times the search pause, because peers may name it shortly before they give it up too.
+HOST_TIMEOUT, RETRY_FACTOR = 1.0, 5.0
+
+
+class _EndpointIsOurs(Exception):
+    """The name of the endpoint now resolves to this machine."""
 
 
 class EmbeddedNode:
@@ -125,7 +132,9 @@ class EmbeddedNode:
         self._announced_hosts: list[str] = []
         self._known_agents: Sequence[str] = ()
         self._announcing: asyncio.Task[None] | None = None
-        self._tasks = TaskSet(_log_bug)
+        self._tasks = TaskSet(
+            lambda error: logger.error("Internal error in the rendezvous.", exc_info=error)
+        )
         self._store: EmbeddedStore | None = None
         self.server: EmbeddedServer | None = None
         #: Nodes of the last world that are known to be dead, without having announced a leave.
@@ -247,8 +256,10 @@ class EmbeddedNode:
 
         `rows` as in `regain`. Waits up to `seconds` to be asked.
         """
-        server = self.server
-        if server is None or not others_stay(server.rows(MEMBER_PREFIX), self._node):
+        if self.server is None:
+            return
+        members = [frames.decode_value(row.text or "{}") for row in self.server.rows(MEMBER_PREFIX)]
+        if all(one.get("node") == self._node or one.get("leaving") for one in members):
             return
         await self._leave("The host is leaving the job.")
         self._leased_rows = LeasedRows(self._lease, rows)
@@ -276,19 +287,38 @@ class EmbeddedNode:
     async def _find_host(self, timeout: float | None, say: Callable[[str], None]) -> None:
         """Find a host, or become it. A node without a vote can only wait for one."""
         if self._endpoints.ours is None and not self._holding.roll.latest.nodes:
-            store = await wait_for_host(
-                self._endpoints,
-                map(self._endpoint_at, filter(None, self._known_agents)),
+            try:
+                self._follow(await self._wait_for_host(timeout, say))
+                return
+            except _EndpointIsOurs:
+                pass
+        await self._search_host(timeout, say)
+
+    async def _wait_for_host(
+        self, timeout: float | None, say: Callable[[str], None]
+    ) -> EmbeddedStore:
+        """Wait for a host at the endpoints, or at agents that may know it. Raises `_EndpointIsOurs`
+        if an endpoint turns out to be this machine's."""
+
+        async def look() -> None:
+            await self._endpoints.look()
+            if self._endpoints.ours is not None:
+                raise _EndpointIsOurs
+
+        others = [self._endpoint_at(at) for at in self._known_agents if at]
+        while True:
+            store = await EmbeddedStore.connect(
+                [*self._endpoints.places, *others],
                 term=self._elector.term,
                 timeout=timeout,
                 clock=self._clock,
-                is_over=self._is_over,
+                meanwhile=look,
                 say=say,
             )
-            if store is not None:
-                self._follow(store)
-                return
-        await self._search_host(timeout, say)
+            if not await self._is_over(store):
+                return store
+            await asyncio.sleep(LONGEST_PAUSE)
+            await look()
 
     async def _is_over(self, store: EmbeddedStore) -> bool:
         """Return whether this is the store of a run that has ended, and not for a new node."""
@@ -373,18 +403,26 @@ class EmbeddedNode:
     # Becoming a client
 
     async def _join_one_of(self, hosts: Sequence[str], pause: float) -> bool:
-        store = await dial(
-            map(self._endpoint_at, hosts),
-            given_up=self._store.names if self._store is not None else (),
-            pause=pause,
-            term=self._elector.term,
-            lease=(self._leased_rows.lease, self._leased_rows.seconds),
-            clock=self._clock,
-            is_over=self._is_over,
-        )
-        if store is not None:
-            self._follow(store)
-        return store is not None
+        """Follow the first of these that is a host; False if none is. `pause`: seconds between two
+        searches."""
+        given_up = self._store.names if self._store is not None else ()
+        retry = min(RETRY_FACTOR * pause, HOST_TIMEOUT)
+        for place in map(self._endpoint_at, hosts):
+            try:
+                store = await EmbeddedStore.connect(
+                    [place],
+                    term=self._elector.term,
+                    timeout=retry if str(place) in given_up else HOST_TIMEOUT,
+                    lease=(self._leased_rows.lease, self._leased_rows.seconds),
+                    clock=self._clock,
+                )
+            except (RendezvousLost, RendezvousRefused) as error:
+                logger.debug("no host at %s: %s", place, error)
+                continue
+            if not await self._is_over(store):
+                self._follow(store)
+                return True
+        return False
 
     def _follow(self, store: EmbeddedStore) -> None:
         self._store = store
@@ -523,11 +561,37 @@ class EmbeddedNode:
             self.server.admit(link, hello)
 
     async def _grace_of(self, rows: Sequence[Row]) -> float | None:
-        """As host: seconds to wait for the agent of these rows after its connection ended."""
+        """As host: seconds to wait for the agent of these rows after its connection ended; None:
+        its whole lease.
+
+        0 if its machine refuses connections to its port. If it lives, if that is unknown, or if a
+        node trains alone without this host, the lease decides.
+        """
+        records = [row.text for row in rows if row.key.startswith(MEMBER_PREFIX)]
+        if not records:
+            return RECONNECT_GRACE
+        if self._trains_alone_elsewhere():
+            return None
+        address = frames.decode_value(records[0] or "{}").get("peer")
+        if not address:
+            return RECONNECT_GRACE
+        return 0.0 if await lives(self._endpoint_at(address)) is False else None
+
+    def _trains_alone_elsewhere(self) -> bool:
+        """Return whether the last world is a single node other than this host."""
+        summary = self._newest_summary()
+        if summary.get("count") != 1:
+            return False
         parts = self.server.rows(PART_PREFIX) if self.server is not None else []
-        newest = newest_summary(self.server, self._holding)
-        alone = trains_alone(newest, parts, self._node)
-        return await grace_of(rows, at=self._endpoint_at, alone=alone)
+        found = [frames.decode_value(row.text or "{}") for row in parts]
+        return World.from_parts(summary, found).steps_without(self._node)
+
+    def _newest_summary(self) -> Json:
+        """The summary of the newest world; a host has it first."""
+        if self.server is None:
+            return self._holding.rows.get(WORLD_KEY, {})
+        texts = {row.key: row.text for row in self.server.rows(WORLD_KEY)}
+        return frames.decode_value(texts.get(WORLD_KEY) or "{}")
 
     def _redirect(self, link: Link, hello: frames.Hello) -> None:
         """Tell a client of the store where the host is."""
@@ -537,7 +601,7 @@ class EmbeddedNode:
 
     def _store_of_workers(self) -> str:
         """The worker store of the newest world; empty if there is none."""
-        return str(newest_summary(self.server, self._holding).get("store", ""))
+        return str(self._newest_summary().get("store", ""))
 
     def _known_hosts(self) -> list[str]:
         if not self._elector.has_host:
@@ -594,49 +658,6 @@ class EmbeddedNode:
                 self._tasks.start(self._step_down(announcement.term), "step down")
             else:
                 self.store.lose(HOST_REPLACED)
-
-
-def _log_bug(error: Exception) -> None:
-    logger.error("Internal error in the rendezvous.", exc_info=error)
-
-
-async def grace_of(
-    rows: Sequence[Row], *, at: Callable[[str], Endpoint], alone: bool
-) -> float | None:
-    """Seconds to wait for the agent of these rows after its connection ended; None: its whole
-    lease.
-
-    0 if its machine refuses connections to its port. If it lives, if that is unknown, or if a node
-    trains `alone` without its host, the lease decides.
-    """
-    records = [row.text for row in rows if row.key.startswith(MEMBER_PREFIX)]
-    address = frames.decode_value(records[0] or "{}").get("peer") if records else None
-    grace: float | None = RECONNECT_GRACE
-    if address:
-        grace = 0.0 if await lives(at(address)) is False else None
-    return None if records and alone else grace
-
-
-def newest_summary(server: EmbeddedServer | None, holding: FailoverState) -> Json:
-    """The summary of the newest world; a host has it first."""
-    if server is None:
-        return holding.rows.get(WORLD_KEY, {})
-    texts = {row.key: row.text for row in server.rows(WORLD_KEY)}
-    return frames.decode_value(texts.get(WORLD_KEY) or "{}")
-
-
-def trains_alone(summary: Json, parts: Iterable[Row], host: str) -> bool:
-    """Return whether the last world is a single node other than its host."""
-    if summary.get("count") != 1:
-        return False
-    found = [frames.decode_value(row.text or "{}") for row in parts]
-    return World.from_parts(summary, found).steps_without(host)
-
-
-def others_stay(members: Iterable[Row], host: str) -> bool:
-    """Return whether any member other than the host stays."""
-    records = [frames.decode_value(row.text or "{}") for row in members]
-    return any(one.get("node") != host and not one.get("leaving") for one in records)
 
 
 class Founding:
