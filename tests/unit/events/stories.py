@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hypothesis import strategies as st
+
 from torchelastic.events import types as events
 from torchelastic.events.failure import Failure
 from torchelastic.events.record import Record
@@ -67,3 +69,57 @@ class Story:
         for name in names:
             self.tell(at, events.JobEnded(exitcode, reason), by=name)
         return self
+
+
+# --- any log, for hypothesis ---------------------------------------------------------------------
+
+_GENERATIONS = st.integers(-1, 3)
+_STEPS = st.integers(-1, 30)
+_SECONDS = st.floats(0, 50, allow_nan=False)
+_KINDS = st.sampled_from(
+    ["failure", "error", "node-failure", "resize", "leave", "finished", "stop"]
+)
+_STALLS = st.dictionaries(
+    st.sampled_from(["data", "checkpoint", "snapshot", "restore", "x"]), _SECONDS
+)
+_EVENTS = st.one_of(
+    st.just(events.AgentStarted(1, "", [], 1, 3, 1)),
+    st.builds(events.Joined, st.sampled_from("abc"), st.just(""), st.booleans()),
+    st.builds(events.NodeJoined, st.sampled_from("abc")),
+    st.builds(events.NodeLost, st.sampled_from("abc"), st.just("")),
+    st.builds(events.Waiting, st.just(2), st.just([]), st.just("")),
+    st.builds(
+        events.WorldFormed, st.sampled_from([["a"], ["a", "b"]]), *map(st.just, (2, "", "", 0))
+    ),
+    st.builds(events.GenerationOver, _KINDS, st.just("")),
+    st.just(events.WorkersStarted([0], [1], 0.1)),
+    st.just(events.WorkersStopped(0.1)),
+    st.just(events.WorkerFailed(failure().to_json())),
+    st.builds(events.WorkerExited, *map(st.just, (0, 0, 1, 0)), _SECONDS),
+    st.builds(events.Training, st.just(0), _STEPS, st.just(0), _SECONDS, _SECONDS),
+    st.builds(
+        events.Progress,
+        st.just([0, 1]),
+        st.lists(_STEPS),
+        st.lists(_SECONDS, max_size=3),
+        _STALLS,
+        before=st.sampled_from([None, -1, 0, 7]),
+    ),
+    st.just(events.JobEnded(0, "")),
+    st.just(events.Note("")),
+)
+_TELLINGS = st.lists(
+    st.tuples(st.floats(-0.5, 5, allow_nan=False), _EVENTS, st.sampled_from("abc"), _GENERATIONS),
+    max_size=40,
+)
+
+
+def _log(tellings) -> list[Record]:
+    story, now = Story(nodes=""), 0.0
+    for passed, event, node, generation in tellings:
+        now = max(0.0, now + passed)
+        story.tell(now, event, by=node, generation=None if generation < 0 else generation)
+    return story.records
+
+
+LOGS = _TELLINGS.map(_log)
