@@ -15,9 +15,9 @@ from math import nan
 from typing import Literal, get_args
 
 from torchelastic.events import types as events
-from torchelastic.events.analysis.goodput import DISRUPTIONS
 from torchelastic.events.analysis.view import JobFold, JobPhase, JobView
 from torchelastic.events.record import Record
+from torchelastic.events.timeline import DISRUPTIONS
 
 #: Upper bounds in seconds, for the time that a rendezvous or a recovery takes.
 BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -68,28 +68,20 @@ class JobMetrics:
         self._killed = 0
         self._rendezvous = Histogram()
         self._recovery = Histogram()
-        self._generation = -1
-        #: The time since which there is no world.
-        self._without: float | None = None
         #: Generation and time of the first failure that training has not recovered from.
         self._hurt: tuple[int, float] | None = None
 
     def feed(self, record: Record) -> None:
         """Add a record."""
         self._fold.feed(record)
-        generation = record.generation if record.generation is not None else -1
+        current = self._fold.timeline.current
+        if self._fold.timeline.began and current.without is not None:
+            self._rendezvous.observe(max(0.0, current.formed - current.without))
         match record.event:
-            case events.AgentStarted():
-                self._lack(record)
-            case events.WorldFormed() if generation > self._generation:
-                self._formed(record, generation)
             case events.GenerationOver(kind=kind):
                 self._over[kind] += 1
-                self._lack(record)
                 if kind in DISRUPTIONS:
                     self._hurts(record)
-            case events.WorkersStopped() | events.Waiting():
-                self._lack(record)
             case events.NodeLost():
                 self._hurts(record)
             case events.WorkerFailed(failure=failure):
@@ -99,23 +91,15 @@ class JobMetrics:
             case events.WorkerKilled():
                 self._killed += 1
             case events.Training() | events.WorkersStarted():
-                self._runs(record, generation)
-
-    def _lack(self, record: Record) -> None:
-        if self._without is None:
-            self._without = record.time
-
-    def _formed(self, record: Record, generation: int) -> None:
-        self._generation = generation
-        if self._without is not None:
-            self._rendezvous.observe(max(0.0, record.time - self._without))
-            self._without = None
+                self._runs(record)
 
     def _hurts(self, record: Record) -> None:
-        if self._hurt is None and self._generation >= 0:
-            self._hurt = (self._generation, record.time)
+        generation = self._fold.timeline.current.number
+        if self._hurt is None and generation >= 0:
+            self._hurt = (generation, record.time)
 
-    def _runs(self, record: Record, generation: int) -> None:
+    def _runs(self, record: Record) -> None:
+        generation = -1 if record.generation is None else record.generation
         if self._hurt is not None and generation > self._hurt[0]:
             self._recovery.observe(max(0.0, record.time - self._hurt[1]))
             self._hurt = None

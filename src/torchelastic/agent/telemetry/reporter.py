@@ -19,10 +19,10 @@ from torchelastic.config import LaunchConfig
 from torchelastic.errors import EXIT_FAILED, EXIT_RENDEZVOUS_LOST, FAILED
 from torchelastic.events import types as events
 from torchelastic.events import words
-from torchelastic.events.analysis.goodput import Goodput, GoodputFold
-from torchelastic.events.analysis.last_failure import FAILURES
+from torchelastic.events.analysis.goodput import Goodput, GoodputFold, goodput
 from torchelastic.events.failure import Failure
 from torchelastic.events.log import EventLog, read_files
+from torchelastic.events.timeline import DISRUPTIONS
 from torchelastic.rendezvous.forming import REPEAT_INTERVAL, time_limit
 from torchelastic.rendezvous.membership.backend import RendezvousBackend
 from torchelastic.rendezvous.restart_policy import Kind
@@ -59,7 +59,7 @@ def _as_json(failure: Failure | None) -> dict[str, Any] | None:
 
 
 def _restart(world: World, kind: Kind) -> events.RestartDecided:
-    failed = kind in FAILURES
+    failed = kind in DISRUPTIONS
     return events.RestartDecided(
         restart=world.phase != "closed",
         reason=world.reason,
@@ -231,7 +231,7 @@ class Reporter:
         generation = world.generation
         if world.phase == "over":
             assert kind is not None
-            cause = _as_json(world.cause) if kind in FAILURES else None
+            cause = _as_json(world.cause) if kind in DISRUPTIONS else None
             over = events.GenerationOver(kind=kind, reason=world.reason, cause=cause)
             self._log.emit(over, generation=generation)
         elif world.phase == "pausing":
@@ -441,12 +441,9 @@ class Reporter:
 
 def _goodput_of(collected: Path) -> Goodput | None:
     """Goodput from the collected events; None if there are none (the disk was full)."""
-    fold = GoodputFold()
     try:
         records = read_files([collected], thin=True)
     except OSError as error:
         logger.debug("cannot read the collected events: %s", error)
         return None
-    for record in records:
-        fold.feed(record)
-    return fold.at() if records else None
+    return goodput(records) if records else None

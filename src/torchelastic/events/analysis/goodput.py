@@ -4,8 +4,7 @@ The definitions follow ml-goodput-measurement; docs/guides/goodput.md lists the 
 counted in whole microseconds, so that the parts add up to the total exactly: a cursor moves along
 the job's time, and everything it passes goes to one of the parts.
 
-    starting ──> entering ──> training ──> over ──> entering ──> …      a world each
-        └──> waiting ──┘         └───────────────────> waiting ──> forming, ended
+The phases are those of the timeline.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torchelastic.events import types as events
 from torchelastic.events.analysis.node_time import NodeTime
 from torchelastic.events.analysis.step_time import StepTime, is_overdue
 from torchelastic.events.record import Record
+from torchelastic.events.timeline import ENDS, IN_WORLD, Generation, Phase, Timeline
 
 Part = Literal[
     "productive",
@@ -31,7 +31,6 @@ Part = Literal[
     "other",
     "unknown",
 ]
-_Phase = Literal["starting", "waiting", "forming", "entering", "training", "over", "ended"]
 _Pieces = Iterator[tuple[Part, int]]
 
 #: Labels of the parts.
@@ -48,7 +47,7 @@ PARTS: dict[Part, str] = {
     "unknown": "running (steps not reported)",
 }
 #: The part that time without a world belongs to, by phase.
-_WITHOUT: dict[_Phase, Part] = {
+_WITHOUT: dict[Phase, Part] = {
     "starting": "startup",
     "waiting": "waiting",
     "forming": "rendezvous",
@@ -60,8 +59,6 @@ _STALLS: dict[str, Part] = {
     "snapshot": "checkpoint",
     "restore": "restore",
 }
-#: Generations that end like this lose the step in flight.
-DISRUPTIONS = ("failure", "error", "node-failure")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,12 +124,11 @@ def goodput(records: Iterable[Record]) -> Goodput:
 
 @dataclass
 class _World:
-    """The current generation and its steps."""
+    """The steps of a generation."""
 
-    generation: int = -1
-    #: Its workers are new processes that have to load their script.
-    fresh: bool = True
-    running_since: int | None = None
+    of: Generation
+    #: No generation was before it.
+    first_of_all: bool = True
     trained_at: int | None = None
     #: Steps that were committed when it started.
     base: int | None = None
@@ -157,21 +153,23 @@ class _World:
     warmed_up: bool = False
     #: When the last program that has returned did so; its process took longer to end.
     returned_at: int | None = None
-    over_at: int | None = None
-    kind: str | None = None
-    failed: bool = False
-    #: A worker of it was killed because it hung.
-    hung: bool = False
-    #: It is counted among the disruptions.
-    is_counted: bool = False
     #: By node: microseconds of stalls per worker so far, by part.
     stalls: dict[str, dict[Part, int]] = field(default_factory=dict)
     #: The part of them that the cursor has passed.
     counted: dict[Part, int] = field(default_factory=dict)
 
     @property
-    def disrupted(self) -> bool:
-        return self.kind in DISRUPTIONS if self.kind is not None else self.failed
+    def fresh(self) -> bool:
+        """True if its workers are new processes that have to load their script."""
+        return self.first_of_all or self.of.started is not None
+
+    @property
+    def running_since(self) -> int | None:
+        return None if self.of.started is None else _micros(self.of.started)
+
+    @property
+    def over_at(self) -> int | None:
+        return None if self.of.stopped is None else _micros(self.of.stopped)
 
     def hangs(self, until: int) -> bool:
         """Whether the step in flight takes so long that the workers seem to be hung."""
@@ -190,20 +188,25 @@ class _World:
 
 
 class GoodputFold:
-    """Computes goodput from a job's records, one by one in the order of time."""
+    """Computes goodput from a job's records, one by one in the order of time.
 
-    def __init__(self) -> None:
+    With a `timeline` that others read, too: feed it each record after that.
+    """
+
+    def __init__(self, timeline: Timeline | None = None) -> None:
+        self._timeline = timeline if timeline is not None else Timeline()
+        self._feeds_timeline = timeline is None
         self._micros: dict[Part, int] = dict.fromkeys(PARTS, 0)
-        self._phase: _Phase = "starting"
+        #: The phase that the cursor is in.
+        self._phase: Phase = "starting"
         self._begun = False
         #: Up to where time is assigned to a part, and the time of the last record.
         self._cursor = 0
         self._now = 0
-        self._world = _World()
+        self._world = _World(self._timeline.current)
         self._steps = StepTime()
-        self._nodes = NodeTime()
-        self._agents: set[str] = set()
-        self._names: dict[str, str] = {}
+        self._nodes = NodeTime(self._timeline)
+        #: Generations before the current one that a failure ended.
         self._disruptions = 0
         self._redone_steps = 0
         self._steps_known = False
@@ -215,15 +218,18 @@ class GoodputFold:
 
     def feed(self, record: Record) -> None:
         """Take one more record."""
+        if self._feeds_timeline:
+            self._timeline.feed(record)
         time = _micros(record.time)
         if not self._begun:
             self._begun, self._cursor, self._now = True, time, time
-        if self._phase == "ended" and not isinstance(record.event, events.AgentStarted):
+        if self._phase == self._timeline.phase == "ended":
             return
         self._now = max(self._now, time)
         self._nodes.feed(record, self._now)
-        self._agents.add(record.node)
-        self._take(record)
+        self._turn_to(self._timeline.phase)
+        if self._timeline.is_current(record):
+            self._take(record)
 
     def at(self, now: float | None = None) -> Goodput:
         """Return the goodput up to the last record or, for a running job, up to `now`."""
@@ -235,7 +241,7 @@ class GoodputFold:
             micros[part] += span
         return Goodput(
             micros=micros,
-            disruptions=self._disruptions,
+            disruptions=self._disruptions + self._is_disrupted,
             redone_steps=self._redone_steps,
             redone_known=self._redone_known,
             steps_known=self._steps_known,
@@ -269,42 +275,33 @@ class GoodputFold:
         if world.usual is not None:
             return (world.last[1] + world.usual) / 1e6
         since = world.last[1] if world.begun is not None else world.trained_at
-        return since / 1e6 if world.hung and since is not None else None
+        return since / 1e6 if world.of.hung and since is not None else None
 
     # --- records ---------------------------------------------------------------------------------
 
-    def _take(self, record: Record) -> None:
-        generation = record.generation if record.generation is not None else -1
-        match record.event:
-            case events.AgentStarted() if self._phase == "ended":
-                # No agent was running meanwhile.
-                self._spend([("waiting", self._now - self._cursor)])
-                self._phase = "starting"
-            case events.Joined(name=name):
-                self._names[name] = record.node
-            case events.NodeLost(name=name):
-                self._agents.discard(self._names.get(name, ""))
-                self._world.failed = True
-            case events.LeaseLost():
-                self._world.failed = True
-            case events.WorkerKilled() if self._phase in ("entering", "training"):
-                self._world.hung = True
-            case events.WorldFormed() if generation > self._world.generation:
-                self._formed(generation)
-            case events.Waiting(enough=enough):
-                self._waits(enough)
-            case events.JobEnded():
-                self._ended(record.node)
-        if generation == self._world.generation:
-            self._take_of_world(record)
+    @property
+    def _is_disrupted(self) -> bool:
+        """True if a failure has ended the current generation."""
+        return self._world.of.stopped is not None and self._world.of.disrupted
 
-    def _take_of_world(self, record: Record) -> None:
+    def _turn_to(self, phase: Phase) -> None:
+        """Turn to the phase of the timeline, and to its generation."""
+        if self._phase == "ended" != phase:
+            # No agent was running meanwhile.
+            self._spend([("waiting", self._now - self._cursor)])
+        elif self._phase in IN_WORLD and (self._timeline.began or phase not in IN_WORLD):
+            self._phase = "over"  # its last records may still come
+        if self._timeline.began:
+            self._assign_time()
+            self._disruptions += self._is_disrupted
+            self._world = _World(self._timeline.current, first_of_all=self._world.of.number < 0)
+        elif phase not in (*IN_WORLD, self._phase):
+            self._assign_time(last=phase == "ended")
+        self._phase = phase
+
+    def _take(self, record: Record) -> None:
         world = self._world
         match record.event:
-            case events.WorkersStarted() if self._phase == "entering":
-                world.fresh = True
-                if world.running_since is None:
-                    world.running_since = self._now
             case events.Training() as up if self._phase == "entering":
                 self._know_steps()
                 world.trained_at, world.base = self._now, up.step
@@ -313,54 +310,14 @@ class GoodputFold:
                 self._roll_back(up.step)
             case events.Progress() as progress:
                 self._progress(record, progress)
-            case events.WorkerFailed():
-                world.failed = True
             case events.WorkerExited(exitcode=0) as exited:
                 returned = self._now - max(0, _micros(exited.exiting))
                 world.returned_at = max(world.returned_at or 0, returned)
-            case events.WorkersStopped():
-                self._end_world(None)
-            case events.GenerationOver(kind=kind):
-                self._end_world(kind)
-
-    def _formed(self, generation: int) -> None:
-        self._end_world(None)
-        self._assign_time()
-        self._world = _World(generation=generation, fresh=self._world.generation < 0)
-        self._phase = "entering"
-
-    def _end_world(self, kind: str | None) -> None:
-        """End a generation. Its last records may still arrive until the next one starts."""
-        world = self._world
-        if self._phase in ("entering", "training"):
-            world.over_at, world.kind = self._now, kind
-            self._phase = "over"
-        elif self._phase == "over" and world.kind is None:
-            world.kind = kind
-        if self._phase == "over" and world.disrupted and not world.is_counted:
-            world.is_counted = True
-            self._disruptions += 1
-
-    def _waits(self, enough: bool) -> None:
-        """Wait for nodes or, with enough of them, until they are ready."""
-        self._end_world(None)
-        if enough and self._phase != "waiting":
-            return  # unchanged: the job is starting, or forming the next world
-        self._assign_time()
-        without: _Phase = "forming" if self._world.generation >= 0 else "starting"
-        self._phase = without if enough else "waiting"
-
-    def _ended(self, node: str) -> None:
-        self._agents.discard(node)
-        if not self._agents:
-            self._end_world(None)
-            self._assign_time(last=True)
-            self._phase = "ended"
 
     # --- steps -----------------------------------------------------------------------------------
 
     def _progress(self, record: Record, progress: events.Progress) -> None:
-        if self._phase not in ("entering", "training", "over"):
+        if self._phase not in (*IN_WORLD, "over"):
             return
         world = self._world
         world.stalls[record.node] = _per_worker(progress)
@@ -413,8 +370,6 @@ class GoodputFold:
         self._roll_back(base)
         self._steps.add(base, self._micros["productive"])
         world.last = (base, world.begun)
-        if self._phase == "entering":
-            self._phase = "training"
 
     def _roll_back(self, base: int) -> None:
         kept = self._steps.at(base)
@@ -470,7 +425,7 @@ class GoodputFold:
             # Unreported steps: all of them are lost if the next world has the same base.
             self._steps.add(world.base, self._micros["productive"])
         self._spend(self._open(self._now, last=last))
-        if self._phase == "over" and world.begun is not None and not world.disrupted:
+        if self._phase == "over" and world.begun is not None and not world.of.disrupted:
             self._steps.add(world.last[0] + 1, self._micros["productive"])
 
     def _open(self, until: int, *, last: bool = False) -> _Pieces:
@@ -484,7 +439,7 @@ class GoodputFold:
             over, end = world.over_at, self._end_of_training(world.over_at)
             yield from self._entering(end) if world.begun is None else self._last_step(end)
             yield "other", over - end
-            done = last or world.kind in ("finished", "stop")
+            done = last or (world.of.over is not None and world.of.over.kind in ENDS)
             yield "other" if done else "rendezvous", until - over
         elif self._phase in _WITHOUT:
             yield _WITHOUT[self._phase], until - self._cursor
@@ -492,7 +447,7 @@ class GoodputFold:
     def _end_of_training(self, over: int) -> int:
         """When the programs had returned: to end a process takes time, too."""
         world = self._world
-        if world.returned_at is None or world.disrupted:
+        if world.returned_at is None or world.of.disrupted:
             return over
         earliest = max(self._cursor, world.running_since or 0, world.trained_at or 0)
         return min(over, max(earliest, world.returned_at))
@@ -502,7 +457,7 @@ class GoodputFold:
         world = self._world
         if world.trained_at is not None:
             yield from self._arriving(world.trained_at)
-            yield "other" if world.hung else "productive", until - world.trained_at
+            yield "other" if world.of.hung else "productive", until - world.trained_at
         elif world.running_since is not None and not self._steps_known:
             yield "startup", world.running_since - self._cursor
             yield "unknown", until - world.running_since
@@ -529,8 +484,8 @@ class GoodputFold:
         world, share = self._world, _Share(until - self._cursor)
         yield from self._stalls(share)
         usual = share.left if world.usual is None else round(world.usual)
-        if self._phase == "over" and world.disrupted:
-            known = 0 if world.hung and world.usual is None else usual
+        if self._phase == "over" and world.of.disrupted:
+            known = 0 if world.of.hung and world.usual is None else usual
             yield share.give("redone", known)
         else:
             yield share.give("productive", usual if world.hangs(until) else share.left)

@@ -14,11 +14,10 @@ from torchelastic.events import types as events
 from torchelastic.events.analysis import hangs
 from torchelastic.events.failure import Failure
 from torchelastic.events.record import Record
+from torchelastic.events.timeline import DISRUPTIONS
 
 #: Consequences that are kept.
 CONSEQUENCES_LIMIT = 32
-#: The ends of a generation that have a first failure.
-FAILURES = ("failure", "error", "node-failure")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +92,7 @@ class Failures:
                 self._seen(record, Failure.from_json({"generation": generation, **data}))
             case events.GenerationOver(cause=data) if data is not None:
                 self._judged(record, data)
-            case events.RestartDecided(kind=kind) if kind and kind not in FAILURES:
+            case events.RestartDecided(kind=kind) if kind and kind not in DISRUPTIONS:
                 self._acquitted()
             case events.RestartDecided(cause=data, consequences=others) if data is not None:
                 self._judged(record, data, others, finally_=True)

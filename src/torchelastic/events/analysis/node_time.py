@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from torchelastic.events import types as events
 from torchelastic.events.record import Record
+from torchelastic.events.timeline import Timeline
 
 
 class NodeTime:
     """Integrals over time of the nodes in a world, and of those available."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
         self._most = 0
-        self._generation = -1
         self._present: set[str] = set()
         #: Nodes of the world whose names this log does not have.
         self._unnamed = 0
@@ -34,12 +35,15 @@ class NodeTime:
                 self._present.add(name)
             case events.NodeLost(name=name) | events.NodeLeaving(name=name):
                 self._present.discard(name)
-            case events.WorldFormed() as formed:
-                self._formed(record.generation or 0, formed)
-            case events.GenerationOver() if record.generation == self._generation:
+            case events.GenerationOver() if self._timeline.is_current(record):
                 self._active = 0
             case events.Waiting():
                 self._active = 0
+        if self._timeline.began:
+            world = self._timeline.current.world
+            self._active = self._timeline.current.nodes
+            self._unnamed = self._active - len(world.nodes)
+            self._present.update(world.nodes, world.spares)
 
     def active(self, now: int) -> float | None:
         """Return the mean share of `max` nodes that were in a world; None: unknown yet."""
@@ -60,11 +64,3 @@ class NodeTime:
             self._active_micros + passed * min(self._active, self._most),
             self._available_micros + passed * min(present, self._most),
         )
-
-    def _formed(self, generation: int, formed: events.WorldFormed) -> None:
-        if generation <= self._generation:
-            return  # every agent reports it
-        self._generation = generation
-        self._active = formed.count or len(formed.nodes)
-        self._unnamed = self._active - len(formed.nodes)
-        self._present.update(formed.nodes, formed.spares)

@@ -9,6 +9,7 @@ from statistics import median
 from torchelastic.events import types as events
 from torchelastic.events.analysis.step_time import is_overdue
 from torchelastic.events.record import Record
+from torchelastic.events.timeline import Timeline
 
 #: A rate covers the last seconds: at least this many, at most twice as many.
 WINDOW = 5.0
@@ -73,8 +74,8 @@ class _Pace:
 class Ranks:
     """The workers of the last generation."""
 
-    def __init__(self) -> None:
-        self._generation = -1
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
         self._paces: dict[int, _Pace] = {}
         #: Wall clock of the last step entered, on the clock of the worker's machine.
         self.stepped: float | None = None
@@ -82,23 +83,24 @@ class Ranks:
         #: Seconds lost to stragglers: in this generation; in the one before, whose last report may
         #: come late; and in those before that.
         self._lost = self._lost_lately = self._lost_before = 0.0
-        self._previous = -1
 
     @property
     def lost(self) -> float:
         return self._lost_before + self._lost_lately + self._lost
 
     def feed(self, record: Record) -> None:
-        generation = record.generation if record.generation is not None else -1
-        if isinstance(record.event, events.WorldFormed) and generation > self._generation:
-            self._turn_to(generation)
-        if generation == self._generation:
+        """Take one more record, after the timeline."""
+        if self._timeline.began:
+            self._begin()
+        if self._timeline.is_current(record):
             self._take(record)
-        elif isinstance(record.event, events.Straggler) and generation == self._previous:
+        elif (
+            isinstance(record.event, events.Straggler)
+            and record.generation == self._timeline.previous.number
+        ):
             self._lost_lately = max(self._lost_lately, record.event.lost)
 
-    def _turn_to(self, generation: int) -> None:
-        self._previous, self._generation = self._generation, generation
+    def _begin(self) -> None:
         self._paces.clear()
         self.stepped = None
         self.stragglers.clear()

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from torchelastic.events import types as events
 from torchelastic.events.analysis.ranks import Ranks
 from torchelastic.events.record import Record
+from torchelastic.events.timeline import Timeline
 
 #: Wall clock, step (None: not reported), value.
 Point = tuple[float, int | None, float]
@@ -90,10 +91,10 @@ class Curves:
     it. So is the time of a rate, so that all times are on one clock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline, ranks: Ranks) -> None:
+        self._timeline, self._ranks = timeline, ranks
         self._rates = Series()
         self._metrics: dict[str, Series] = {}
-        self._generation = -1
         #: The generation has ended: no worker trains.
         self._over = False
         #: The lowest rank that reported each metric in this generation; None: the rate.
@@ -103,20 +104,20 @@ class Curves:
         #: Samples trained so far; None: not counted.
         self.samples: int | None = None
 
-    def feed(self, record: Record, ranks: Ranks) -> None:
-        """Take one more record, which `ranks` has taken already."""
-        generation = record.generation if record.generation is not None else -1
+    def feed(self, record: Record) -> None:
+        """Take one more record, after the timeline and `ranks`."""
+        if self._timeline.began:
+            self._stop(record)
+            self._over = False
+            self._reporters.clear()
+        is_current = self._timeline.is_current(record)
         match record.event:
-            case events.WorldFormed() if generation > self._generation:
-                self._stop(record)
-                self._generation, self._over = generation, False
-                self._reporters.clear()
-            case events.GenerationOver() if generation == self._generation:
+            case events.GenerationOver() if is_current:
                 self._stop(record)
             case events.JobEnded():
                 self._stop(record)
-            case events.Progress() as progress if generation == self._generation:
-                self._progress(record, progress, ranks)
+            case events.Progress() as progress if is_current:
+                self._progress(record, progress)
 
     def _stop(self, record: Record) -> None:
         """Note that training has stopped."""
@@ -125,8 +126,8 @@ class Curves:
         if last is not None and last[2] > 0.0:
             self._rates.add((record.wall, last[1], 0.0))
 
-    def _progress(self, record: Record, progress: events.Progress, ranks: Ranks) -> None:
-        lowest = min(progress.ranks, default=-1)
+    def _progress(self, record: Record, progress: events.Progress) -> None:
+        ranks, lowest = self._ranks, min(progress.ranks, default=-1)
         if not self._over and self._is_reporter(None, lowest) and ranks.step is not None:
             self._rates.add((record.wall, ranks.step, ranks.rate() or 0.0))
         if progress.samples >= 0 and self._is_reporter(None, lowest):

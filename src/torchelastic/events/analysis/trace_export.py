@@ -19,6 +19,7 @@ from torchelastic.events import types as events
 from torchelastic.events.analysis.recoveries import Recovery
 from torchelastic.events.analysis.view import JobFold
 from torchelastic.events.record import Record
+from torchelastic.events.timeline import Generation
 from torchelastic.events.words import first_line, sentence
 
 Entry = dict[str, Any]
@@ -66,11 +67,9 @@ class _Trace:
     nodes: dict[str, int] = field(default_factory=dict)
     named: set[str] = field(default_factory=set)
     tracks: dict[tuple[int, int], _Track] = field(default_factory=dict)
-    #: The current world: its generation, its start, and its arguments.
-    world: tuple[int, float, Entry] | None = None
     fold: JobFold = field(default_factory=JobFold)
-    #: The end of each generation: where a recovery is drawn.
-    ends: dict[int, float] = field(default_factory=dict)
+    #: All generations by number; the timeline keeps only the last ones.
+    generations: dict[int, Generation] = field(default_factory=dict)
 
     def feed(self, record: Record) -> Iterator[Entry]:
         if self.zero is None:
@@ -80,6 +79,9 @@ class _Trace:
             yield from _named("thread", _JOB, _RECOVERIES, "recoveries")
         self.now = max(self.now, record.time)
         self.fold.feed(record)
+        if self.fold.timeline.began:
+            current = self.fold.timeline.current
+            self.generations[current.number] = current
         yield from self._node(record)
         yield from self._take(record)
 
@@ -88,7 +90,7 @@ class _Trace:
         for node, number in self.nodes.items():
             if node not in self.named:  # it was never named; use the id of its agent
                 yield from _named("process", number, 0, f"node {node}")
-        yield from self._end_world(self.now, "")
+        yield from map(self._generation, self.generations.values())
         for track in self.tracks.values():
             yield from self._step(track, track.step + 1, self.now)
         known = self.fold.view().recoveries
@@ -119,12 +121,7 @@ class _Trace:
     # --- what ------------------------------------------------------------------------------------
 
     def _take(self, record: Record) -> Iterator[Entry]:
-        generation = record.generation if record.generation is not None else -1
         match record.event:
-            case events.WorldFormed() as formed:
-                yield from self._formed(record, formed)
-            case events.GenerationOver(kind=kind) if self.world and self.world[0] == generation:
-                yield from self._end_world(record.time, kind)
             case events.Training(rank=rank, step=step):
                 yield from self._track(record, rank)
                 yield from self._entered(record, rank, step, record.time)
@@ -141,22 +138,18 @@ class _Trace:
         if isinstance(record.event, _MOMENTS):
             yield self._moment(record, record.type, 0, record.event.fields())
 
-    def _formed(self, record: Record, formed: events.WorldFormed) -> Iterator[Entry]:
-        generation = record.generation if record.generation is not None else 0
-        if self.world is not None and generation <= self.world[0]:
-            return
-        yield from self._end_world(record.time, "")
-        about = {"nodes": list(formed.nodes), "size": formed.size, "reason": formed.reason}
-        self.world = (generation, record.time, about)
-        self.ends.pop(generation, None)
+    def _generation(self, one: Generation) -> Entry:
+        world = one.world
+        args: Entry = {"nodes": list(world.nodes), "size": world.size, "reason": world.reason}
+        if one.over is not None:
+            args["ended by"] = one.kind
+        end = self._end(one.number, self.now)
+        return self._bar(f"generation {one.number}", one.formed, end, _JOB, _GENERATIONS, args)
 
-    def _end_world(self, time: float, kind: str) -> Iterator[Entry]:
-        if self.world is None or self.world[0] in self.ends:
-            return
-        generation, began, about = self.world
-        self.ends[generation] = time
-        args = about | {"ended by": kind} if kind else about
-        yield self._bar(f"generation {generation}", began, time, _JOB, _GENERATIONS, args)
+    def _end(self, generation: int, else_: float) -> float:
+        """Return when a generation ended, where its recovery is drawn."""
+        known = self.generations.get(generation)
+        return else_ if known is None or known.ended is None else known.ended
 
     def _progress(self, record: Record, progress: events.Progress) -> Iterator[Entry]:
         shift = record.time - record.mono
@@ -173,7 +166,7 @@ class _Trace:
 
     def _step(self, track: _Track, until: int, at: float) -> Iterator[Entry]:
         """Yield the bar of the steps since the one that a rank entered last."""
-        at = min(at, self.ends.get(track.generation, at))
+        at = min(at, self._end(track.generation, at))
         if track.step < 0 or at <= track.at:
             return
         last = until - 1
@@ -183,7 +176,7 @@ class _Trace:
 
     def _cause(self, recovery: Recovery) -> float:
         """Return the time of the cause of a recovery."""
-        return self.ends.get(recovery.generation, self.now) - recovery.detect
+        return self._end(recovery.generation, self.now) - recovery.detect
 
     def _recovery(self, recovery: Recovery, limit: float) -> Iterator[Entry]:
         parts = {

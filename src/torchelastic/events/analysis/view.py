@@ -19,6 +19,7 @@ from torchelastic.events.analysis.ranks import Ranks, RankView
 from torchelastic.events.analysis.recoveries import Recoveries, Recovery, RecoveryTotals
 from torchelastic.events.analysis.series import Curves, Point
 from torchelastic.events.record import Record
+from torchelastic.events.timeline import Generation, Phase, Timeline
 
 NodeState = Literal[
     "starting", "joined", "running", "spare", "rejoining", "leaving", "lost", "ended", "died"
@@ -27,10 +28,18 @@ JobPhase = Literal["starting", "waiting", "running", "restarting", "ended", "die
 
 _PLACED = ("running", "spare")
 _NO_WORLD = "no world yet"
+_PHASES: dict[Phase, JobPhase] = {
+    "starting": "starting",
+    "waiting": "waiting",
+    "forming": "restarting",
+    "entering": "running",
+    "training": "running",
+    "over": "restarting",
+    "ended": "ended",
+}
 
-#: Changes, and worlds, that are kept.
+#: Changes that are kept.
 HISTORY_LIMIT = 50
-WORLDS_LIMIT = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +85,22 @@ class WorldView:
     end_why: str = ""
     #: The number of workers in a replica; 0: the model is not sharded.
     replica: int = 0
+
+    @classmethod
+    def of(cls, generation: Generation) -> WorldView:
+        world = generation.world
+        return cls(
+            generation=generation.number,
+            nodes=tuple(world.nodes),
+            count=generation.nodes,
+            size=world.size,
+            began=generation.wall,
+            why=world.reason,
+            ended=generation.ended_wall,
+            end_kind=generation.kind if generation.over is not None else "",
+            end_why=generation.ended_why,
+            replica=world.replica,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,27 +232,24 @@ class JobFold:
         self._nodes: dict[str, NodeView] = {}
         #: Node names by agent id.
         self._names: dict[str, str] = {}
-        #: Ids of agents that have events and are not known to be gone.
-        self._agents: set[str] = set()
-        #: Those that have written their end: what they write after it does not bring them back.
-        self._ended: set[str] = set()
         self._history: deque[HistoryEntry] = deque(maxlen=HISTORY_LIMIT)
-        self._worlds: deque[WorldView] = deque(maxlen=WORLDS_LIMIT)
-        self._goodput = GoodputFold()
-        self._recoveries = Recoveries(self._goodput)
-        self._ranks = Ranks()
+        self.timeline = Timeline()
+        self._goodput = GoodputFold(self.timeline)
+        self._recoveries = Recoveries(self.timeline, self._goodput)
+        self._ranks = Ranks(self.timeline)
         self._failures = Failures()
-        self._curves = Curves()
+        self._curves = Curves(self.timeline, self._ranks)
         self._last: Record | None = None
 
     def feed(self, record: Record) -> None:
         """Take one more record."""
         self._last = record
+        self.timeline.feed(record)
         self._recoveries.feed(record)
         self._goodput.feed(record)
         self._ranks.feed(record)
         self._failures.feed(record)
-        self._curves.feed(record, self._ranks)
+        self._curves.feed(record)
         self._seen(record)
         self._take(record, self._names[record.node])
 
@@ -236,9 +258,15 @@ class JobFold:
         passed = now - self._last.wall if now is not None and self._last is not None else 0.0
         until = self._last.time + max(0.0, passed) if self._last is not None else None
         live = until if now is not None else None
-        recoveries = self._recoveries.views()
+        current = self.timeline.current
         return replace(
             self._view,
+            phase=_PHASES[self.timeline.phase],
+            generation=current.number if current.number >= 0 else None,
+            size=current.world.size,
+            replica=current.world.replica,
+            unnamed=max(0, current.nodes - len(current.world.nodes)),
+            restarts_used=current.world.restarts_used,
             nodes=dict(self._nodes),
             history=tuple(self._history),
             step=self._ranks.step,
@@ -247,8 +275,8 @@ class JobFold:
             ranks=self._ranks.views(self._names, live),
             stragglers=tuple(self._ranks.stragglers.values()),
             straggler_seconds=round(self._ranks.lost, 6),
-            worlds=_as_judged(self._worlds, recoveries),
-            recoveries=recoveries,
+            worlds=tuple(map(WorldView.of, self.timeline.generations)),
+            recoveries=self._recoveries.views(),
             recovery_totals=self._recoveries.totals(),
             failure=self._failures.view(),
             goodput=self._goodput.at(until) if until is not None else None,
@@ -275,7 +303,6 @@ class JobFold:
                 self._tell(record, f"{other} joined")
             case events.NodeLost(name=other, reason=why):
                 self._set(other, state="lost")
-                self._agents.discard(self._nodes[other].agent or "")
                 self._tell(record, f"{other} was lost", why)
             case events.NodeLeaving(name=other, reason=why):
                 self._set(other, state="leaving")
@@ -295,32 +322,25 @@ class JobFold:
                 self._take_of_world(record)
 
     def _take_of_world(self, record: Record) -> None:
-        view = self._view
-        generation = record.generation if record.generation is not None else -1
+        if self.timeline.began:
+            current = self.timeline.current
+            self._place(current.world)
+            self._tell(record, f"generation {current.number} began", current.world.reason)
         match record.event:
-            case events.WorldFormed() as formed:
-                self._world_formed(record, formed)
-            case events.GenerationOver(kind=kind, reason=why):
-                self._change(phase="restarting")
-                self._world_over(record, kind, why)
-                self._tell(record, f"generation {generation} ended", why)
-            case events.WorkersStopped() if (
-                view.phase == "running" and generation == view.generation
-            ):
-                self._change(phase="restarting")
+            case events.GenerationOver(reason=why):
+                self._tell(record, f"generation {record.generation} ended", why)
             case events.RestartDecided(restart=False, reason=why):
                 self._tell(record, "the job is not restarted", why)
             case events.Straggler(text=text, again=False):
                 self._tell(record, text)
-            case events.Waiting(reason=why, enough=enough):
-                self._waits(record, why, enough)
+            case events.Waiting(reason=why):
+                self._waits(record, why)
 
     def _agent_started(self, record: Record, name: str, least: int, most: int) -> None:
-        view = self._view
+        started = self._view.started
         self._set(name, state="starting")
         self._change(
-            started=view.started if view.started is not None else record.wall,
-            phase="starting" if view.ended is not None else view.phase,
+            started=started if started is not None else record.wall,
             ended=None,
             exitcode=None,
             min_nodes=least,
@@ -352,36 +372,6 @@ class JobFold:
         if present is None or present.state in ("lost", "starting", "rejoining"):
             self._set(name, state="joined")
 
-    def _world_formed(self, record: Record, formed: events.WorldFormed) -> None:
-        generation = record.generation or 0
-        if self._view.generation is not None and generation <= self._view.generation:
-            if generation == self._view.generation and formed.replica > self._view.replica:
-                self._change(replica=formed.replica)
-                self._worlds[-1] = replace(self._worlds[-1], replica=formed.replica)
-            return  # every agent reports it
-        self._place(formed)
-        self._change(
-            phase="running",
-            generation=generation,
-            size=formed.size,
-            replica=formed.replica,
-            unnamed=max(0, formed.count - len(formed.nodes)),
-            restarts_used=formed.restarts_used,
-        )
-        self._world_over(record, "", formed.reason)
-        self._worlds.append(
-            WorldView(
-                generation=generation,
-                nodes=tuple(formed.nodes),
-                count=formed.count or len(formed.nodes),
-                size=formed.size,
-                began=record.wall,
-                why=formed.reason,
-                replica=formed.replica,
-            )
-        )
-        self._tell(record, f"generation {generation} began", formed.reason)
-
     def _place(self, formed: events.WorldFormed) -> None:
         """Update the nodes: the world's come first; others without events are gone."""
         states: dict[str, NodeState] = dict.fromkeys(formed.nodes, "running")
@@ -397,37 +387,23 @@ class JobFold:
                 nodes[name] = _with_state(node, "joined") if node.state in _PLACED else node
         self._nodes = nodes
 
-    def _world_over(self, record: Record, kind: str, why: str) -> None:
-        last = self._worlds[-1] if self._worlds else None
-        if last is not None and last.ended is None:
-            self._worlds[-1] = replace(last, ended=record.wall, end_kind=kind, end_why=why)
-
-    def _waits(self, record: Record, why: str, enough: bool) -> None:
+    def _waits(self, record: Record, why: str) -> None:
         """Note that the job waits. Repeated every minute; the history keeps only the last."""
         if self._history and self._history[-1].what == _NO_WORLD:
             self._history.pop()
-        forming: JobPhase = "starting" if self._view.generation is None else "restarting"
-        self._change(phase=forming if enough else "waiting")
         self._tell(record, _NO_WORLD, why)
 
     def _job_ended(self, record: Record, name: str, ended: events.JobEnded) -> None:
         self._set(name, state="ended", exitcode=ended.exitcode)
         self._change(exitcode=ended.exitcode)
-        self._agents.discard(record.node)
-        self._ended.add(record.node)
-        if not self._agents:
+        if not self.timeline.agents:
             self._nodes = _let_in(self._nodes)
-            self._change(phase="ended", ended=record.wall)
-            self._world_over(record, "", ended.reason)
+            self._change(ended=record.wall)
         self._tell(record, f"{name} ended with exit code {ended.exitcode}", ended.reason)
 
     # --- small changes ---------------------------------------------------------------------------
 
     def _seen(self, record: Record) -> None:
-        if isinstance(record.event, events.AgentStarted):
-            self._ended.discard(record.node)
-        if record.node not in self._ended:
-            self._agents.add(record.node)
         name = self._names.setdefault(record.node, record.node)
         present = self._nodes.get(name) or NodeView(name=name, state="starting")
         self._nodes[name] = replace(present, agent=record.node, last_seen=record.wall)
@@ -443,14 +419,3 @@ class JobFold:
 
     def _tell(self, record: Record, what: str, why: str = "") -> None:
         self._history.append(HistoryEntry(record.wall, what, why))
-
-
-def _as_judged(
-    worlds: Iterable[WorldView], recoveries: Iterable[Recovery]
-) -> tuple[WorldView, ...]:
-    """Return the worlds with what ended each according to the leader's final verdict."""
-    kinds = {one.generation: one.kind for one in recoveries}
-    pairs = [(world, kinds.get(world.generation, "")) for world in worlds]
-    return tuple(
-        replace(world, end_kind=kind) if kind and world.end_kind else world for world, kind in pairs
-    )
