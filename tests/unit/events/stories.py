@@ -108,18 +108,18 @@ _EVENTS = st.one_of(
     st.just(events.JobEnded(0, "")),
     st.just(events.Note("")),
 )
-_TELLINGS = st.lists(
+_ENTRIES = st.lists(
     st.tuples(st.floats(-0.5, 5, allow_nan=False), _EVENTS, st.sampled_from("abc"), _GENERATIONS),
     max_size=40,
 )
 
 
-def _log(tellings) -> list[Record]:
+def _log(entries) -> list[Record]:
     story, now = Story(nodes=""), 0.0
-    for passed, event, node, generation in tellings:
+    for passed, event, node, generation in entries:
         now = max(0.0, now + passed)
         story.tell(now, event, by=node, generation=None if generation < 0 else generation)
     return story.records
 
 
-LOGS = _TELLINGS.map(_log)
+LOGS = _ENTRIES.map(_log)
