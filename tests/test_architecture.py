@@ -11,7 +11,7 @@ import pytest
 
 from tests import retired_words
 from torchelastic import errors
-from torchelastic.compat.paths import PATHS
+from torchelastic.compat.old_names import PATHS
 from torchelastic.rendezvous.world import World
 
 pytestmark = pytest.mark.xdist_group("architecture")  # every file is read once
@@ -22,7 +22,7 @@ EVERY = sorted(PACKAGE.rglob("*.py"))
 #: Import paths of earlier releases: they only re-export, and the rules below are not for them.
 SHIMS = {
     path
-    for name in PATHS
+    for name in PATHS.split()
     for stem in [PACKAGE.joinpath(*name.split("."))]
     for path in (stem.with_suffix(".py"), stem / "__init__.py")
     if path in EVERY
@@ -105,7 +105,7 @@ IMPURE = {"torch", "time", "socket", "subprocess", "threading", "asyncio", "os"}
 
 #: Loaded when first used, and programs that the doctor starts.
 WITH_TORCH = {
-    "compat/release01/collectives.py",
+    "compat/collectives.py",
     "doctor/gpu_program.py",
     "doctor/torch_probe.py",
 }
@@ -223,7 +223,7 @@ def test_packages_import_each_other_in_one_direction():
 
 
 def test_paths_of_earlier_releases_only_re_export():
-    assert len(SHIMS) == len(PATHS), "a path in compat/paths.py has no file"
+    assert len(SHIMS) == len(PATHS.split()), "a path in compat/old_names.py has no file"
     for path in SHIMS:
         kinds = {type(node) for node in ast.parse(path.read_text()).body}
         assert kinds <= {ast.Expr, ast.ImportFrom, ast.Assign}, name_of(path)

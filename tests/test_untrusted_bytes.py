@@ -25,7 +25,7 @@ UNSAFE_CALLS = {
 ALLOWED = {
     "checkpoint/storage/safe_pickle.py": "a checkpoint's metadata: only data classes are looked up",
     "worker/bootstrap.py": "the caller's function, in a private directory of its own launcher",
-    "launcher/function_call.py": "what that function has returned, in the same directory",
+    "launcher/launch_job.py": "what that function has returned, in the same directory",
     "tensors/small_state.py": "this process's own memory",
     "training/state/state.py": "a checkpoint that the user's own job wrote (guides/checkpoint.md)",
     "training/state/torch_state.py": "the same, and only tensors are loaded (weights_only)",

@@ -52,7 +52,7 @@ Layout, from top to bottom; nothing imports from a layer above its own:
     torch_backends        the only place that knows the back ends of torch.distributed by name
     torch_private         the only use of torch's private names
 
-Import paths of earlier releases are listed in `compat/paths.py`.
+Import paths of earlier releases are listed in `compat/old_names.py`.
 
 The public names are loaded when they are first used: importing the package imports neither torch
 nor anything else that takes time.

@@ -444,7 +444,7 @@ class LaunchConfig:
             value = data[name]
             data[name] = (
                 int(value)
-                if isinstance(value, Std)
+                if isinstance(value, int)  # torch's `Std` as well
                 else {str(rank): int(mask) for rank, mask in value.items()}
             )
         if self.local_ranks_filter is not None:
@@ -485,9 +485,9 @@ def _default_port(backend: str) -> int:
 
 def std_for(streams: Std | Mapping[int, Std], local_rank: int) -> Std:
     """Return the streams of one local rank."""
-    if isinstance(streams, Std):
-        return streams
-    return streams.get(local_rank, Std.NONE)
+    if isinstance(streams, int):  # torch's `Std` as well
+        return Std(streams)
+    return Std(streams.get(local_rank, Std.NONE))
 
 
 def parse_truth(text: str) -> bool:

@@ -3,7 +3,6 @@
 TorchElasticError
 ├── ConfigError            bad input: one sentence, what is wrong and what to do (exit 64)
 │   ├── KubernetesError    a Kubernetes cluster refuses a request, or cannot be reached
-│   ├── ProcessesError     start_processes cannot start these; also a RuntimeError
 │   └── ProgramMissing     program not found; also a FileNotFoundError
 ├── RendezvousError
 │   ├── RendezvousLost     the store became unreachable (exit 171)
@@ -57,10 +56,6 @@ class KubernetesError(ConfigError):
         super().__init__(message)
         #: The status of HTTP, and the reason that the API gives, such as `AlreadyExists`.
         self.status, self.reason = status, reason
-
-
-class ProcessesError(ConfigError, RuntimeError):
-    """`start_processes` cannot start these; callers of 0.2 catch RuntimeError."""
 
 
 class ProgramMissing(ConfigError, FileNotFoundError):

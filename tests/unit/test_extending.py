@@ -11,7 +11,7 @@ import pytest
 
 from tests.light import with_light_torch
 from torchelastic import checkpoint, metrics
-from torchelastic.compat.release02.rendezvous_api import handler_factory
+from torchelastic.compat.rendezvous_api import handler_factory
 from torchelastic.events.handlers import sink_for
 from torchelastic.metrics.streams import NullMetricHandler
 

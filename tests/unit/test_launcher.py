@@ -1,8 +1,10 @@
 """What the launcher decides before and after the agent runs."""
 
+import pickle
 import sys
 
 import pytest
+from torch.distributed.elastic.multiprocessing import errors as of_torch
 
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.errors import (
@@ -13,9 +15,11 @@ from torchelastic.errors import (
     TorchElasticError,
 )
 from torchelastic.events.failure import Failure
+from torchelastic.launcher.child_failed import process_failure
 from torchelastic.launcher.launch_job import Ended, completed, entrypoint_name, make_entry
-from torchelastic.multiprocessing.errors import ChildFailedError
+from torchelastic.multiprocessing.errors import ChildFailedError, ErrorHandler, record
 from torchelastic.rendezvous.world import World
+from torchelastic.worker import error_file
 
 
 def function(word):
@@ -35,7 +39,7 @@ def function(word):
         (sys.executable, (), Entry("program", sys.executable)),
     ],
 )
-def test_a_script_of_this_python_starts_warm_and_anything_else_is_a_program(
+def test_entry_of_a_script_for_this_python_is_a_script_else_a_program(
     program, args, entry, tmp_path
 ):
     assert make_entry(program, args, tmp_path) == entry
@@ -51,7 +55,7 @@ def test_a_function_is_pickled_for_the_workers(tmp_path):
 @pytest.mark.parametrize(
     ("entrypoint", "args"), [(lambda: 0, ()), (function, (lambda: 0,)), (function, (sys,))]
 )
-def test_what_cannot_be_pickled_is_refused_with_a_reason(entrypoint, args, tmp_path):
+def test_entry_that_cannot_be_pickled_is_refused(entrypoint, args, tmp_path):
     with pytest.raises(ConfigError, match="Could not pickle"):
         make_entry(entrypoint, args, tmp_path)
 
@@ -97,35 +101,96 @@ def test_a_foreign_config_is_refused():
         completed(object())
 
 
-def failure(rank, wall_time):
-    return Failure(
-        generation=1,
-        node="node-a",
-        rank=rank,
-        local_rank=rank,
-        pid=42,
-        exitcode=1,
-        message="RuntimeError: boom",
-        wall_time=wall_time,
-    )
+TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 1\nRuntimeError: boom\n'
 
 
-def test_failed_workers_become_one_error_that_knows_the_first():
-    cause, other = failure(1, wall_time=9.0), failure(0, wall_time=1.0)
-    world = World(
-        generation=1,
-        phase="closed",
-        cause=cause,
-        consequences=(other,),
-        reason=f"{cause.sentence()}; no restarts left",
-    )
+def failure(rank, **changes):
+    facts = {
+        "generation": 1,
+        "node": "node-a",
+        "rank": rank,
+        "local_rank": rank,
+        "pid": 42,
+        "exitcode": 1,
+        "message": "RuntimeError: boom",
+        "traceback": TRACEBACK,
+        "error_file": "/on/another/machine/error.json",
+        "wall_time": 1.5,
+    }
+    return Failure(**{**facts, **changes})
 
-    error = Ended(1, world.reason, world, None, {}).error("train")
+
+def error_of(cause, *others):
+    reason = f"{cause.sentence()}; no restarts left"
+    world = World(generation=1, phase="closed", cause=cause, consequences=others, reason=reason)
+    return Ended(1, reason, world, None, {}).error("train")
+
+
+def test_failed_workers_are_torchs_error_with_the_first_failure_that_the_nodes_agreed_on():
+    error = error_of(failure(1, wall_time=9.0), failure(0, exitcode=-6, wall_time=1.0))
 
     assert isinstance(error, ChildFailedError)
+    assert isinstance(error, of_torch.ChildFailedError)
+    assert isinstance(error, TorchElasticError)
+    assert set(error.failures) == {0, 1}
+    for known in (error, pickle.loads(pickle.dumps(error))):
+        assert known.get_first_failure()[0] == 1
+        text = str(known)
+        assert "train FAILED: no restarts left\n" in text
+        root = text.index("Root Cause (first observed failure):")
+        assert root < text.index("rank      : 1 (local_rank: 1)") < text.index("RuntimeError: boom")
+        assert text.index("rank 0 on") > text.index("rank      : 1")
+        assert "SIGABRT" in text
+
+
+def test_first_failure_of_a_lost_node_is_the_earliest_worker():
+    lost = failure(-1, local_rank=-1, wall_time=0.0)
+    error = error_of(lost, failure(0, wall_time=9.0), failure(1, wall_time=8.0))
     assert set(error.failures) == {0, 1}
     assert error.get_first_failure()[0] == 1
-    assert "train FAILED: no restarts left\n" in str(error)
+
+
+def test_process_failure_has_all_that_the_agents_know(tmp_path):
+    here = tmp_path / "error.json"
+    here.touch()
+    mine = process_failure(failure(3, local_rank=1, error_file=str(here)))
+    assert isinstance(mine, of_torch.ProcessFailure)
+    assert (mine.local_rank, mine.pid, mine.exitcode, mine.timestamp) == (1, 42, 1, 1)
+    assert mine.message["message"] == "RuntimeError: boom"
+    assert mine.message["extraInfo"] == {"py_callstack": TRACEBACK, "timestamp": "1"}
+    assert mine.error_file_data == {"message": mine.message}
+    assert mine.error_file == str(here)
+    killed = process_failure(failure(0, exitcode=-9, message="killed by SIGKILL", traceback=""))
+    assert (killed.message, killed.signal_name()) == ("killed by SIGKILL", "SIGKILL")
+    assert killed.error_file == "<N/A>"
+
+
+def test_error_without_an_agent_is_worded_by_torch():
+    early, late = (process_failure(failure(rank, wall_time=9.0 - rank)) for rank in (1, 0))
+    error = ChildFailedError("train", {0: late, 1: early})
+    assert error.get_first_failure() == (1, early)
+    assert str(error) == str(of_torch.ChildFailedError("train", {0: late, 1: early}))
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_record_copies_the_error_file_of_the_first_failure_if_it_is_here(
+    is_here, monkeypatch, tmp_path
+):
+    own, child = tmp_path / "error.json", tmp_path / "child.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(own))
+    error_file.write(str(child), "ValueError: the cause", TRACEBACK)
+    error = error_of(failure(0, error_file=str(child if is_here else "/elsewhere")))
+    handler = ErrorHandler()
+    monkeypatch.setattr(handler, "initialize", lambda: None)  # pytest has a fault handler
+
+    def main():
+        raise error
+
+    with pytest.raises(ChildFailedError) as caught:
+        record(main, error_handler=handler)()
+    assert caught.value is error
+    assert own.exists() == is_here
+    assert not is_here or error_file.read(str(own)).message == "ValueError: the cause"
 
 
 @pytest.mark.parametrize(

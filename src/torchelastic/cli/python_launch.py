@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 
@@ -20,9 +21,11 @@ def main(command: Command, argv: Sequence[str] | None) -> None:
 
         print(help_text(command, terminal_width()), end="")
         return
-    from torchelastic.launcher.error_handler import record
-
-    record(run)(parsed)
+    if env.get("TORCHELASTIC_ERROR_FILE"):  # a launcher is to be told what failed
+        record = importlib.import_module("torch.distributed.elastic.multiprocessing.errors").record
+        record(run)(parsed)
+    else:
+        run(parsed)
 
 
 def run(parsed: Parsed) -> None:

@@ -152,11 +152,26 @@ OLD_NAMES = {
     "utils.store": ("0.2", "barrier get_all synchronize"),
 }
 
+#: The import paths of 0.1, 0.2 and torch (and one of ours) that are files of at most 10 lines. They
+#: only re-export names from their new module.
+PATHS = """
+coordinator checkpoint.api checkpoint.file_system_checkpoint distributed.collectives
+event_logger event_logger.api fault_injection p2p p2p.coordinator_p2p rendezvous.parameters
+state train_loop version worker_stats distributed.utils utils utils.data
+utils.data.cycling_iterator utils.data.elastic_distributed_sampler agent.server agent.server.api
+agent.server.local_elastic_agent distributed.argparse_util launcher.api metrics.api
+multiprocessing multiprocessing.api multiprocessing.errors multiprocessing.errors.error_handler
+multiprocessing.errors.handlers multiprocessing.redirects multiprocessing.tail_log
+rendezvous.api rendezvous.etcd_rendezvous rendezvous.etcd_server rendezvous.registry
+rendezvous.utils timer.api timer.file_based_local_timer timer.local_timer utils.api
+utils.distributed utils.logging utils.store events.goodput
+"""
+
 #: Names that do not work exactly as they did.
 DIFFERENT = {
     "CheckpointUtil": "A checkpoint is loaded only if no worker has a newer state.",
-    "ChildFailedError": "`failures` has the failed ranks of the whole job; the text names the "
-    "root cause.",
+    "ChildFailedError": "A subclass of torch's. `failures` has the failed ranks of the whole job; "
+    "the text and `get_first_failure` name the root cause.",
     "ConsoleEventLogHandler": "Prints the event; 0.1's raised `IndexError`.",
     "Coordinator": "`train` takes a `CoordinatorP2P` or a subclass of it.",
     "CoordinatorP2P": "`rendezvous_barrier`, `init_process_group` and `barrier` of a subclass are "
@@ -164,8 +179,7 @@ DIFFERENT = {
     "10 seconds.",
     "ElasticDistributedSampler": "`start_index` counts the samples taken in this epoch's order. It "
     "was an offset in the dataset: after a resize some samples came twice, others never.",
-    "ErrorHandler": "`copy_error_file` keeps a file that exists: the first error is nearest to "
-    "the cause.",
+    "ErrorHandler": "torch's own: `copy_error_file` is called `dump_error_file`.",
     "EtcdRendezvousHandler": "Takes `RendezvousParameters`, not an `EtcdRendezvous`.",
     "EtcdServer": "Serves etcd's v3 API; `get_client` is refused.",
     "Event": "Accepts the arguments of 0.2.1 and of 0.2.2; `type` and `source` are one field.",
@@ -173,18 +187,17 @@ DIFFERENT = {
     "complete.",
     "LocalElasticAgent": "`run` waits for an agent process and returns a `RunResult` (0.2.2). "
     "`start_method`, `exit_barrier_timeout` and a subclass's hooks have no effect.",
-    "MultiprocessContext": "Create it with `start_processes`: its constructor takes other "
-    "arguments.",
-    "PContext": "Create it with `start_processes`: its constructor takes other arguments.",
-    "ProcessFailure": "`message` of a process without an error file is our sentence, such as "
-    "`exit code 3` or `killed by SIGSEGV (…)`. `timestamp` of an agent's worker is the time at "
-    "which the agent saw the failure.",
+    "MultiprocessContext": "torch's own: its constructor takes `logs_specs`.",
+    "PContext": "torch's own: its constructor takes `logs_specs`.",
+    "ProcessFailure": "torch's own. Of an agent's worker, `message` without an error file is our "
+    "sentence, such as `exit code 3` or `killed by SIGSEGV (…)`, `timestamp` is the time at which "
+    "the agent saw the failure, and `error_file` is `<N/A>` if it is on another machine.",
     "RendezvousHandler": "In a `WorkerSpec`, only a handler from `get_rendezvous_handler` is "
     "accepted.",
     "RendezvousHandlerFactory": "Errors are `ConfigError`, which is a `ValueError`.",
     "RendezvousParameters": "A range of nodes that is not valid raises `ConfigError` (a "
     "`ValueError`), not `AssertionError`.",
-    "SubprocessContext": "Create it with `start_processes`: its constructor takes other arguments.",
+    "SubprocessContext": "torch's own: its constructor takes `logs_specs`.",
     "TailLog": "torch's own: pass `interval_sec` by name, it is not the fourth argument.",
     "Worker": "`id` is always None: the processes belong to the agent.",
     "WorkerGroup": "`store` is always None; the ranks are set when the job has ended.",
@@ -200,11 +213,8 @@ DIFFERENT = {
     "not used.",
     "main": "Without `--rdzv-endpoint`, one node needs no etcd. The job runs in an agent process, "
     "so `LocalElasticAgent` and `get_rendezvous_handler` are not called in this one.",
-    "multiprocessing.errors.record": "If a failed child has left no error file, the parent's error "
-    "is written.",
     "parse_args": "The namespace also has our flags.",
     "run_train": "As `train`.",
-    "start_processes": "`start_method` has no effect: a function gets a new Python, as with spawn.",
     "train": '`RuntimeError` does not mean "try again": errors are classified by their type. One '
     "that comes again ends the job; in 0.1 only its worker left. A step that a lost worker "
     "interrupts is redone. Checkpoints are written in the background: what the last step saved is "

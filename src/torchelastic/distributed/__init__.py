@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchelastic.compat.release01.collectives import (
+    from torchelastic.compat.collectives import (
         all_gather_return_max_long,
         broadcast_binary,
         broadcast_bool,
@@ -40,7 +40,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'torchelastic.distributed' has no attribute '{name}'")
-    return getattr(importlib.import_module("torchelastic.compat.release01.collectives"), name)
+    return getattr(importlib.import_module("torchelastic.compat.collectives"), name)
 
 
 def __dir__() -> list[str]:

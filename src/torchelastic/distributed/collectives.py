@@ -1,3 +1,3 @@
 """A module name of 0.1's."""
 
-from torchelastic.compat.release01.collectives import *  # noqa: F403
+from torchelastic.compat.collectives import *  # noqa: F403

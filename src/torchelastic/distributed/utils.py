@@ -1,5 +1,5 @@
 """Import path of release 0.1."""
 
-from torchelastic.compat.release01.collectives import get_rank
+from torchelastic.compat.collectives import get_rank
 
 __all__ = ["get_rank"]

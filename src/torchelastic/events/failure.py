@@ -16,7 +16,7 @@ HINT_LENGTH_LIMIT = 500
 #: Exceptions of a program that cannot run anywhere, or that asks for something unsupported.
 INCURABLE = frozenset(
     {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"}
-    | {"ConfigError", "ProcessesError", "ProgramMissing"}
+    | {"ConfigError", "ProgramMissing"}
 )
 #: Exceptions that may be over after some time: those of the operating system, such as a file
 #: system or a network that is not there yet, and timeouts. Also as the cause of another exception.

@@ -100,7 +100,7 @@ def _run(config: LaunchConfig, entry: Entry, secret: str, lock: _Lock) -> int:
         _hand_on_signals(agent.signal)
         ended = agent.wait()
         if ended.exitcode in FAILED and (ended.place is None or ended.place.node_rank == 0):
-            print(ended.error(entry.name), file=sys.stderr, flush=True)
+            print(ended.told(entry.name), file=sys.stderr, flush=True)
         closed = ended.world is not None and ended.world.phase == "closed"
         if closed and ended.exitcode in _OF_THE_JOB:
             lock.write(f" {ended.exitcode}")

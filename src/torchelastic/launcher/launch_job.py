@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from torchelastic.agent import failure_report
 from torchelastic.config import Entry, LaunchConfig, default_run_id
@@ -35,14 +36,17 @@ from torchelastic.errors import (
     RendezvousLost,
     TorchElasticError,
 )
-from torchelastic.launcher.function_call import function_entry, function_name, read_result
-from torchelastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torchelastic.events.failure import Failure
 from torchelastic.rendezvous.backend_parameters import (
     check_backend,
     fields_from_conf,
     keys_without_meaning,
 )
 from torchelastic.rendezvous.world import World, WorldNode
+from torchelastic.worker.bootstrap import write_call
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 #: Unlike `-m`, does not put the working directory on the agent's path, where the user's `json.py`
 #: would replace Python's; and finds this package where the caller found it.
@@ -99,18 +103,40 @@ class Ended:
     @property
     def failures(self) -> dict[int, ProcessFailure]:
         """Failures by global rank, the first failure of the job first."""
+        from torchelastic.launcher.child_failed import process_failure  # imports torch
+
+        return {item.rank: process_failure(item) for item in self._failed()}
+
+    def _failed(self) -> list[Failure]:
         if self.exitcode not in FAILED or self.world is None:
-            return {}
-        found = [item for item in (self.world.cause, *self.world.consequences) if item is not None]
-        return {item.rank: ProcessFailure.from_failure(item) for item in found if not item.is_node}
+            return []
+        found = (self.world.cause, *self.world.consequences)
+        return [item for item in found if item is not None and not item.is_node]
+
+    def _first(self) -> Failure | None:
+        """The failure of a worker that caused the others; if unknown, the earliest."""
+        failed = self._failed()
+        cause = self.world.cause if self.world is not None else None
+        return (
+            cause if cause in failed else min(failed, key=lambda one: one.wall_time, default=None)
+        )
+
+    def told(self, name: str) -> str:
+        """Why the job ended, with the block of text that names every failure."""
+        first = self._first()
+        if self.world is None or first is None:
+            return self.reason
+        others = [one for one in self._failed() if one is not first]
+        title = f"{name} FAILED: {failure_report.ending(self.world)}"
+        return failure_report.failures_block(title, first, others)
 
     def error(self, name: str) -> TorchElasticError:
         """The exception for this end."""
-        if self.world is not None and self.failures:
-            cause = self.world.cause
-            first = cause.rank if cause is not None and not cause.is_node else None
-            reason = failure_report.ending(self.world)
-            return ChildFailedError(name, self.failures, first=first, reason=reason)
+        if (first := self._first()) is not None:
+            from torchelastic.launcher.child_failed import ChildFailedError
+
+            text = self.told(name)
+            return ChildFailedError(name, self.failures, first=first.rank, text=text)
         if self.exitcode == EXIT_NOT_ENOUGH_NODES:
             return NotEnoughNodes(self.reason)
         if self.exitcode == EXIT_RENDEZVOUS_LOST:
@@ -223,7 +249,7 @@ def make_entry(entrypoint: Callable[..., Any] | str, args: Sequence[Any], direct
     """Return the entry that the workers run; pickles a function into `directory`."""
     if isinstance(entrypoint, str):
         return _program(entrypoint, [str(arg) for arg in args])
-    return function_entry(directory / "call.pickle", entrypoint, args)
+    return _function_entry(directory / "call.pickle", entrypoint, args)
 
 
 def _program(program: str, args: list[str]) -> Entry:
@@ -235,6 +261,46 @@ def _program(program: str, args: list[str]) -> Entry:
         if words and not words[0].startswith("-"):
             return Entry("script", words[0], tuple(words[1:]))
     return Entry("program", program, tuple(args))
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """The name of a function in messages."""
+    name = getattr(function, "__qualname__", None)
+    return name if isinstance(name, str) else repr(function)
+
+
+def _function_entry(path: Path, function: Callable[..., Any], args: Sequence[Any]) -> Entry:
+    """Pickle a call to `path`, for a worker to run."""
+    dumps = _by_value(function) if _is_nowhere(function) else pickle.dumps
+    try:
+        write_call(str(path), function, args, dumps)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"Could not pickle {function_name(function)} or its arguments ({error}): use a "
+            "function at the top level of a module, and arguments that can be pickled."
+        ) from error
+    return Entry("function", str(path))
+
+
+def _is_nowhere(function: Callable[..., Any]) -> bool:
+    """Return True for a function in a `__main__` without a file: a notebook, `python -c`."""
+    main = sys.modules["__main__"]
+    in_main = getattr(function, "__module__", None) == "__main__"
+    return in_main and main.__spec__ is None and not hasattr(main, "__file__")
+
+
+def _by_value(function: Callable[..., Any]) -> Callable[[Any], bytes]:
+    """Return what pickles functions and classes of a notebook with their code."""
+    try:
+        import cloudpickle
+    except ModuleNotFoundError:
+        name = function_name(function)
+        raise ConfigError(
+            f"{name} is defined in a notebook or interactive session, where workers cannot import "
+            "it: run pip install cloudpickle. Or write the cell to a file with %%writefile "
+            f"steps.py as its first line, and use from steps import {name}."
+        ) from None
+    return cloudpickle.dumps  # type: ignore[no-any-return]
 
 
 def entrypoint_name(entrypoint: Callable[..., Any] | str, args: Sequence[Any]) -> str:
@@ -325,7 +391,16 @@ def _ended(exitcode: int, said: dict[str, Any]) -> Ended:
         world=world,
         place=world.find(said["node"]) if world is not None else None,
         results={
-            rank: read_result(path)
+            rank: _read_result(path)
             for rank, path in sorted((int(rank), path) for rank, path in results.items())
         },
     )
+
+
+def _read_result(path: str) -> Any:
+    """Return the result of the function; None if it called `sys.exit(0)` instead."""
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError:
+        return None
+    return pickle.loads(data)

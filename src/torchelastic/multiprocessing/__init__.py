@@ -1,3 +1,3 @@
 """Launching process: groups of processes without an agent, with the names of 0.2."""
 
-from torchelastic.compat.release02.multiprocessing_api import *  # noqa: F403
+from torchelastic.compat.multiprocessing_api import *  # noqa: F403

@@ -23,12 +23,12 @@ from torchelastic.errors import (
     JobInterrupted,
     TorchElasticError,
 )
-from torchelastic.launcher.function_call import function_name
-from torchelastic.launcher.launch_job import completed
-from torchelastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torchelastic.launcher.launch_job import completed, function_name
 from torchelastic.ray.placement_plan import Wanted
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
     from torchelastic.ray.controller import JobEnd, JobRequest
     from torchelastic.ray.node_actor import Call
 
@@ -56,9 +56,10 @@ class Result:
     @property
     def first_failure(self) -> ProcessFailure | None:
         """The failure that ended the job, if a worker's failure did."""
-        if not isinstance(self.error, ChildFailedError):
-            return None
-        return self.error.get_first_failure()[1]
+        from torchelastic.launcher.child_failed import ChildFailedError  # imports torch
+
+        failed = isinstance(self.error, ChildFailedError)
+        return self.error.get_first_failure()[1] if failed else None
 
 
 def run(

@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchelastic.compat.release02.rendezvous_api import (
+    from torchelastic.compat.rendezvous_api import (
         RendezvousClosedException,
         RendezvousException,
         RendezvousHandler,
@@ -53,6 +53,6 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'torchelastic.rendezvous' has no attribute '{name}'")
-    from torchelastic.compat.release02 import rendezvous_api
+    from torchelastic.compat import rendezvous_api
 
     return getattr(rendezvous_api, name)

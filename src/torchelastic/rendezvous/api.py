@@ -1,3 +1,3 @@
 """A module name of 0.2's."""
 
-from torchelastic.compat.release02.rendezvous_api import *  # noqa: F403
+from torchelastic.compat.rendezvous_api import *  # noqa: F403

@@ -1,5 +1,5 @@
 """A module name of 0.2's."""
 
-from torchelastic.compat.release02.rendezvous_api import get_rendezvous_handler
+from torchelastic.compat.rendezvous_api import get_rendezvous_handler
 
 __all__ = ["get_rendezvous_handler"]

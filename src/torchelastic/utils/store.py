@@ -1,5 +1,5 @@
 """A module name of 0.2's."""
 
-from torchelastic.compat.release02.store_exchange import barrier, get_all, synchronize
+from torchelastic.compat.collectives import barrier, get_all, synchronize
 
 __all__ = ["barrier", "get_all", "synchronize"]

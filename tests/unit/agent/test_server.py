@@ -4,7 +4,7 @@ import pytest
 
 from tests.unit.agent.support import place
 from torchelastic.agent.server import LocalElasticAgent, RunResult, WorkerSpec, WorkerState
-from torchelastic.compat.release02.rendezvous_api import get_rendezvous_handler
+from torchelastic.compat.rendezvous_api import get_rendezvous_handler
 from torchelastic.config import Std
 from torchelastic.errors import ConfigError
 from torchelastic.rendezvous import RendezvousParameters

@@ -57,7 +57,7 @@ CALLERS = {
         "_newest_of_rank_0": "in every `load(together=True)`",
     },
     "checkpoint/checkpoint_util.py": {"_anyone": USER},
-    "compat/release01/collectives.py": {
+    "compat/collectives.py": {
         "_broadcast": USER,
         "all_gather_return_max_long": USER,
         "broadcast_binary": USER,
@@ -126,7 +126,7 @@ def callers(path: Path) -> set[str]:
 
 def test_every_caller_of_a_collective_is_listed_with_the_reason_why_all_ranks_call_it():
     found = {}
-    for package in ("training", "snapshot", "tensors", "checkpoint", "data", "compat/release01"):
+    for package in ("training", "snapshot", "tensors", "checkpoint", "data", "compat"):
         for path in (PACKAGE / package).rglob("*.py"):
             if names := callers(path):
                 found[path.relative_to(PACKAGE).as_posix()] = names

@@ -1,3 +1,3 @@
 """Launching process: the agent API of torchelastic 0.2."""
 
-from torchelastic.compat.release02.agent_api import *  # noqa: F403
+from torchelastic.compat.agent_api import *  # noqa: F403

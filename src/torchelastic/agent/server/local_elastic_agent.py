@@ -1,5 +1,5 @@
 """A module name of 0.2's."""
 
-from torchelastic.compat.release02.agent_api import LocalElasticAgent
+from torchelastic.compat.agent_api import LocalElasticAgent
 
 __all__ = ["LocalElasticAgent"]

@@ -1,9 +1,10 @@
-"""Any process: the errors of failed processes, with the names of 0.2 and torch."""
+"""Any process: torch's errors of failed processes, with our `ChildFailedError`."""
 
-from torchelastic.launcher.error_handler import ErrorHandler as ErrorHandler
-from torchelastic.launcher.error_handler import get_error_handler as get_error_handler
-from torchelastic.launcher.error_handler import record as record
-from torchelastic.launcher.process_failure import ChildFailedError as ChildFailedError
-from torchelastic.launcher.process_failure import ProcessFailure as ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler as ErrorHandler
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure as ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler as get_error_handler
+from torch.distributed.elastic.multiprocessing.errors import record as record
+
+from torchelastic.launcher.child_failed import ChildFailedError as ChildFailedError
 
 GlobalRank, JSON = int, dict

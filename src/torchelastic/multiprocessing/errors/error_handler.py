@@ -1,5 +1,5 @@
 """A module name of 0.2's."""
 
-from torchelastic.launcher.error_handler import ErrorHandler
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 __all__ = ["ErrorHandler"]

@@ -16,7 +16,7 @@ from tests.support import poll_for
 from tests.unit.training.fake_agent import Coordinator
 from tests.unit.training.loop_support import Counting, Steps, begin, finish
 from torchelastic import TorchState, torch_backends
-from torchelastic.compat.release01 import collectives
+from torchelastic.compat import collectives
 from torchelastic.errors import StopException
 from torchelastic.tensors import agreement
 from torchelastic.training import session

@@ -1,5 +1,9 @@
-"""0.2's `rendezvous`: the handler that a node asks for its rank in each world, and the registry of
-backends."""
+"""The `rendezvous` of 0.2 and 0.1: the handler that a node asks for its rank in each world, the
+registry of backends, and the parameters.
+
+0.2 was built on etcd's v2 API, which etcd 3.6 no longer has. The handler of an etcd server is made
+from parameters: `create_rdzv_handler(RendezvousParameters("etcd", ...))`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,10 @@ import abc
 import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
+from torchelastic.compat.old_names import REFUSED
+from torchelastic.config import ETCD_BACKENDS
 from torchelastic.errors import (
     ConfigError,
     RendezvousClosedException,
@@ -160,3 +167,62 @@ for _name in BACKENDS:
 register = handler_factory.register
 create_handler = handler_factory.create_handler
 get_rendezvous_handler = handler_factory.create_handler
+
+
+class EtcdRendezvousHandler(AgentRendezvousHandler):
+    """A rendezvous handler that uses etcd; `create_rdzv_handler` creates one."""
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        if not isinstance(params, RendezvousParameters) or params.backend not in ETCD_BACKENDS:
+            raise ConfigError(
+                "EtcdRendezvousHandler takes RendezvousParameters whose backend is etcd."
+            )
+        super().__init__(params)
+
+
+def create_rdzv_handler(rdzv_params: RendezvousParameters) -> EtcdRendezvousHandler:
+    """The handler for a rendezvous at etcd."""
+    return EtcdRendezvousHandler(rdzv_params)
+
+
+class EtcdRendezvous:
+    """0.2's implementation over python-etcd: not available."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError(REFUSED["EtcdRendezvous"])
+
+
+class EtcdStore:
+    """0.2's store over python-etcd: not available."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError(REFUSED["EtcdStore"])
+
+
+class RendezvousParameters01(RendezvousParameters):
+    """0.1's form of the parameters; `config` is `key=value,key=value`."""
+
+    def __init__(
+        self,
+        rdzv_backend: str,
+        rdzv_endpoint: str,
+        run_id: str,
+        min_workers: int,
+        max_workers: int,
+        config: str | None = None,
+    ) -> None:
+        pairs = (pair.partition("=") for pair in (config or "").split(",") if pair)
+        keys = {key: value for key, _, value in pairs}
+        super().__init__(rdzv_backend, rdzv_endpoint, run_id, min_workers, max_workers, **keys)
+
+
+def get_rendezvous(params: RendezvousParameters) -> Any:
+    """Create the handler of a backend of ours, or of a scheme registered with torch's
+    `register_rendezvous_handler`."""
+    if params.backend in BACKENDS:
+        return handler_factory.create_handler(params)
+    from torch.distributed.rendezvous import rendezvous
+
+    numbers = {"min_workers": params.min_nodes, "max_workers": params.max_nodes}
+    query = urlencode({**numbers, **params.config}, safe="/:")
+    return rendezvous(f"{params.backend}://{params.endpoint}/{params.run_id}?{query}")

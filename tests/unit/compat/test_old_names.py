@@ -8,9 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from torchelastic import events
-from torchelastic.compat.old_names import DIFFERENT, OLD_NAMES, REFUSED, REFUSED_CLASSES
-from torchelastic.compat.paths import PATHS
-from torchelastic.compat.release02.rendezvous_api import AgentRendezvousHandler
+from torchelastic.compat.old_names import DIFFERENT, OLD_NAMES, PATHS, REFUSED, REFUSED_CLASSES
+from torchelastic.compat.rendezvous_api import AgentRendezvousHandler
 from torchelastic.errors import ConfigError
 from torchelastic.events.record import Record
 from torchelastic.launcher import LaunchConfig
@@ -62,13 +61,13 @@ def test_every_name_of_earlier_releases_is_there_or_refused_with_its_sentence():
         from torchelastic.agent.server.api import Nothing  # noqa: F401
 
 
-def test_the_tables_of_old_names_have_no_entry_too_many():
+def test_tables_of_old_names_have_no_entry_too_many():
     plain = {name for _, name in NAMES}
     qualified = {f"{path}.{name}" for path, name in NAMES}
     assert {*REFUSED, *DIFFERENT} <= plain | qualified
     assert set(DIFFERENT) & set(REFUSED) == set()
     listed = set(OLD_NAMES) | set(OF_TORCH)
-    assert {path for path in PATHS if not path.startswith("events.")} <= listed
+    assert {path for path in PATHS.split() if not path.startswith("events.")} <= listed
 
 
 def test_a_train_step_becomes_a_generator():
@@ -83,7 +82,7 @@ def test_a_train_step_becomes_a_generator():
     assert list(steps("state")) == [("state", 2), ("state", 1)]
 
 
-def test_the_agent_of_ones_own_is_refused_with_a_reason():
+def test_subclass_of_simple_elastic_agent_is_refused():
     from torchelastic.agent.server import LocalElasticAgent, SimpleElasticAgent
 
     class Mine(SimpleElasticAgent):
@@ -96,7 +95,7 @@ def test_the_agent_of_ones_own_is_refused_with_a_reason():
     assert issubclass(LocalElasticAgent, SimpleElasticAgent)
 
 
-def test_the_rendezvous_at_etcd():
+def test_rendezvous_at_etcd_takes_parameters_only():
     params = RendezvousParameters("etcd", "node1:2379", "job", 1, 2)
     handler = create_rdzv_handler(params)
     assert isinstance(handler, EtcdRendezvousHandler)

@@ -7,16 +7,17 @@ import enum
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchelastic.compat.old_names import REFUSED
-from torchelastic.compat.release02.rendezvous_api import AgentRendezvousHandler
+from torchelastic.compat.rendezvous_api import AgentRendezvousHandler
 from torchelastic.config import LaunchConfig, Std
 from torchelastic.errors import EXIT_OK, ConfigError
-from torchelastic.launcher.function_call import function_name
-from torchelastic.launcher.launch_job import Ended, run_agent
-from torchelastic.multiprocessing.errors import ProcessFailure
+from torchelastic.launcher.launch_job import Ended, function_name, run_agent
 from torchelastic.rendezvous.world import World, WorldNode
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 __all__ = [
     "DEFAULT_ROLE",

@@ -1,11 +1,13 @@
-"""Small collectives for `State.sync`, with the names and the order of arguments of 0.1.
+"""Small collectives for `State.sync`, with the names and the order of arguments of 0.1: without a
+process group, or in a world of one, each returns its argument.
 
-Without a process group, or in a world of one, each returns its argument.
+Also 0.2's exchange of data through a store. torch's functions of these names take other arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +17,7 @@ from torchelastic import torch_backends
 
 if TYPE_CHECKING:
     import numpy
+    from torch.distributed import Store  # type: ignore[attr-defined]  # public all the same
 
     Bytes = numpy.ndarray[tuple[int], numpy.dtype[numpy.uint8]]
 
@@ -135,3 +138,29 @@ def _as_bytes(data: Bytes | None) -> torch.Tensor:
             " use numpy.frombuffer(array.tobytes(), numpy.uint8)."
         )
     return torch.from_numpy(data.copy())
+
+
+def get_all(store: Store, prefix: str, size: int) -> list[bytes]:
+    """Wait for the values of `size` ranks and return them by rank."""
+    return [store.get(f"{prefix}{rank}") for rank in range(size)]
+
+
+def synchronize(
+    store: Store,
+    data: bytes,
+    rank: int,
+    world_size: int,
+    key_prefix: str,
+    barrier_timeout: float = 300,
+) -> list[bytes]:
+    """Set this rank's value, wait for all others, return all by rank. Use a prefix only once."""
+    store.set_timeout(timedelta(seconds=barrier_timeout))
+    store.set(f"{key_prefix}{rank}", data)  # type: ignore[arg-type]  # its stub knows only str
+    return get_all(store, key_prefix, world_size)
+
+
+def barrier(
+    store: Store, rank: int, world_size: int, key_prefix: str, barrier_timeout: float = 300
+) -> None:
+    """Wait for all ranks. Use a prefix only once."""
+    synchronize(store, str(rank).encode(), rank, world_size, key_prefix, barrier_timeout)
