@@ -44,6 +44,7 @@ LAYERS = (
     ("transport",),
     ("events", "worker_counters"),
     (
+        "backoff",
         "best_effort",
         "clock",
         "config",
@@ -71,12 +72,11 @@ PURE = {
         "chaos/": "laws",
         "checkpoint/": "fence interval marker retention time_left",
         "cluster/": (
-            "detect indexed_job platform pytorchjob runai skypilot slurm "
-            "torchx_replica trainjob volcano"
+            "detect indexed_job kubeflow platform runai skypilot slurm torchx_replica volcano"
         ),
         "cluster/kubernetes/": "job_summary",
         "cluster/operator/": "elastic_job leader_lease reconcile worker_pods",
-        "cluster/submit/": "front_doors job_kinds kubernetes_manifests runai_command slurm_script",
+        "cluster/submit/": "job_kinds kubernetes_manifests runai_command slurm_script",
         "compat/torchrun/": "launcher_node_state",
         "dashboard/": "access",
         "data/": "shares verdict",

@@ -47,7 +47,7 @@ Layout, from top to bottom; nothing imports from a layer above its own:
     events/               what happened and why, as JSON lines, and what that says of a job
     worker_counters/      what a worker counts for its agent
 
-    config, env, errors, clock, faults, records, side_tasks, best_effort, torch_versions
+    backoff, config, env, errors, clock, faults, records, side_tasks, best_effort, torch_versions
     system/               Linux calls, memory limits, cgroups
     torch_backends        the only place that knows the back ends of torch.distributed by name
     torch_private         the only use of torch's private names

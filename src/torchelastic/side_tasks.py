@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
+from torchelastic import backoff
 from torchelastic.best_effort import described
 from torchelastic.errors import TorchElasticError
 
@@ -77,7 +78,7 @@ def pause(failures: int) -> float:
     >>> [pause(failures) for failures in (1, 2, 3, 100)]
     [1.0, 2.0, 4.0, 60.0]
     """
-    return min(FIRST_PAUSE * 2.0 ** min(failures - 1, 16), LONGEST_PAUSE)
+    return backoff.pause(failures, FIRST_PAUSE, LONGEST_PAUSE)
 
 
 async def keep_up(work: Work, name: str, say: Callable[[str], None]) -> Any:

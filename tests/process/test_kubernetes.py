@@ -21,8 +21,7 @@ from tests.light import PLACE
 from tests.process.kubernetes_jobs import Cluster, condition
 from tests.support import poll_for
 from torchelastic.cluster.kubernetes.cluster_api import ClusterApi
-from torchelastic.cluster.preemption.notices import Notice
-from torchelastic.cluster.preemption.sources import Kubernetes, NotWatched
+from torchelastic.cluster.preemption import Kubernetes, Notice, NotWatched
 from torchelastic.errors import ConfigError, KubernetesError
 
 pytestmark = pytest.mark.timeout(300)

@@ -4,7 +4,9 @@ functions of `distributed.run` and `distributed.launch`."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
+import logging
 import os
 import signal
 from multiprocessing import resource_tracker
@@ -47,6 +49,7 @@ def nothing_left():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+    gc.collect()  # pipes of a function that failed
     resource_tracker._resource_tracker._stop()
 
 
@@ -107,7 +110,9 @@ def test_one_failure_stops_all(log_dir):
     assert not alive(context.pids()[0])
 
 
-def test_exception_is_told_without_a_decorator(log_dir):
+def test_exception_is_told_without_a_decorator(log_dir, caplog):
+    logger = "torch.distributed.elastic.multiprocessing.api"
+    caplog.set_level(logging.CRITICAL, logger)  # a record would keep the context
     context = start(entrypoints.fail, [("boom",)], log_dir, redirects=Std.ALL)
 
     failed = context.wait(period=0.01).failures[0]

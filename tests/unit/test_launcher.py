@@ -127,7 +127,8 @@ def error_of(cause, *others):
 
 
 def test_failed_workers_are_torchs_error_with_the_first_failure_that_the_nodes_agreed_on():
-    error = error_of(failure(1, wall_time=9.0), failure(0, exitcode=-6, wall_time=1.0))
+    other = failure(0, message="killed by SIGABRT", exitcode=-6, wall_time=1.0)
+    error = error_of(failure(1, wall_time=9.0), other)
 
     assert isinstance(error, ChildFailedError)
     assert isinstance(error, of_torch.ChildFailedError)

@@ -56,9 +56,9 @@ from torchelastic.agent.workers.environment import node_env
 from torchelastic.agent.workers.pool import WorkerPool
 from torchelastic.best_effort import observing
 from torchelastic.clock import Clock, SystemClock
+from torchelastic.cluster import preemption
 from torchelastic.cluster.job_directory import JobDirectory
-from torchelastic.cluster.preemption import watcher
-from torchelastic.cluster.preemption.notices import Notice
+from torchelastic.cluster.preemption import Notice
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.errors import FAILED, RendezvousLost, exitcode_of
 from torchelastic.events import job_registry
@@ -127,7 +127,7 @@ class Agent(NodeLoop):
         self._sink = sink_for(config.event_log_handler)
         self._metrics = MetricsServer.wanted(config)
         self._page = DashboardProcess.wanted(config)
-        self._preemption = watcher.choose(config.preemption, env.snapshot())
+        self._preemption = preemption.choose(config.preemption, env.snapshot())
         #: The newest generation whose state is kept here.
         self._kept = -1
         #: The last start or stop of workers.
@@ -328,7 +328,7 @@ class Agent(NodeLoop):
         start(self._query_socket.open, "inspection-socket")
         start(partial(self.watchdog.run, lambda: self.state), "hang-watchdog")
         for source in self._preemption:
-            watch = partial(watcher.watch, source, notify=self._preempted, say=self.reporter.say)
+            watch = partial(preemption.watch, source, notify=self._preempted, say=self.reporter.say)
             start(watch, "preemption")
         if self._metrics is not None:
             start(partial(self._metrics.open, start, self.reporter.say), "metrics")

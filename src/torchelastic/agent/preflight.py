@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping
 
+from torchelastic import backoff
 from torchelastic.agent.failure_report import exit_words
 from torchelastic.agent.spawn.run_program import run_program
 from torchelastic.errors import SpawnError
@@ -46,7 +47,7 @@ def pause(failures: int) -> float:
     >>> [pause(failures) for failures in (1, 2, 3, 99)]
     [5.0, 10.0, 20.0, 300.0]
     """
-    return min(FIRST_PAUSE * 2.0 ** min(failures - 1, 20), LONGEST_PAUSE)
+    return backoff.pause(failures, FIRST_PAUSE, LONGEST_PAUSE)
 
 
 async def check(

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 
 from torchelastic.cluster import (
     indexed_job,
-    pytorchjob,
+    kubeflow,
     ray_driver,
     runai,
     skypilot,
     slurm,
     torchx_replica,
-    trainjob,
     volcano,
 )
 from torchelastic.cluster.platform import PlatformFacts, ReadFile
@@ -21,19 +20,19 @@ from torchelastic.cluster.platform import PlatformFacts, ReadFile
 #: are also pods of an Indexed Job, and those of Run:ai may be any of them; TorchX submits to Slurm
 #: and Volcano, too.
 PLATFORMS = (
-    torchx_replica,
-    slurm,
-    ray_driver,
-    pytorchjob,
-    trainjob,
-    indexed_job,
-    volcano,
-    runai,
-    skypilot,
+    torchx_replica.detect,
+    slurm.detect,
+    ray_driver.detect,
+    kubeflow.detect_pytorchjob,
+    kubeflow.detect_trainjob,
+    indexed_job.detect,
+    volcano.detect,
+    runai.detect,
+    skypilot.detect,
 )
 
 
 def detect(environ: Mapping[str, str], read_file: ReadFile) -> PlatformFacts | None:
     """Return what the platform says; None without a platform."""
-    found = (platform.detect(environ, read_file) for platform in PLATFORMS)
+    found = (asked(environ, read_file) for asked in PLATFORMS)
     return next((each for each in found if each is not None), None)

@@ -18,7 +18,6 @@ from torchelastic.cluster.platform import (
     pod_grace,
     whole,
 )
-from torchelastic.cluster.platform import without_unset as known
 from torchelastic.config import DEFAULT_PORT, format_endpoint
 
 #: The kubelet writes the pod's full name here if it has a subdomain (a headless Service).
@@ -41,13 +40,11 @@ def detect(environ: Mapping[str, str], read_file: ReadFile) -> PlatformFacts | N
         endpoints=tuple(format_endpoint(pod, DEFAULT_PORT) for pod in pods),
         node=node,
         grace=pod_grace(environ),
-        sources=known(
-            {
-                "run_id": from_id or (name and "HOSTNAME"),
-                "endpoints": f"HOSTNAME, {HOSTS_FILE}" if pods else "",
-                "node": from_node,
-            }
-        ),
+        sources={
+            "run_id": from_id or (name and "HOSTNAME"),
+            "endpoints": f"HOSTNAME, {HOSTS_FILE}" if pods else "",
+            "node": from_node,
+        },
     )
 
 

@@ -1,6 +1,6 @@
 """The facts that a scheduler hands to a node of a job. Pure.
 
-Each platform has one file with a `detect(environ, read_file)` that returns `PlatformFacts`, or None
+Each platform has a `detect(environ, read_file)` that returns `PlatformFacts`, or None
 if this process was not started by that platform, or only stands in one of its shells.
 """
 
@@ -17,7 +17,8 @@ ReadFile = Callable[[str], str | None]
 class PlatformFacts:
     """The facts that a platform states; an empty value: it does not state it.
 
-    `sources` has, by the name of the field, the variable or file of every value.
+    `sources` has, by the name of the field, the variable or file of every value; empty ones are
+    left out.
     """
 
     #: Name of the platform, as its users write it.
@@ -42,6 +43,10 @@ class PlatformFacts:
     #: A sentence for a user who seems to expect more of the platform.
     advice: str = ""
     sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = {name: source for name, source in self.sources.items() if source}
+        object.__setattr__(self, "sources", known)
 
 
 #: Names the directory of a submitted job on its nodes, see `job_directory`.
@@ -74,7 +79,3 @@ def first_set(environ: Mapping[str, str], *names: str) -> tuple[str, str]:
 def whole(text: str | None) -> int | None:
     """Return a number of nodes, None if the text is not one."""
     return int(text) if text and text.isascii() and text.isdigit() and int(text) else None
-
-
-def without_unset(sources: Mapping[str, str]) -> dict[str, str]:
-    return {name: source for name, source in sources.items() if source}

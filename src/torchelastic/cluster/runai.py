@@ -13,7 +13,6 @@ from torchelastic.cluster.platform import (
     ReadFile,
     first_set,
     pod_grace,
-    without_unset,
 )
 
 
@@ -27,5 +26,5 @@ def detect(environ: Mapping[str, str], read_file: ReadFile) -> PlatformFacts | N
         run_id=environ["JOB_UUID"],
         node=node,
         grace=pod_grace(environ),
-        sources=without_unset({"run_id": "JOB_UUID", "node": from_node}),
+        sources={"run_id": "JOB_UUID", "node": from_node},
     )

@@ -18,7 +18,6 @@ from torchelastic.cluster.platform import (
     pod_grace,
     whole,
 )
-from torchelastic.cluster.platform import without_unset as known
 from torchelastic.config import DEFAULT_PORT, format_endpoint
 
 _HOSTS = re.compile(r"VC_\w+_HOSTS")
@@ -43,14 +42,12 @@ def detect(environ: Mapping[str, str], read_file: ReadFile) -> PlatformFacts | N
         endpoints=(format_endpoint(host, port),) if host else (),
         node=node,
         grace=pod_grace(environ),
-        sources=known(
-            {
-                "run_id": from_id or (name and source),
-                "max_nodes": "WORLD_SIZE" if nodes else "",
-                "endpoints": source,
-                "node": from_node,
-            }
-        ),
+        sources={
+            "run_id": from_id or (name and source),
+            "max_nodes": "WORLD_SIZE" if nodes else "",
+            "endpoints": source,
+            "node": from_node,
+        },
     )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from torchelastic.backoff import pause
 from torchelastic.hosts.host_list import HostSlots
 
 #: Seconds before a host that failed is started again, and at most; the pause doubles.
@@ -134,8 +135,8 @@ def failed(state: HostState, now: float, *, refused: bool = False) -> HostState:
     """Return the state of a host whose agent ended, or that could not be reached."""
     steady = state.status == "running" and now - state.since > STEADY
     failures = 1 if steady else state.failures + 1
-    pause = min(FIRST_PAUSE * 2.0 ** (failures - 1), LONGEST_PAUSE)
-    return HostState("failed", now, failures, now + pause, refused)
+    retry_at = now + pause(failures, FIRST_PAUSE, LONGEST_PAUSE)
+    return HostState("failed", now, failures, retry_at, refused)
 
 
 def all_refused(wanted: Sequence[HostSlots], states: Mapping[str, HostState]) -> bool:

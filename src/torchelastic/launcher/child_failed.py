@@ -42,7 +42,8 @@ class ChildFailedError(TorchElasticError, of_torch.ChildFailedError):
 
     def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
         """The block of text that names every failure."""
-        return self._text or super().format_msg(boarder_delim, section_delim)
+        torchs: Any = super().format_msg  # not typed
+        return self._text or str(torchs(boarder_delim, section_delim))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _remake, (self.name, self.failures, self._first, self._text)

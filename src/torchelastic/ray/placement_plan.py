@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torchelastic.backoff import pause
 from torchelastic.errors import (
     EXIT_FAILED,
     EXIT_NOT_ENOUGH_NODES,
@@ -274,8 +275,7 @@ def _free_at(node: str, agents: Iterable[NodeAgent]) -> float:
         return -math.inf
     if _given_up(node, ends):
         return math.inf
-    pause = min(FIRST_PAUSE * 2.0 ** (len(ends) - 1), LONGEST_PAUSE)
-    return max(agent.since for agent in ends) + pause
+    return max(agent.since for agent in ends) + pause(len(ends), FIRST_PAUSE, LONGEST_PAUSE)
 
 
 def _starts(staying: Sequence[NodeAgent], wanted: Wanted, now: float) -> list[Start]:

@@ -58,8 +58,9 @@ class Result:
         """The failure that ended the job, if a worker's failure did."""
         from torchelastic.launcher.child_failed import ChildFailedError  # imports torch
 
-        failed = isinstance(self.error, ChildFailedError)
-        return self.error.get_first_failure()[1] if failed else None
+        if not isinstance(self.error, ChildFailedError):
+            return None
+        return self.error.get_first_failure()[1]
 
 
 def run(

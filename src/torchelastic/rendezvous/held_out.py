@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torchelastic.backoff import pause
 from torchelastic.events import words
 
 #: Seconds of the first hold, and of the longest.
@@ -110,9 +111,7 @@ def _seconds(times: int) -> float:
     >>> [_seconds(times) for times in (1, 2, 3, 4, 5, 99)]
     [0.0, 0.0, 60.0, 120.0, 240.0, 3600.0]
     """
-    if times <= FAILURES_ALLOWED:
-        return 0.0
-    return min(FIRST_HOLD * 2.0 ** min(times - FAILURES_ALLOWED - 1, 20), LONGEST_HOLD)
+    return pause(times - FAILURES_ALLOWED, FIRST_HOLD, LONGEST_HOLD)
 
 
 def end_all_but(held: HeldOutNodes, nodes: Collection[str]) -> HeldOutNodes:

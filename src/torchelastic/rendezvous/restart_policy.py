@@ -22,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from torchelastic import backoff
 from torchelastic.events import words
 from torchelastic.events.failure import Failure
 from torchelastic.records import replace
@@ -127,9 +128,7 @@ def pause(history: RestartHistory) -> float:
     >>> [pause(RestartHistory(in_vain=count)) for count in (0, 1, 2, 3, 4, 99)]
     [0.0, 0.0, 0.25, 0.5, 1.0, 30.0]
     """
-    if history.in_vain < 2:
-        return 0.0
-    return min(FIRST_PAUSE * 2.0 ** min(history.in_vain - 2, 20), LONGEST_PAUSE)
+    return backoff.pause(history.in_vain - 1, FIRST_PAUSE, LONGEST_PAUSE)
 
 
 def why_pause(history: RestartHistory) -> str:

@@ -11,42 +11,26 @@ Clients and servers for processes without an agent are torch's own, loaded when 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
 
 from torchelastic.timer.countdown import configure, expires
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from torchelastic.timer.api import RequestQueue, TimerClient, TimerRequest, TimerServer
-    from torchelastic.timer.file_based_local_timer import (
-        FileTimerClient,
-        FileTimerRequest,
-        FileTimerServer,
-    )
-    from torchelastic.timer.local_timer import (
-        LocalTimerClient,
-        LocalTimerServer,
-        MultiprocessingRequestQueue,
-    )
+    from torchelastic.timer.api import *  # noqa: F403
+    from torchelastic.timer.file_based_local_timer import *  # noqa: F403
+    from torchelastic.timer.local_timer import *  # noqa: F403
 
-__all__ = [
-    "FileTimerClient",
-    "FileTimerRequest",
-    "FileTimerServer",
-    "LocalTimerClient",
-    "LocalTimerServer",
-    "MultiprocessingRequestQueue",
-    "RequestQueue",
-    "TimerClient",
-    "TimerRequest",
-    "TimerServer",
-    "configure",
-    "expires",
-]
+_HOME = {
+    "api": "RequestQueue TimerClient TimerRequest TimerServer",
+    "file_based_local_timer": "FileTimerClient FileTimerRequest FileTimerServer",
+    "local_timer": "LocalTimerClient LocalTimerServer MultiprocessingRequestQueue",
+}
+_MODULE = {name: module for module, names in _HOME.items() for name in names.split()}
+__all__ = ["configure", "expires", *_MODULE]
 
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if name not in _MODULE:
         raise AttributeError(f"module 'torchelastic.timer' has no attribute '{name}'")
-    home = {"File": "file_based_local_timer", "Loca": "local_timer", "Mult": "local_timer"}
-    module = importlib.import_module(f"torchelastic.timer.{home.get(name[:4], 'api')}")
+    module = importlib.import_module(f"torch.distributed.elastic.timer.{_MODULE[name]}")
     return getattr(module, name)

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.cluster.elastic_jobs import elastic_job
 from torchelastic.cluster.operator import worker_pods
 from torchelastic.cluster.operator.elastic_job import parse
-from torchelastic.cluster.submit.front_doors import FRONT_DOORS
+from torchelastic.cluster.submit.job_kinds import JOB_KINDS
 from torchelastic.cluster.submit.kubernetes_manifests import LOWEST_RELEASE, KubernetesJob
 
 pytestmark = pytest.mark.needs("kubernetes", "kubernetes-validate")
@@ -30,20 +30,20 @@ def job():
 def test_an_unknown_field_is_found():
     import kubernetes_validate
 
-    *_, made = FRONT_DOORS["job"](job())
+    *_, made = JOB_KINDS["job"].manifests(job())
     made["spec"]["template"]["spec"]["containers"][0]["imagee"] = "i"
     with pytest.raises(kubernetes_validate.ValidationError, match="'imagee' was unexpected"):
         check(made)
 
 
 def test_an_indexed_job_and_what_is_beside_it():
-    for made in FRONT_DOORS["job"](job()):
+    for made in JOB_KINDS["job"].manifests(job()):
         check(made)
 
 
 @pytest.mark.parametrize("kind", ["jobset", "pytorchjob", "volcano", "elasticjob"])
 def test_the_pods_of_other_kinds(kind):
-    spec = FRONT_DOORS[kind](job())[-1]["spec"]
+    spec = JOB_KINDS[kind].manifests(job())[-1]["spec"]
     if kind == "jobset":
         indexed = spec["replicatedJobs"][0]["template"]
         check({"apiVersion": "batch/v1", "kind": "Job", **indexed})

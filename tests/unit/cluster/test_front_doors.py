@@ -4,7 +4,6 @@ import pytest
 
 from torchelastic.cli.options.command_table import KUBERNETES_KINDS
 from torchelastic.cluster.kubernetes.job_summary import nnodes_of
-from torchelastic.cluster.submit.front_doors import FRONT_DOORS
 from torchelastic.cluster.submit.job_kinds import JOB_KINDS
 from torchelastic.cluster.submit.kubernetes_manifests import KubernetesJob
 from torchelastic.errors import ConfigError
@@ -26,7 +25,7 @@ def job(**changes):
 
 def rendered(kind, **changes):
     """The job itself, which is the last object."""
-    return FRONT_DOORS[kind](job(**changes))[-1]
+    return JOB_KINDS[kind].manifests(job(**changes))[-1]
 
 
 def container_of(template):
@@ -38,13 +37,13 @@ def variables(container):
 
 
 def test_every_kind_of_the_command_line_is_rendered():
-    assert tuple(FRONT_DOORS) == KUBERNETES_KINDS
+    assert tuple(JOB_KINDS) == KUBERNETES_KINDS
 
 
 @pytest.mark.parametrize("kind", KUBERNETES_KINDS)
 def test_what_all_have(kind):
     """The user's command, a secret that is not in the job, and the namespace."""
-    objects = FRONT_DOORS[kind](job(namespace="team"))
+    objects = JOB_KINDS[kind].manifests(job(namespace="team"))
     assert {each["metadata"]["namespace"] for each in objects} == {"team"}
     text = str(objects[-1])
     assert "'--nnodes=2:4', '--', 'train.py', '--lr=1'" in text
@@ -156,7 +155,7 @@ def test_a_name_too_long_for_its_pods_is_refused(kind, longest):
 @pytest.mark.parametrize("kind", KUBERNETES_KINDS)
 def test_the_commands_about_a_job_find_what_was_rendered(kind):
     """Its shape, its number of nodes, its pods, and the objects beside it."""
-    *others, made = FRONT_DOORS[kind](job(queue="team"))
+    *others, made = JOB_KINDS[kind].manifests(job(queue="team"))
     known = JOB_KINDS[kind]
     assert (made["apiVersion"], made["kind"]) == (known.api_version, known.kind)
     assert nnodes_of(made) == (2, 4)

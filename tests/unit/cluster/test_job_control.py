@@ -6,7 +6,7 @@ import pytest
 
 from torchelastic.cluster.kubernetes.job_control import JobControl
 from torchelastic.cluster.kubernetes.job_summary import JobHandle
-from torchelastic.cluster.submit.front_doors import FRONT_DOORS
+from torchelastic.cluster.submit.job_kinds import JOB_KINDS
 from torchelastic.cluster.submit.kubernetes_manifests import KubernetesJob
 from torchelastic.errors import ConfigError, KubernetesError
 
@@ -83,7 +83,7 @@ def submitted(*refused, kind="job", **more):
         name="train", image="i", min_nodes=2, max_nodes=4, arguments=["--"], secret="s"
     )
     control = JobControl(api)
-    assert control.submit(FRONT_DOORS[kind](job)) == TRAIN
+    assert control.submit(JOB_KINDS[kind].manifests(job)) == TRAIN
     return api, control
 
 
@@ -94,12 +94,12 @@ def test_a_job_that_is_refused_leaves_nothing(refused):
         name="train", image="i", min_nodes=2, max_nodes=4, arguments=["--"], secret="s"
     )
     with pytest.raises(KubernetesError, match=f"^{refused[0]} is refused.$"):
-        JobControl(api).submit(FRONT_DOORS["job"](job))
+        JobControl(api).submit(JOB_KINDS["job"].manifests(job))
     assert api.objects == {}
     api.refused = (refused, ("delete", "/secrets/train"))
     left = f"^{refused[0]} is refused. What was created before cannot be removed: {SECRET}.$"
     with pytest.raises(KubernetesError, match=left):
-        JobControl(api).submit(FRONT_DOORS["job"](job))
+        JobControl(api).submit(JOB_KINDS["job"].manifests(job))
 
 
 def test_a_job_that_is_interrupted_leaves_nothing():
@@ -114,7 +114,7 @@ def test_a_job_that_is_interrupted_leaves_nothing():
         name="train", image="i", min_nodes=2, max_nodes=4, arguments=["--"], secret="s"
     )
     with pytest.raises(KeyboardInterrupt):
-        JobControl(api).submit(FRONT_DOORS["job"](job))
+        JobControl(api).submit(JOB_KINDS["job"].manifests(job))
     assert api.objects == {}
 
 

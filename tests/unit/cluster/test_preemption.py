@@ -8,17 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from torchelastic.cluster.preemption import sources, watcher
-from torchelastic.cluster.preemption.sources import Aws, Azure, Gcp, Kubernetes, NoticeFile
-from torchelastic.cluster.preemption.watcher import choose, watch
+from torchelastic.cluster import preemption
+from torchelastic.cluster.preemption import (
+    SHORTEST,
+    Aws,
+    Azure,
+    Gcp,
+    Kubernetes,
+    Notice,
+    NoticeFile,
+    choose,
+    watch,
+)
 from torchelastic.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch):
-    monkeypatch.setattr(watcher, "pause", lambda failures: 0.0)
-    monkeypatch.setattr(sources, "TIMEOUT", 0.3)
-    monkeypatch.setattr(sources, "AZURE_FIRST_TIMEOUT", 0.3)
+    monkeypatch.setattr(preemption, "pause", lambda failures: 0.0)
+    monkeypatch.setattr(preemption, "TIMEOUT", 0.3)
+    monkeypatch.setattr(preemption, "AZURE_FIRST_TIMEOUT", 0.3)
     for source in (Aws, Azure, Gcp, Kubernetes, NoticeFile):
         monkeypatch.setattr(source, "interval", 0.0)
 
@@ -223,9 +232,9 @@ def test_a_source_that_fails_is_asked_again_and_reported_once(page):
 @pytest.mark.parametrize("answered", [True, False])
 def test_a_source_that_fails_for_long_is_still_asked(answered, monkeypatch):
     """At the start of a machine, its metadata service may take longer than the agent."""
-    monkeypatch.setattr(watcher, "pause", lambda failures: 3600.0)
-    monkeypatch.setattr(watcher, "LONGEST_PAUSE", 0.0 if answered else 3600.0)
-    monkeypatch.setattr(watcher, "UNKNOWN_PAUSE", 0.0)
+    monkeypatch.setattr(preemption, "pause", lambda failures: 3600.0)
+    monkeypatch.setattr(preemption, "LONGEST_PAUSE", 0.0 if answered else 3600.0)
+    monkeypatch.setattr(preemption, "UNKNOWN_PAUSE", 0.0)
     first = [(200, "FALSE")] if answered else []
     pages = {
         GCE + "preempted": [*first, *[(500, "")] * 10, (200, "TRUE")],
@@ -235,7 +244,7 @@ def test_a_source_that_fails_for_long_is_still_asked(answered, monkeypatch):
     assert (len(found), len(said)) == (1, 1)
 
 
-def test_nobody_listens():
+def test_source_that_refuses_connections_is_asked_again():
     _, said, _ = watched({}, lambda url: Gcp("http://127.0.0.1:1"), until=len)
     assert said[0].startswith("Cannot read preemption notices from Google Cloud: ")
 
@@ -279,7 +288,7 @@ def test_several_sources(tmp_path):
 
 
 def test_auto_watches_the_pod(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "SERVICE_ACCOUNT", tmp_path)
+    monkeypatch.setattr(preemption, "SERVICE_ACCOUNT", tmp_path)
     environ = {"KUBERNETES_SERVICE_HOST": "fd00::1", "HOSTNAME": "job-0"}
     assert choose("auto", environ, tmp_path) == []
     (tmp_path / "token").write_text("t")
@@ -309,3 +318,164 @@ def test_a_wrong_flag_is_refused(text):
 def test_kubernetes_outside_a_pod_is_refused():
     with pytest.raises(ConfigError, match="run in a pod"):
         choose("kubernetes", {})
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+#: As in the documentation of the platforms: AWS EC2 user guide (spot instance interruption notices,
+#: rebalance recommendations), Google Compute Engine (preemptible and spot VMs, maintenance events),
+#: Azure scheduled events 2020-07-01, and Kubernetes 1.31 (pod disruption conditions).
+NOW = datetime(2026, 11, 17, 12, 0, 0, tzinfo=timezone.utc)
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("2026-11-17T12:01:30Z", 90),
+        ("2026-11-17T12:02:00Z", 120),
+        ("2026-11-17T13:00:00Z", 120),  # a wrong clock: AWS never promises more
+        ("2026-11-17T11:00:00Z", SHORTEST),  # a wrong clock must not cut the step short
+        ("2026-11-17T12:01:30", 90),
+    ],
+)
+def test_aws_names_the_action_and_the_time(time, seconds):
+    body = json.dumps({"action": "terminate", "time": time}).encode()
+    notice = preemption.aws_spot_action(body, NOW)
+    assert notice == Notice(f"AWS will terminate this spot instance at {time}", seconds)
+
+
+def test_aws_rebalance_is_a_warning_only():
+    notice = preemption.aws_rebalance(b'{"noticeTime": "2026-11-17T11:59:00Z"}')
+    assert notice is not None
+    assert not notice.leave
+
+
+@pytest.mark.parametrize(
+    ("body", "notice"),
+    [
+        (b"FALSE", None),
+        (b"TRUE\n", Notice("Google Cloud preempts this instance", 30)),
+    ],
+)
+def test_gcp_preempted(body, notice):
+    assert preemption.gcp_preempted(body) == notice
+
+
+@pytest.mark.parametrize(
+    ("body", "leaves"),
+    [
+        (b"NONE", False),
+        (b"MIGRATE_ON_HOST_MAINTENANCE", False),
+        (b"TERMINATE_ON_HOST_MAINTENANCE", True),
+    ],
+)
+def test_gcp_maintenance(body, leaves):
+    assert (preemption.gcp_maintenance(body) is not None) == leaves
+
+
+def azure(kind, *, machine="vm-1", not_before="Tue, 17 Nov 2026 12:00:20 GMT"):
+    event = {"EventId": "1", "EventType": kind, "Resources": [machine], "NotBefore": not_before}
+    return json.dumps({"DocumentIncarnation": 1, "Events": [event]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "notice"),
+    [
+        (b'{"DocumentIncarnation": 0, "Events": []}', None),
+        (azure("Preempt"), Notice("Azure: Preempt of vm-1", 20)),
+        (azure("Preempt", not_before=""), Notice("Azure: Preempt of vm-1", SHORTEST)),
+        (azure("Terminate"), Notice("Azure: Terminate of vm-1", 20)),
+        (azure("Redeploy"), Notice("Azure: Redeploy of vm-1", 20)),
+        (azure("Reboot"), Notice("Azure: Reboot of vm-1", 20)),
+        (azure("Freeze"), None),  # a pause of seconds
+        (azure("Preempt", machine="vm-2"), None),
+    ],
+)
+def test_azure_events_of_this_machine(body, notice):
+    assert preemption.azure_events(body, "vm-1", NOW) == notice
+
+
+def pod_answer(*, conditions=(), **metadata):
+    spec = {"nodeName": "n1", "terminationGracePeriodSeconds": 60}
+    return json.dumps(
+        {"metadata": metadata, "spec": spec, "status": {"conditions": list(conditions)}}
+    ).encode()
+
+
+DISRUPTED = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+
+
+@pytest.mark.parametrize(
+    ("body", "notice"),
+    [
+        (pod_answer(), None),
+        (pod_answer(conditions=[{"type": "Ready", "status": "True"}]), None),
+        (pod_answer(conditions=[{**DISRUPTED, "status": "False"}]), None),
+        (
+            pod_answer(conditions=[DISRUPTED]),
+            Notice("Kubernetes disrupts this pod (EvictionByEvictionAPI)", 60),
+        ),
+        (
+            pod_answer(deletionTimestamp="2026-11-17T12:00:00Z", deletionGracePeriodSeconds=30),
+            Notice("Kubernetes deletes this pod", 30),
+        ),
+    ],
+)
+def test_a_pod_that_ends(body, notice):
+    assert preemption.kubernetes_pod(body) == notice
+
+
+@pytest.mark.parametrize(
+    ("key", "leaves"),
+    [
+        ("node.kubernetes.io/not-ready", False),
+        ("node.kubernetes.io/unschedulable", False),  # cordoned: running pods stay
+        ("ToBeDeletedByClusterAutoscaler", True),
+        # The autoscaler may change its mind for minutes, and a new pod may come to the same node.
+        ("DeletionCandidateOfClusterAutoscaler", False),
+        ("node.kubernetes.io/out-of-service", True),
+    ],
+)
+def test_kubernetes_taints_that_announce_the_end(key, leaves):
+    body = json.dumps({"spec": {"taints": [{"key": key, "effect": "NoSchedule"}]}}).encode()
+    assert (preemption.kubernetes_node(body, 30) is not None) == leaves
+
+
+@pytest.mark.parametrize(
+    ("text", "notice"),
+    [
+        ("", Notice("/run/leave exists")),
+        ("90\n", Notice("/run/leave exists", 90)),
+        ("90 rack 7 is moved\n", Notice("rack 7 is moved", 90)),
+        ("rack 7 is moved", Notice("rack 7 is moved")),
+        ("0", Notice("/run/leave exists", SHORTEST)),
+        ("-3", Notice("/run/leave exists")),
+        ("inf maintenance", Notice("maintenance")),
+    ],
+)
+def test_notice_file_is_a_notice_whatever_its_text(text, notice):
+    assert preemption.notice_file(text, "/run/leave") == notice
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda: preemption.aws_spot_action(b"<html>", NOW),
+        lambda: preemption.aws_spot_action(b"[]", NOW),
+        lambda: preemption.aws_spot_action(b'{"action": "stop"}', NOW),
+        lambda: preemption.aws_spot_action(b'{"action": "stop", "time": "soon"}', NOW),
+        lambda: preemption.gcp_preempted(b"<html>"),
+        lambda: preemption.azure_events(b'{"Events": 3}', "vm-1", NOW),
+        lambda: preemption.azure_events(b'{"Events": [3]}', "vm-1", NOW),
+        lambda: preemption.azure_events(azure("Preempt", not_before="soon"), "vm-1", NOW),
+        lambda: preemption.azure_events(b"{}", "vm-1", NOW),
+        lambda: preemption.azure_events(azure("Preempt").replace(b'["vm-1"]', b"3"), "vm-1", NOW),
+        lambda: preemption.azure_events(azure("Preempt", not_before=3), "vm-1", NOW),
+        lambda: preemption.kubernetes_pod(b'{"spec": 3}'),
+        lambda: preemption.kubernetes_pod(b'{"status": {"conditions": [3]}}'),
+        lambda: preemption.kubernetes_node(b'{"spec": {"taints": ["gone"]}}', None),
+    ],
+)
+def test_a_wrong_answer_is_a_value_error(read):
+    with pytest.raises(ValueError, match=r".+"):
+        read()

@@ -66,7 +66,7 @@ class Agent:
         while not self.told.wait(0.01):
             pass
         world = SimpleNamespace(phase=phase) if phase else None
-        return SimpleNamespace(exitcode=code, world=world, place=None, error=lambda name: "why")
+        return SimpleNamespace(exitcode=code, world=world, place=None, told=lambda name: "why")
 remote.AgentProcess = Agent
 lock = remote._Lock(remote.Path(sys.argv[1]))
 sys.exit(remote._run(LaunchConfig(1, 1, 1), Entry("script", "t.py"), "secret", lock))

@@ -28,7 +28,7 @@ from torchelastic.cluster.job_directory import JobDirectory
 from torchelastic.cluster.kubernetes.cluster_api import ClusterApi
 from torchelastic.cluster.kubernetes.job_control import JobControl
 from torchelastic.cluster.submit import kubernetes_manifests, runai_command, slurm_script
-from torchelastic.cluster.submit.front_doors import FRONT_DOORS
+from torchelastic.cluster.submit.job_kinds import JOB_KINDS
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import EXIT_OK, ConfigError
 
@@ -175,7 +175,7 @@ def kubernetes(parsed: Parsed) -> int:
     shape = shape_of(parsed)
     if not parsed["image"]:
         raise ConfigError("No --image given: name one that has torchelastic and the script in it.")
-    made = FRONT_DOORS[parsed["as"]](
+    made = JOB_KINDS[parsed["as"]].manifests(
         kubernetes_manifests.KubernetesJob(
             name=parsed["name"] or f"{workload_name(entry_of(parsed).target)}-{token_hex(3)}",
             namespace=parsed["namespace"],

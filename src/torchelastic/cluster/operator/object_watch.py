@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from torchelastic.backoff import pause
 from torchelastic.best_effort import described
 from torchelastic.cluster.kubernetes.cluster_api import ClusterApi
 from torchelastic.cluster.operator.elastic_job import Json
@@ -39,7 +40,7 @@ class ObjectWatch:
         self._on_change, self._say = on_change, say
         self._objects: dict[Key, Json] = {}
         self._lock = threading.Lock()
-        self._pause = FIRST_PAUSE
+        self._failures = 0
         #: Set once everything has been listed.
         self.complete = threading.Event()
 
@@ -64,9 +65,10 @@ class ObjectWatch:
     def _follow(self) -> None:
         while True:
             if failure := self._list_and_watch():
-                self._say(f"{failure} Trying again in {self._pause:g} s.")
-                time.sleep(self._pause)
-                self._pause = min(self._pause * 2, LONGEST_PAUSE)
+                self._failures += 1
+                seconds = pause(self._failures, FIRST_PAUSE, LONGEST_PAUSE)
+                self._say(f"{failure} Trying again in {seconds:g} s.")
+                time.sleep(seconds)
             else:
                 time.sleep(SHORTEST_PAUSE)
 
@@ -92,7 +94,7 @@ class ObjectWatch:
             old, self._objects = self._objects, now
         for key in old.keys() | now.keys():
             self._on_change(now.get(key) or old[key])
-        self._pause = FIRST_PAUSE
+        self._failures = 0
         self.complete.set()
         return str(answer["metadata"]["resourceVersion"])
 

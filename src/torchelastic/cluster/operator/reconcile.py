@@ -12,6 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchelastic.backoff import pause
 from torchelastic.cluster.operator import worker_pods
 from torchelastic.cluster.operator.elastic_job import (
     Condition,
@@ -33,7 +34,7 @@ LEAVE_ALONE = 30.0
 LOST_AFTER = 30.0
 #: A run of this many seconds clears a worker's earlier failures.
 LONG_RUN = 600.0
-#: Pauses between starts of a worker that ends soon.
+#: Pauses between starts of a worker that ends soon; none after the first end.
 FIRST_PAUSE, LONGEST_PAUSE = 10.0, 300.0
 #: What the API server refused is tried again after this.
 RETRY_REFUSED = 10.0
@@ -241,7 +242,8 @@ def _replace_ended(
         elif metadata["name"] in endings:
             if index in spent:
                 continue
-            due = seconds_of(records[index]["time"]) + pause_of(records[index]["endings"])
+            again = pause(records[index]["endings"] - 1, FIRST_PAUSE, LONGEST_PAUSE)
+            due = seconds_of(records[index]["time"]) + again
             if now >= due:
                 plan.delete.append((metadata["name"], metadata["uid"]))
             else:
@@ -254,15 +256,6 @@ def _is_lost(pod: Mapping[str, Any], now: float) -> bool:
     """Return whether a pod should have ended long ago: its node is gone, or does not report."""
     deleted = pod["metadata"].get("deletionTimestamp")
     return bool(deleted) and now >= seconds_of(deleted) + LOST_AFTER
-
-
-def pause_of(count: int) -> float:
-    """Return how long to wait before a worker is started again that ended `count` times in a row.
-
-    >>> [pause_of(count) for count in (1, 2, 3, 9)]
-    [0.0, 10.0, 20.0, 300.0]
-    """
-    return 0.0 if count < 2 else float(min(FIRST_PAUSE * 2 ** (count - 2), LONGEST_PAUSE))
 
 
 def _fit(
