@@ -70,7 +70,7 @@ PURE = {
         "agent/output/": "terminal_text",
         "agent/telemetry/": "clock_offset health metrics_request",
         "chaos/": "laws",
-        "checkpoint/": "fence interval marker retention time_left",
+        "checkpoint/": "fence interval marker",
         "cluster/": (
             "detect indexed_job kubeflow platform runai skypilot slurm torchx_replica volcano"
         ),
@@ -93,7 +93,6 @@ PURE = {
         ),
         "rendezvous/embedded/": "table",
         "rendezvous/etcd/": "etcd_messages",
-        "snapshot/": "shard_boxes",
         "tensors/": "shard_layout",
         "training/": "gate inbox",
         "transport/": "auth codec http",

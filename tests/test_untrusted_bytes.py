@@ -27,8 +27,8 @@ ALLOWED = {
     "worker/bootstrap.py": "the caller's function, in a private directory of its own launcher",
     "launcher/launch_job.py": "what that function has returned, in the same directory",
     "tensors/small_state.py": "this process's own memory",
-    "training/state/state.py": "a checkpoint that the user's own job wrote (guides/checkpoint.md)",
-    "training/state/torch_state.py": "the same, and only tensors are loaded (weights_only)",
+    "training/state.py": "a checkpoint that the user's own job wrote (guides/checkpoint.md)",
+    "training/torch_state.py": "the same, and only tensors are loaded (weights_only)",
 }
 #: What brings bytes of others into a module.
 SOCKETS = {"socket", "asyncio", "ssl", "http", "urllib", "torch.distributed"}

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from torchelastic.launcher import elastic_launch
     from torchelastic.state import State
     from torchelastic.training.sharded.mesh import mesh
-    from torchelastic.training.state.torch_state import TorchState
+    from torchelastic.training.torch_state import TorchState
     from torchelastic.training.train import run_train, train
     from torchelastic.worker.leaving import leaving
     from torchelastic.worker_stats import SimpleWorkerStats, WorkerStats
@@ -100,7 +100,7 @@ _HOME = {
     "SimpleWorkerStats": "torchelastic.worker_stats",
     "State": "torchelastic.state",
     "StopException": "torchelastic.coordinator",
-    "TorchState": "torchelastic.training.state.torch_state",
+    "TorchState": "torchelastic.training.torch_state",
     "WorkerStats": "torchelastic.worker_stats",
     "elastic_launch": "torchelastic.launcher",
     "leaving": "torchelastic.worker.leaving",

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from torchelastic.training.state.state import State
+from torchelastic.training.state import State
 
 __all__ = ["State"]

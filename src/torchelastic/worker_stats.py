@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from torchelastic.training.steps import SimpleWorkerStats, WorkerStats
+from torchelastic.training.coordinator import SimpleWorkerStats, WorkerStats
 
 __all__ = ["SimpleWorkerStats", "WorkerStats"]

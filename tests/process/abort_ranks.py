@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests import late_backend
 from tests.process import forked
 from tests.support import poll_for
+from torchelastic.training.group import abortable_waits, parked
 from torchelastic.training.group import group as groups
-from torchelastic.training.group import parked, threads
 from torchelastic.training.group.group import GenerationOver, Group, PeerLostError
 
 SIZE = 3
@@ -308,7 +308,7 @@ def abort_in_traffic(
     rank: int, port: int, what: str, size: int, worlds: int, beside_strangers: bool
 ) -> Tally:
     """World after world, abort at a random moment while all are busy."""
-    threads.IDLE = 0.1
+    abortable_waits.IDLE = 0.1
     tally = Tally()
     enter = partial(_one_world, tally, port, rank, size, OPERATIONS[what], random.Random(rank))
     enter(0)  # what stays for ever is made in the first

@@ -48,7 +48,7 @@ PAUSE = 1.0
 #: Seconds that a step takes at least, and steps until a gate that no worker has passed when it is
 #: shut.
 PACE, AHEAD = 0.1, 40
-PRELOAD = "torchelastic.data,torchelastic.p2p,torchelastic.training.state.torch_state"
+PRELOAD = "torchelastic.data,torchelastic.p2p,torchelastic.training.torch_state"
 FLAGS = f"--nnodes=1:{NODES} --lease=2 --settle=0.5"
 
 

@@ -22,7 +22,7 @@ from tests.support import SOAK
 
 SAMPLES = 96
 #: Workers are started hundreds of times: what all of them import is imported once a node.
-PRELOAD = "torchelastic.data,torchelastic.p2p,torchelastic.training.state.torch_state"
+PRELOAD = "torchelastic.data,torchelastic.p2p,torchelastic.training.torch_state"
 FLAGS = f"--settle=0.2 --progress-timeout=4 --preload={PRELOAD}"
 #: What a single node can do, which has to import torch but once.
 FEW = {"kill": 4, "kill-entering": 1}

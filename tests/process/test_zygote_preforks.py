@@ -130,7 +130,7 @@ def test_they_show_what_they_are(made):
 @pytest.mark.slow
 def test_a_worker_that_comes_later_finds_our_modules_imported(tmp_path):
     """Each would import them in turn, on the way back from a failure."""
-    there = "'torchelastic.training.state.torch_state' in sys.modules"
+    there = "'torchelastic.training.torch_state' in sys.modules"
     script = f"import sys; open({str(tmp_path / 'told')!r}, 'w').write(str({there}))"
     (tmp_path / "train.py").write_text(script)
     with bench(tmp_path) as made:

@@ -7,9 +7,12 @@
 The training loop calls `save`, `load_latest`, `finish` and the other functions.
 
     checkpoint_store  CheckpointStore: when to save, and the copy at a step boundary
+    saving            save and load with the manager of this process, for the training loop
+    interval          when to save: the interval, and before a worker leaves
     write_plan        which rank writes which tensors, and under which names
-    catalog, marker, fence, retention   valid checkpoints, who may write, what to remove
-    background/       the copy of the state, and the thread or process that writes it
+    catalog, marker, fence    valid checkpoints, what to remove, who may write
+    staging           the memory that a state is copied to at a step boundary
+    runner, save_job, writer_process    the thread or process that writes the copy
     storage/          directories and URLs, and the files of torch.distributed.checkpoint
     manager, checkpoint_util            the API of 0.1, and custom managers
 """
@@ -18,7 +21,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchelastic.checkpoint.background.saving import (
+from torchelastic.checkpoint.checkpoint_store import CheckpointStore, FileSystemCheckpointManager
+from torchelastic.checkpoint.manager import (
+    Checkpoint,
+    CheckpointManager,
+    get_checkpoint_manager,
+    set_checkpoint_manager,
+)
+from torchelastic.checkpoint.saving import (
     before_write,
     entered,
     finish,
@@ -32,13 +42,6 @@ from torchelastic.checkpoint.background.saving import (
     save_together,
     wait,
     warn_if_never_due,
-)
-from torchelastic.checkpoint.checkpoint_store import CheckpointStore, FileSystemCheckpointManager
-from torchelastic.checkpoint.manager import (
-    Checkpoint,
-    CheckpointManager,
-    get_checkpoint_manager,
-    set_checkpoint_manager,
 )
 from torchelastic.checkpoint.stored_checkpoint import FileSystemCheckpoint
 

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from torchelastic.checkpoint import fence, marker, retention
+from torchelastic.checkpoint import fence, marker
 from torchelastic.checkpoint.fence import Fence, WriteVerdict
 from torchelastic.checkpoint.marker import File, History, Marker
 from torchelastic.checkpoint.storage.storage import Storage, Summed, crc_of
@@ -306,7 +308,7 @@ class Catalog:
 
     def _remove_too_many(self, keep_last: int) -> None:
         valid = list(self.records())
-        for record in retention.removable(valid, keep_last=keep_last, keep_every=self.keep_every):
+        for record in removable(valid, keep_last=keep_last, keep_every=self.keep_every):
             self.remove(record.name)
         # Torn and void ones are useless once enough valid ones came after them.
         if len(valid) >= keep_last:
@@ -340,3 +342,76 @@ class Catalog:
         # While we hold the fence, its writer can never commit it.
         unmarked = self.storage.get(f"{name}/{marker.NAME}") is None
         return unmarked and self._fence().token == mine.token
+
+
+# --- which checkpoints to remove after a new one is written: pure ---------------------------------
+
+
+def removable(
+    newest_first: Sequence[CheckpointRecord], *, keep_last: int | None, keep_every: int | None
+) -> list[CheckpointRecord]:
+    """Return all but the last `keep_last` and those of every `keep_every`-th step.
+
+    Pass valid checkpoints only: one that cannot be loaded must not count as kept. Without
+    `keep_last` nothing is removed. The newest is never removed.
+    """
+    if keep_last is None:
+        return []
+    return [one for one in newest_first[max(keep_last, 1) :] if not _is_marked(one, keep_every)]
+
+
+def _is_marked(one: CheckpointRecord, keep_every: int | None) -> bool:
+    return keep_every is not None and one.step is not None and one.step % keep_every == 0
+
+
+# --- the claim of a world to write checkpoints: takes the fence in the background -----------------
+
+
+class FenceClaim:
+    """Takes the fence once: in a thread when the world begins, or with its first checkpoint."""
+
+    def __init__(self, catalog: Catalog, fence: Fence, base: int | None = None) -> None:
+        self.fence = fence
+        self._catalog, self._base = catalog, base
+        self._taken = False
+        self._began, self._before = time.monotonic(), History()
+        self._thread: threading.Thread | None = None
+
+    def history(self) -> History:
+        """Return the history of this start of the job until now."""
+        here = time.monotonic() - self._began
+        return replace(self._before, seconds=self._before.seconds + here)
+
+    def begin(self) -> None:
+        thread = threading.Thread(target=self._try, name="torchelastic-fence", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread is left
+            self._warn(error)
+        else:
+            self._thread = thread
+
+    def ensure(self) -> None:
+        """Return when this world has the fence. May block: not for the training thread."""
+        if self._thread is not None:
+            self._thread.join()
+        if not self._taken:
+            self._take()
+
+    def _take(self) -> None:
+        self._catalog.take(self.fence, self._base)
+        self._before = self._catalog.history(self.fence)
+        self._taken = True
+
+    def _try(self) -> None:
+        try:
+            self._take()
+        except Exception as error:  # of any storage
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        log.warning(
+            "Cannot write checkpoints to %s yet: %s. The first checkpoint tries again.",
+            self._catalog.storage.place,
+            error,
+        )

@@ -26,12 +26,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torchelastic import env
 from torchelastic.checkpoint import interval
-from torchelastic.checkpoint.background.runner import Runner, Task
-from torchelastic.checkpoint.background.take_fence import FenceClaim
-from torchelastic.checkpoint.catalog import Catalog
+from torchelastic.checkpoint.catalog import Catalog, FenceClaim
 from torchelastic.checkpoint.fence import Fence
 from torchelastic.checkpoint.interval import CheckpointSchedule, Every, Measured
 from torchelastic.checkpoint.manager import CheckpointManager
+from torchelastic.checkpoint.runner import Runner, Task
 from torchelastic.checkpoint.storage.storage import open_storage
 from torchelastic.checkpoint.stored_checkpoint import FileSystemCheckpoint
 from torchelastic.errors import CheckpointError, ConfigError
@@ -41,10 +40,10 @@ from torchelastic.worker_counters import milestones, stalls
 if TYPE_CHECKING:
     import torch
 
-    from torchelastic.checkpoint.background.save_job import Job, Written
-    from torchelastic.checkpoint.background.staging import Staging
-    from torchelastic.checkpoint.background.writer_process import WriterProcess
+    from torchelastic.checkpoint.save_job import Job, Written
+    from torchelastic.checkpoint.staging import Staging
     from torchelastic.checkpoint.write_plan import Content, Planner
+    from torchelastic.checkpoint.writer_process import WriterProcess
     from torchelastic.tensors.tensor_bytes import BackgroundCopy
 
 log = logging.getLogger(__name__)
@@ -193,7 +192,7 @@ class CheckpointStore(CheckpointManager):
             self._tell_waiting(self._part, ranks, error)
 
     def _give_up_parts(self, job: Job, ranks: Collection[int]) -> None:
-        from torchelastic.checkpoint.background.save_job import give_up_parts
+        from torchelastic.checkpoint.save_job import give_up_parts
 
         try:
             give_up_parts(job, self.catalog, ranks, "its worker was lost")
@@ -231,7 +230,7 @@ class CheckpointStore(CheckpointManager):
         of a tree that is otherwise the same, and with its `own` part; without it, this process
         writes the whole tree.
         """
-        from torchelastic.checkpoint.background.save_job import Job
+        from torchelastic.checkpoint.save_job import Job
         from torchelastic.checkpoint.write_plan import Planner, by_address
 
         began = time.monotonic()
@@ -335,7 +334,7 @@ class CheckpointStore(CheckpointManager):
             return None
 
     def _free_memory(self, step: int) -> Staging:
-        from torchelastic.checkpoint.background.staging import Staging
+        from torchelastic.checkpoint.staging import Staging
 
         self._runner.make_way(step)
         free = [one for one in self._stagings if not one.in_use]
@@ -392,13 +391,13 @@ class CheckpointStore(CheckpointManager):
         process = self._writer == "process" or (self._writer == "auto" and size >= LARGE)
         process = process and self._is_portable
         if process and not self.catalog.storage.is_private:
-            from torchelastic.checkpoint.background.writer_process import WriterProcess
+            from torchelastic.checkpoint.writer_process import WriterProcess
 
             if self._process is None:
                 self._process = WriterProcess(self.url, self._options, self._retention)
             return self._process.run
-        from torchelastic.checkpoint.background.save_job import run
-        from torchelastic.checkpoint.background.staging import staged
+        from torchelastic.checkpoint.save_job import run
+        from torchelastic.checkpoint.staging import staged
 
         return lambda job, memory: run(job, self.catalog, staged(memory, job.slots))
 
@@ -418,7 +417,7 @@ class CheckpointStore(CheckpointManager):
 
     def _write_at_once(self, job: Job, claim: FenceClaim, content: Content) -> None:
         """Write without a copy, while training waits: better than no checkpoint."""
-        from torchelastic.checkpoint.background.save_job import run
+        from torchelastic.checkpoint.save_job import run
 
         def write(job: Job) -> Written:
             return run(job, self.catalog, content.tensors)
@@ -435,7 +434,7 @@ class CheckpointStore(CheckpointManager):
 
     def _finish_copy(self, job: Job, copying: BackgroundCopy) -> None:
         """Runs in the writer thread; raises if the copy is unusable."""
-        from torchelastic.checkpoint.background.save_job import give_up
+        from torchelastic.checkpoint.save_job import give_up
 
         copying.run()
         if copying.error is None and not copying.is_disturbed:

@@ -6,8 +6,8 @@ from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
-from torchelastic.checkpoint.background.saving import load_latest, save
 from torchelastic.checkpoint.manager import Saved, get_checkpoint_manager
+from torchelastic.checkpoint.saving import load_latest, save
 from torchelastic.tensors import agreement
 
 

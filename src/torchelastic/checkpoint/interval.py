@@ -1,4 +1,4 @@
-"""The checkpoint interval: a number of steps, a time, or automatic. Pure.
+"""When to save. Pure. The checkpoint interval: a number of steps, a time, or automatic.
 
 The automatic interval is Daly's refinement of Young's rule: if a checkpoint costs C and the mean
 time between failures is M, the best interval is about sqrt(2 C M). A longer one loses more work to
@@ -130,3 +130,26 @@ class CheckpointSchedule:
     def learned(self, measured: Measured) -> CheckpointSchedule:
         """Update the interval from the measurements, if it is automatic."""
         return replace(self, seconds=automatic(measured)) if self.every.auto else self
+
+
+# --- before this worker leaves --------------------------------------------------------------------
+
+#: Allowance over the time of the last checkpoint: other workers may be saving too.
+MARGIN = 1.5
+
+
+def decide_before_leaving(
+    *, grace: float | None, expected: float | None, step: int, saved: int | None
+) -> tuple[bool, str]:
+    """Return whether to save with `grace` seconds left (None: unknown), and why. A checkpoint takes
+    `expected` seconds (None: never measured), `step` steps are committed, and `saved` of them are
+    in storage.
+    """
+    if saved is not None and saved >= step:
+        return False, f"the checkpoint of step {step} is already in storage"
+    if grace is None or expected is None or expected * MARGIN <= grace:
+        return True, f"saving a checkpoint of step {step} first"
+    return (
+        False,
+        f"no checkpoint of step {step}: it takes {expected:.1f} s, and {grace:.1f} s are left",
+    )

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.tensor import DTensor
 
 from torchelastic import torch_private
-from torchelastic.checkpoint.background.staging import Slots, layout
+from torchelastic.checkpoint.staging import Slots, layout
 from torchelastic.errors import CheckpointError
 from torchelastic.tensors.dtensors import region_of
 from torchelastic.tensors.shard_layout import Region

@@ -25,7 +25,7 @@ import torch
 from torchelastic.integrations import frameworks
 from torchelastic.integrations.position import batches_done
 from torchelastic.tensors import foreign_shards, rng
-from torchelastic.training.state.torch_state import TorchState
+from torchelastic.training.torch_state import TorchState
 
 _accelerate = frameworks.find("accelerate")
 

@@ -21,7 +21,7 @@ import torch
 from torchelastic.integrations import frameworks
 from torchelastic.integrations.position import Skip, batches_done
 from torchelastic.tensors import foreign_shards, rng, tensor_tree
-from torchelastic.training.state.torch_state import TorchState
+from torchelastic.training.torch_state import TorchState
 
 log = logging.getLogger(__name__)
 

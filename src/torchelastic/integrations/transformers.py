@@ -22,7 +22,7 @@ from typing import Any
 
 from torchelastic.integrations import frameworks
 from torchelastic.integrations.accelerate import refuse_other_shards
-from torchelastic.training.state.torch_state import TorchState
+from torchelastic.training.torch_state import TorchState
 
 log = logging.getLogger(__name__)
 

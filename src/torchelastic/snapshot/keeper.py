@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from torchelastic import checkpoint, env, faults
-from torchelastic.checkpoint.background.saving import store_for_shards
 from torchelastic.checkpoint.manager import Saved
+from torchelastic.checkpoint.saving import store_for_shards
 from torchelastic.snapshot.agent_client import SnapshotAgent
 from torchelastic.snapshot.layout import Version
 from torchelastic.snapshot.leave import LeaveAlone, LeaveTogether, MakeContent

@@ -41,7 +41,7 @@ from typing import IO, Any
 import torch
 
 from torchelastic import checkpoint
-from torchelastic.checkpoint.background.saving import store_for_shards
+from torchelastic.checkpoint.saving import store_for_shards
 from torchelastic.errors import EXIT_SIGNAL_BASE, SnapshotError
 from torchelastic.snapshot.agent_client import SnapshotAgent
 from torchelastic.snapshot.layout import (

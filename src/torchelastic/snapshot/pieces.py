@@ -17,7 +17,6 @@ from torchelastic.errors import SnapshotError
 from torchelastic.snapshot.agent_client import FETCH_TIMEOUT, SnapshotHolder
 from torchelastic.snapshot.layout import SHARED, Memory, SealedVersion, Version, own, shard
 from torchelastic.snapshot.search import Nodes, Outcome, SearchReport, lost_shards, source, tellers
-from torchelastic.snapshot.shard_boxes import Index, Lost, Take, takes
 from torchelastic.snapshot.shards import (
     Piece,
     Sharded,
@@ -29,6 +28,7 @@ from torchelastic.snapshot.shards import (
 )
 from torchelastic.snapshot.state_tree import Stored, Tree
 from torchelastic.tensors import agreement, rank_private
+from torchelastic.tensors.shard_layout import Index, Lost, Take, takes
 
 log = logging.getLogger(__name__)
 

@@ -23,10 +23,9 @@ from torch.optim import Optimizer
 
 from torchelastic import torch_private
 from torchelastic.errors import SnapshotError, TransferError
-from torchelastic.snapshot.shard_boxes import Index, Take, TensorShape
 from torchelastic.tensors import module_state, tensor_tree
 from torchelastic.tensors.dtensors import is_sharded, local_of, region_of
-from torchelastic.tensors.shard_layout import Box, Region
+from torchelastic.tensors.shard_layout import Box, Index, Region, Take, TensorShape
 from torchelastic.tensors.tensor_bytes import SMALL, Flat, Layout
 from torchelastic.tensors.tensor_tree import Spec
 

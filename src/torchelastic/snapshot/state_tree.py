@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 
 from torchelastic import env
 from torchelastic.errors import SnapshotError, TransferError
-from torchelastic.snapshot.shard_boxes import TensorShape
 from torchelastic.snapshot.shards import Sharded, put_in, read_shapes, shapes_of, take_out
 from torchelastic.tensors import dtensors, module_state, tensor_tree
+from torchelastic.tensors.shard_layout import TensorShape
 from torchelastic.tensors.small_state import Hyperparameters
 from torchelastic.tensors.tensor_bytes import PIECE, Flat, Layout, address_of, copy_in
 from torchelastic.tensors.tensor_tree import Spec

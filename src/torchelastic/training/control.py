@@ -21,7 +21,7 @@ from torchelastic.snapshot.agent_client import SnapshotRequests, Unanswered
 from torchelastic.training.gate import Gate, GateDecision
 from torchelastic.training.group.abortable_waits import GenerationOver
 from torchelastic.training.inbox import Inbox
-from torchelastic.training.state.state import Version
+from torchelastic.training.state import Version
 from torchelastic.worker import orders, status_page
 from torchelastic.worker.channel import WorkerLink
 

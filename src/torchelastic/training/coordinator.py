@@ -16,8 +16,7 @@ from torchelastic.metrics.reporting import report
 from torchelastic.torch_private import Store
 from torchelastic.training import session
 from torchelastic.training.group.group import PeerLostError
-from torchelastic.training.state.state import State
-from torchelastic.training.steps import WorkerStats
+from torchelastic.training.state import State
 from torchelastic.worker import channel
 
 __all__ = ["Coordinator", "CoordinatorP2P"]
@@ -37,6 +36,24 @@ STRAGGLER_THRESHOLD = 0.8
 
 #: Methods of 0.1's loop that have nothing to do here.
 _NEVER_CALLED = ("rendezvous_barrier", "init_process_group", "barrier")
+
+
+class WorkerStats(ABC):
+    """Statistics of one worker, returned by its `train_step` beside the state."""
+
+    @abstractmethod
+    def get_progress_rate(self) -> float | None:
+        """Return this worker's speed, larger is faster, in any unit; None if not known."""
+
+
+class SimpleWorkerStats(WorkerStats):
+    """Statistics that hold only a progress rate."""
+
+    def __init__(self, progress_rate: float | None) -> None:
+        self.progress_rate = progress_rate
+
+    def get_progress_rate(self) -> float | None:
+        return self.progress_rate
 
 
 class Coordinator(ABC):

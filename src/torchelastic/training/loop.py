@@ -23,7 +23,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torchelastic import checkpoint, faults
 from torchelastic.errors import (
@@ -37,7 +37,7 @@ from torchelastic.errors import (
     StopException,
 )
 from torchelastic.tensors.module_state import form_number
-from torchelastic.training import session, stored_state
+from torchelastic.training import compatibility, session, stored_state
 from torchelastic.training.control import Control, InProcessRequests
 from torchelastic.training.coordinator import Coordinator, CoordinatorP2P
 from torchelastic.training.gate import Gate, GateDecision
@@ -54,9 +54,7 @@ from torchelastic.training.outcome import (
 from torchelastic.training.recovery import StateRecovery
 from torchelastic.training.session import Session
 from torchelastic.training.sharded import mesh
-from torchelastic.training.state import compatibility
-from torchelastic.training.state.state import FIRST, TORN, State, Torn, Version, call_sync
-from torchelastic.training.steps import Steps
+from torchelastic.training.state import FIRST, TORN, State, Torn, Version, call_sync
 from torchelastic.worker import bootstrap, error_file, optimizer_steps, shared_signals
 from torchelastic.worker.leaving import leaving
 from torchelastic.worker.orders import (
@@ -102,6 +100,16 @@ class Options:
                 raise ConfigError(f"{name} must be at least 1 step, not {value}.")
         if self.max_failures < 0:
             raise ConfigError(f"max_failures must be 0 or more, not {self.max_failures}.")
+
+
+class Steps(Protocol):
+    """The user's steps, taken one at a time."""
+
+    def restart(self, state: State) -> None:
+        """Start over with a synchronised state."""
+
+    def run(self, state: State) -> tuple[State, Any]:
+        """Take a step; return the new state and statistics. StopIteration: no more data."""
 
 
 class _RollbackPoint(NamedTuple):

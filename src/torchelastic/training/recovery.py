@@ -29,7 +29,7 @@ from torchelastic.snapshot.search import (
 from torchelastic.tensors import agreement
 from torchelastic.training.session import Session
 from torchelastic.training.sharded.part_snapshots import PartSnapshots
-from torchelastic.training.state.state import FIRST, TORN, missing_parts
+from torchelastic.training.state import FIRST, TORN, missing_parts
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchelastic import env
 from torchelastic.data import own_rank
-from torchelastic.training.state.state import Version, base_of
+from torchelastic.training.state import Version, base_of
 
 if TYPE_CHECKING:
     from torchelastic.snapshot.agent_client import SnapshotHolder

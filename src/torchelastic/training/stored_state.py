@@ -9,7 +9,7 @@ from __future__ import annotations
 from torchelastic import checkpoint
 from torchelastic.tensors import agreement
 from torchelastic.training.session import Session
-from torchelastic.training.state.state import State
+from torchelastic.training.state import State
 from torchelastic.worker.leaving import leaving
 
 

@@ -1,21 +1,66 @@
-"""`train` and `run_train`, under the module name they had in release 0.1."""
+"""`train` and `run_train`, under the module name they had in release 0.1, and steps for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from torchelastic.training.coordinator import Coordinator
 from torchelastic.training.loop import Options
 from torchelastic.training.loop import train as _train
-from torchelastic.training.state.state import State
-from torchelastic.training.steps import Function, Generator, StepGenerator, TrainStep
+from torchelastic.training.state import State
 
 __all__ = ["MAX_FAILURES", "run_train", "to_generator", "train"]
 
 #: The default of `max_failures`. In 0.1 all failures of a process counted; here only errors of user
 #: code do, and getting past the furthest step resets the count.
 MAX_FAILURES = 100
+
+TrainStep = Callable[[Any], Any]
+StepGenerator = Callable[[Any], Iterator[Any]]
+
+
+class Function:
+    """`train_step(state)`, which returns nothing, or a state and statistics as in 0.1."""
+
+    def __init__(self, train_step: TrainStep) -> None:
+        self._train_step = train_step
+
+    def restart(self, state: State) -> None:
+        return
+
+    def run(self, state: State) -> tuple[State, Any]:
+        returned = self._train_step(state)
+        if returned is None:
+            return state, None
+        after, stats = _pair(returned)
+        return (after if isinstance(after, State) else state), stats
+
+
+class Generator:
+    """A generator of steps, created again in every world."""
+
+    def __init__(self, make: StepGenerator) -> None:
+        self._make = make
+        self._steps: Iterator[Any] = iter(())
+
+    def restart(self, state: State) -> None:
+        close = getattr(self._steps, "close", None)
+        if close is not None:
+            close()
+        self._steps = iter(self._make(state))
+
+    def run(self, state: State) -> tuple[State, Any]:
+        returned = next(self._steps)
+        return state, _pair(returned)[1]
+
+
+def _pair(returned: Any) -> tuple[Any, Any]:
+    """Return (state, statistics) if the value is such a pair, else no statistics."""
+    if isinstance(returned, tuple) and len(returned) == 2:
+        return returned
+    return None, None
+
 
 S = TypeVar("S", bound=State)
 

@@ -9,9 +9,9 @@ from torchelastic import faults
 from torchelastic.checkpoint import (
     CheckpointStore,
     FileSystemCheckpointManager,
+    saving,
     set_checkpoint_manager,
 )
-from torchelastic.checkpoint.background import saving
 
 
 class Number:

@@ -10,7 +10,7 @@ import torch
 from tests.unit.checkpoint.conftest import after, saved, state, steps
 from torchelastic import TorchState, checkpoint, faults
 from torchelastic.checkpoint import checkpoint_store as store_module
-from torchelastic.checkpoint.background import save_job
+from torchelastic.checkpoint import save_job
 from torchelastic.errors import CheckpointError
 from torchelastic.system import memory_limit
 from torchelastic.tensors import agreement

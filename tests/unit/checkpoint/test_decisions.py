@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from torchelastic.checkpoint import fence, marker, time_left
+from torchelastic.checkpoint import fence, interval, marker
+from torchelastic.checkpoint.catalog import removable
 from torchelastic.checkpoint.fence import Fence, WorldStart, WriteVerdict
 from torchelastic.checkpoint.marker import File, Marker
-from torchelastic.checkpoint.retention import removable
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,11 @@ def test_what_is_not_kept(steps, keep_last, keep_every, gone):
     ],
 )
 def test_whether_there_is_time(left, expected, step, saved, save):
-    decision = time_left.decide(grace=left, expected=expected, step=step, saved=saved)
-    assert decision.save is save
-    assert str(step) in decision.why
+    found, why = interval.decide_before_leaving(
+        grace=left, expected=expected, step=step, saved=saved
+    )
+    assert found is save
+    assert str(step) in why
 
 
 # --- the fence ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from tests.unit.data.worlds import examples
 from torchelastic.data.batch_policy import BatchPolicy
 from torchelastic.data.learning_rate import SampleSchedule
 from torchelastic.errors import ConfigError
-from torchelastic.training.state.torch_state import TorchState
+from torchelastic.training.torch_state import TorchState
 
 UNIT = 8
 

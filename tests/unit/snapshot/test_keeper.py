@@ -31,7 +31,7 @@ from torchelastic.snapshot.layout import SHARED, own
 from torchelastic.snapshot.messages import Sealed, Settled
 from torchelastic.tensors.tensor_bytes import SmallCopies
 from torchelastic.training import session
-from torchelastic.training.state.torch_state import TorchState
+from torchelastic.training.torch_state import TorchState
 
 
 def generation(monkeypatch, number):

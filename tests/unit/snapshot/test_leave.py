@@ -27,7 +27,7 @@ from torchelastic.snapshot import leave as snapshot_leave
 from torchelastic.snapshot.layout import SHARED, shard
 from torchelastic.snapshot.leave import Handover, LeaveTogether, RankReport, handovers
 from torchelastic.tensors import module_state
-from torchelastic.training.state.torch_state import TorchState
+from torchelastic.training.torch_state import TorchState
 from torchelastic.worker.orders import Leave
 
 SAVE, GO = Leave(signal.SIGTERM, None, saves=True), Leave(signal.SIGTERM, None, saves=False)

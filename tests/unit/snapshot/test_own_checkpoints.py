@@ -18,7 +18,7 @@ from torchelastic.errors import CheckpointError
 from torchelastic.snapshot.layout import SHARED
 from torchelastic.snapshot.own_checkpoints import Loaded, steps_taken
 from torchelastic.tensors import agreement
-from torchelastic.training.state.torch_state import TorchState
+from torchelastic.training.torch_state import TorchState
 from torchelastic.worker.orders import Begins
 
 # --- what ranks say -------------------------------------------------------------------------------

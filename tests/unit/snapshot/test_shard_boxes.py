@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import SOAK
-from torchelastic.snapshot.shard_boxes import Lost, Take, takes
-from torchelastic.tensors.shard_layout import Box, Region, Split, region
+from torchelastic.tensors.shard_layout import Box, Lost, Region, Split, Take, region, takes
 
 
 def parts(shape, mesh):

@@ -17,8 +17,7 @@ from torch import nn
 
 from tests.unit.training.keep_support import FakeSnapshotAgent, finish
 from torchelastic import checkpoint
-from torchelastic.checkpoint import checkpoint_store
-from torchelastic.checkpoint.background import saving
+from torchelastic.checkpoint import checkpoint_store, saving
 from torchelastic.errors import CheckpointError, SnapshotError
 from torchelastic.snapshot import agent_client, writer
 from torchelastic.snapshot import leave as snapshot_leave
@@ -30,7 +29,7 @@ from torchelastic.snapshot.shards import Piece
 from torchelastic.snapshot.writer import ShardStatus
 from torchelastic.tensors import agreement
 from torchelastic.tensors.shard_layout import Split, region
-from torchelastic.training.state.torch_state import TorchState
+from torchelastic.training.torch_state import TorchState
 from torchelastic.worker.orders import Leave
 
 

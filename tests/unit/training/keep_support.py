@@ -13,7 +13,7 @@ from torch import nn
 from torchelastic.errors import SnapshotError
 from torchelastic.snapshot.layout import Memory, Sizes, Version, buffers_for, create
 from torchelastic.snapshot.messages import InventoryItem, NodeInventory, Sealed, Settled
-from torchelastic.training.state.torch_state import TorchState
+from torchelastic.training.torch_state import TorchState
 from torchelastic.worker.orders import Begins, Leave
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support import poll_for
-from torchelastic.training.group import threads
+from torchelastic.training.group import abortable_waits
 from torchelastic.training.group.abortable_waits import AbortableOperation
 from torchelastic.training.group.group import Group
 from torchelastic.worker import status_page
@@ -27,7 +27,7 @@ def memory():
 @pytest.fixture
 def world(memory, monkeypatch):
     """The group of a world of one, which shows its collectives."""
-    monkeypatch.setattr(threads, "IDLE", 0.05)
+    monkeypatch.setattr(abortable_waits, "IDLE", 0.05)
     shown = status_page.StatusPage(memory)
     group = Group(
         store=dist.HashStore(), rank=0, size=1, generation=3, timeout=timedelta(seconds=20)

@@ -19,12 +19,11 @@ from torch import nn
 
 import torchelastic
 from tests.unit.checkpoint.conftest import open_store, state
-from torchelastic.checkpoint import checkpoint_store
-from torchelastic.checkpoint.background import saving
+from torchelastic.checkpoint import checkpoint_store, saving
 from torchelastic.tensors import agreement
 from torchelastic.training import coordinator, session, stored_state
 from torchelastic.training.sharded.between import Buckets
-from torchelastic.training.state.torch_state import TorchState
+from torchelastic.training.torch_state import TorchState
 from torchelastic.worker import leaving
 
 __all__ = ["open_store"]
@@ -49,7 +48,7 @@ USER = "the script calls it"
 #: Every function that calls a collective. A new one belongs here, with the reason why an old and a
 #: new process always call it together.
 CALLERS = {
-    "checkpoint/background/saving.py": {"save_before_leaving": VOTE},
+    "checkpoint/saving.py": {"save_before_leaving": VOTE},
     "checkpoint/checkpoint_store.py": {
         "_schedule": "in the first `is_due(together=True)` of a generation, which all ranks call",
         "_may_begin": "in every `save(together=True)`, which all ranks call",
@@ -105,7 +104,7 @@ CALLERS = {
     "training/session.py": {"exchange": ENTRY},
     "training/sharded/between.py": {"average": "in every backward that reduces gradients"},
     "training/sharded/sharding.py": {"_join_all": "once in every step", "complete": FACTS},
-    "training/state/torch_state.py": {"_receive": FACTS},
+    "training/torch_state.py": {"_receive": FACTS},
     "training/stored_state.py": {
         "is_wanted_by_any": "after every step, if user code may ask for checkpoints",
         "must_save_together": "at the end of a world that ends between two steps",

@@ -23,7 +23,7 @@ from tests.unit.training.loop_support import (
 from torchelastic import SimpleWorkerStats, State, checkpoint
 from torchelastic.errors import NonRetryableException
 from torchelastic.training import session, stored_state
-from torchelastic.training.state.state import Torn
+from torchelastic.training.state import Torn
 from torchelastic.worker.orders import Erred, Finished, Over, Stopped
 
 

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support import poll_for
-from torchelastic.checkpoint.background.runner import Runner, Task
-from torchelastic.checkpoint.background.take_fence import FenceClaim
+from torchelastic.checkpoint.catalog import FenceClaim
+from torchelastic.checkpoint.runner import Runner, Task
 from torchelastic.errors import CheckpointError
 from torchelastic.training.control import Control
-from torchelastic.training.group import parked, threads
+from torchelastic.training.group import abortable_waits, parked
 from torchelastic.training.group.abortable_waits import Waits
 
 
@@ -28,7 +28,7 @@ def no_thread(monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    monkeypatch.setattr(threads, "_idle", [])
+    monkeypatch.setattr(abortable_waits, "_idle", [])
     return lambda: monkeypatch.setattr(threading.Thread, "start", start)
 
 

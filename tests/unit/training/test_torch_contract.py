@@ -15,8 +15,8 @@ from torch.distributed import distributed_c10d
 
 from torchelastic import torch_private
 from torchelastic.errors import ConfigError
+from torchelastic.training.group import abortable_waits as group_threads
 from torchelastic.training.group import gloo, sockets
-from torchelastic.training.group import threads as group_threads
 from torchelastic.training.group.abortable_waits import (
     AbortableOperation,
     OwnedWork,

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, OneCycleLR
 
 from torchelastic.tensors import rng
 from torchelastic.tensors.tensor_bytes import bytes_of
-from torchelastic.training.state.torch_state import TorchState
+from torchelastic.training.torch_state import TorchState
 
 Point = Callable[[], None]
 Step = Callable[[TorchState, Point], None]

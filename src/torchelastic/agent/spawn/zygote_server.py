@@ -49,7 +49,7 @@ from torchelastic.worker import bootstrap
 MODULES = ("torch", "torch.distributed", "torch._dynamo")
 #: Used by scripts that call `torchelastic.train` or keep their state: 0.2 s of CPU time per worker.
 #: Imported when there is no request, so that replacements after a failure find them imported.
-OWN_MODULES = ("torchelastic.training.state.torch_state", "torchelastic.training.loop")
+OWN_MODULES = ("torchelastic.training.torch_state", "torchelastic.training.loop")
 #: With it torch counts GPUs without touching the driver, which does not survive a fork.
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 TITLE = "torchelastic-zygote"

@@ -36,9 +36,9 @@ _NAMES = {
     f"{_DCP}.filesystem": {"_StorageInfo", "_StoragePrefix"},
     f"{_OURS}.storage.dcp_files": {"Part"},
     f"{_OURS}.fence": {"Fence", "WorldStart"},
-    f"{_OURS}.background.save_job": {"Job", "Written"},
+    f"{_OURS}.save_job": {"Job", "Written"},
     f"{_OURS}.marker": {"File", "History"},
-    f"{_OURS}.background.staging": {"Slot"},
+    f"{_OURS}.staging": {"Slot"},
 }
 
 

@@ -9,5 +9,4 @@ ddp               DistributedDataParallel across worlds
 backward          hooks into backward passes
 sockets           finds the sockets of a group, to shut them down
 parked            groups that were left, until gloo is done with them
-threads           threads for calls that block and cannot be interrupted
 """

@@ -13,6 +13,7 @@ decide races between the gloo thread that finishes an operation and the thread t
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,6 @@ import torch
 import torch.distributed as dist
 
 from torchelastic import faults, torch_private
-from torchelastic.training.group import threads
 from torchelastic.worker.collective_log import NO_ROW, Collectives, Mark
 from torchelastic.worker_counters import stalls
 
@@ -213,7 +213,7 @@ class Waits:
             operation.finish(*ended)
 
         try:
-            threads.run(run)
+            run_in_thread(run)
         except RuntimeError:  # there is no thread left, so nothing is under way
             del self.under_way[operation.number]
             raise
@@ -424,3 +424,52 @@ def _raise_failed(value: Any) -> Any:
     if isinstance(value, _Failed):
         raise value.error
     return value
+
+
+# --- threads for calls that block and cannot be interrupted ---------------------------------------
+
+# They are abandoned when no one waits for them. A finished thread is reused, so that a send does
+# not start a thread; an idle thread ends after a while.
+
+#: How long an idle thread stays, in seconds.
+IDLE = 2.0
+
+_Tasks = queue.SimpleQueue[Callable[[], None]]
+
+#: The idle threads, by the lock they wait on. `pop` and `remove` decide who gets one.
+_idle: list[_Tasks] = []
+
+
+def run_in_thread(task: Callable[[], None]) -> None:
+    """Run `task` in a separate thread, at once. It must not raise."""
+    try:
+        tasks = _idle.pop()
+    except IndexError:
+        tasks = queue.SimpleQueue()
+        # A daemon: an operation that never ends must not keep the process from ending.
+        thread = threading.Thread(
+            target=_serve, args=(tasks,), name="torchelastic-group", daemon=True
+        )
+        thread.start()
+    tasks.put(task)
+
+
+def _serve(tasks: _Tasks) -> None:
+    while True:
+        try:
+            task = tasks.get(timeout=IDLE)
+        except queue.Empty:
+            if _retired(tasks):
+                return
+            continue  # just taken: a task is on its way
+        task()
+        del task  # it may hold the last reference to a group
+        _idle.append(tasks)
+
+
+def _retired(tasks: _Tasks) -> bool:
+    try:
+        _idle.remove(tasks)
+    except ValueError:
+        return False
+    return True

@@ -1,9 +1,7 @@
 """Worker process: sharded models in `torchelastic.train`, replicas that come and go.
 
 mesh              `torchelastic.mesh`: the device mesh of this worker's replica
-between           the average of gradients between replicas
-fsdp              FSDP2: its modules, and its state after an aborted step
-unfinished_step   a step that others have committed, completed by a worker that was interrupted
+between           the average of gradients between replicas, and FSDP2
 sharding          the sharded parts of a `TorchState`, and the joint all-reduce of each step
 part_snapshots    a single replica's snapshots in its agents' memory
 rehearsal         the optimizer's step, rehearsed by a worker that waits for its first world

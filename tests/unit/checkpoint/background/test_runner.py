@@ -9,7 +9,7 @@ import pytest
 
 _PROGRAM = """
 import sys, threading, time
-from torchelastic.checkpoint.background import runner
+from torchelastic.checkpoint import runner
 
 def write():
     ended.wait()

@@ -11,8 +11,7 @@ import pytest
 from tests.support import poll_for
 from tests.unit.checkpoint.conftest import Number, after
 from torchelastic import checkpoint, faults
-from torchelastic.checkpoint import Checkpoint, CheckpointManager, set_checkpoint_manager
-from torchelastic.checkpoint.background import saving
+from torchelastic.checkpoint import Checkpoint, CheckpointManager, saving, set_checkpoint_manager
 from torchelastic.errors import CheckpointError
 
 EVERY_WRITE_FAILS = ";".join(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchelastic.checkpoint.background import staging
-from torchelastic.checkpoint.background.staging import Staging, layout, staged
+from torchelastic.checkpoint import staging
+from torchelastic.checkpoint.staging import Staging, layout, staged
 from torchelastic.system import memory_limit
 
 LARGE = staging.SMALL // 4 + 1

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support import poll_for
+from torchelastic.training.group import abortable_waits, gloo, sockets
 from torchelastic.training.group import abortable_waits as waits_module
-from torchelastic.training.group import gloo, sockets, threads
 from torchelastic.training.group import group as group_module
 from torchelastic.training.group.abortable_waits import (
     AbortableOperation,
@@ -188,7 +188,7 @@ def test_parameters_that_are_not_trained_are_passed_over_and_shared_ones_noted_o
 
 @pytest.mark.parametrize("fault", ["no answer from rank 1 at 10.0.0.7:4711", ""])
 def test_a_call_that_takes_long_fails_with_what_is_found(monkeypatch, fault):
-    monkeypatch.setattr(threads, "IDLE", 0.05)
+    monkeypatch.setattr(abortable_waits, "IDLE", 0.05)
     monkeypatch.setattr(waits_module, "FAULT_AFTER", 0.01)
     asked, end = threading.Event(), threading.Event()
 
@@ -335,7 +335,7 @@ def test_a_gloo_thread_that_waits_for_a_cpu_is_waited_for(world, monkeypatch):
 def test_a_store_that_does_not_answer_is_named(monkeypatch):
     """It lies on the first node of a world, which another one may not reach."""
     monkeypatch.setattr(waits_module, "FAULT_AFTER", 0.01)
-    monkeypatch.setattr(threads, "IDLE", 0.05)
+    monkeypatch.setattr(abortable_waits, "IDLE", 0.05)
     monkeypatch.setattr(sockets, "is_silent", lambda address: address == ("fd77::2", 4711))
     never = threading.Event()
     monkeypatch.setattr(group_module, "TCPStore", lambda *args, **options: never.wait())

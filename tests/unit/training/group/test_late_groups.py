@@ -20,8 +20,8 @@ from torchelastic.compat import collectives
 from torchelastic.errors import StopException
 from torchelastic.tensors import agreement
 from torchelastic.training import session
+from torchelastic.training.group import abortable_waits, native_groups
 from torchelastic.training.group import group as groups
-from torchelastic.training.group import native_groups, threads
 from torchelastic.training.group.group import GenerationOver, Group, PeerLostError
 from torchelastic.worker import status_page as status_pages
 from torchelastic.worker.collective_log import LoggedCollective as Shown
@@ -36,7 +36,7 @@ def late(monkeypatch):
     for name in ("synchronize", "current_stream"):  # so that they are put back afterwards
         monkeypatch.setattr(torch.cpu, name, getattr(torch.cpu, name))
     late_backend.register()
-    monkeypatch.setattr(threads, "IDLE", 0.05)
+    monkeypatch.setattr(abortable_waits, "IDLE", 0.05)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     yield
     LateGroup.reachable.set()

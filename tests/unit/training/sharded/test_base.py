@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchelastic.training.state.state import FIRST, TORN, base_of, missing_parts
+from torchelastic.training.state import FIRST, TORN, base_of, missing_parts
 
 OLD, NEW = (4, 10), (4, 11)
 

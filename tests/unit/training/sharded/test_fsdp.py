@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from torchelastic.tensors.dtensors import zeros_like
-from torchelastic.training.sharded.fsdp import FullyShardedModels
+from torchelastic.training.sharded.between import FullyShardedModels
 
 
 @pytest.mark.parametrize("inner", [pytest.param(2, id="none at the root"), pytest.param(1)])

@@ -13,7 +13,7 @@ from torchelastic.snapshot.search import Node, StoredCheckpoint, choices, whole_
 from torchelastic.snapshot.writer import ShardStatus
 from torchelastic.training import recovery
 from torchelastic.training.sharded.part_snapshots import PartSnapshots, PartTree
-from torchelastic.training.state.state import FIRST, TORN
+from torchelastic.training.state import FIRST, TORN
 
 #: Generation 4, and the generation after it.
 OLD, NEW, NEXT = (4, 10), (4, 12), (5, 11)

@@ -10,9 +10,8 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.unit.fake_mesh import mesh_at
 from torchelastic.errors import ConfigError
 from torchelastic.training.group.group import PeerLostError
-from torchelastic.training.sharded.sharding import Sharding
-from torchelastic.training.sharded.unfinished_step import FromCopies, FromGradients
-from torchelastic.training.undo.undo import Undo
+from torchelastic.training.sharded.sharding import FromCopies, FromGradients, Sharding
+from torchelastic.training.undo import Undo
 
 
 class Joint:

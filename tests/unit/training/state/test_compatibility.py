@@ -14,9 +14,9 @@ from torch.distributed import HashStore
 from torchelastic import TorchState
 from torchelastic.errors import UnfitError
 from torchelastic.tensors.module_state import form_number
+from torchelastic.training import compatibility
 from torchelastic.training.group.abortable_waits import GenerationOver, Waits
 from torchelastic.training.session import Session
-from torchelastic.training.state import compatibility
 
 LINEAR = (("parameter 'weight'", "float32 of shape (2, 3)"), ("the part 'epoch'", "a value"))
 

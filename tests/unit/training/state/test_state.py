@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 
-from torchelastic.training.state.state import State, call_sync
+from torchelastic.training.state import State, call_sync
 
 
 class Plain(State):

@@ -21,8 +21,8 @@ from tests.unit.training.undo_support import (
 from torchelastic.errors import TransferError
 from torchelastic.tensors import rng, tensor_tree, transfer
 from torchelastic.training import session
-from torchelastic.training.state.state import Torn, holders_of, is_worthless
-from torchelastic.training.state.torch_state import TorchState
+from torchelastic.training.state import Torn, holders_of, is_worthless
+from torchelastic.training.torch_state import TorchState
 
 # --- parts ----------------------------------------------------------------------------------------
 

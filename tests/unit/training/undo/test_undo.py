@@ -19,8 +19,8 @@ from tests.unit.training.undo_support import (
     take,
 )
 from torchelastic import faults
-from torchelastic.training.state.state import Torn
-from torchelastic.training.state.torch_state import TorchState
+from torchelastic.training.state import Torn
+from torchelastic.training.torch_state import TorchState
 
 STEPS = 6
 

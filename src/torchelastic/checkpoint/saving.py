@@ -15,9 +15,8 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from torchelastic import faults
-from torchelastic.checkpoint import time_left as leaving
-from torchelastic.checkpoint.background.runner import Runner, Task
 from torchelastic.checkpoint.checkpoint_store import CheckpointStore, LoadedCheckpoint
+from torchelastic.checkpoint.interval import decide_before_leaving
 from torchelastic.checkpoint.manager import (
     PROGRESS_KEY,
     STATE_KEY,
@@ -26,6 +25,7 @@ from torchelastic.checkpoint.manager import (
     Saved,
     get_checkpoint_manager,
 )
+from torchelastic.checkpoint.runner import Runner, Task
 from torchelastic.errors import CheckpointError
 from torchelastic.worker_counters import milestones, stalls
 
@@ -167,14 +167,10 @@ def _can_be_saved(step: int, grace: float | None) -> bool:
     worker leaves."""
     manager = get_checkpoint_manager()
     store = manager if isinstance(manager, CheckpointStore) else None
-    decision = leaving.decide(
-        grace=grace,
-        expected=store.seconds if store is not None else None,
-        step=step,
-        saved=store.saved_step if store is not None else None,
-    )
-    log.info("Leaving: %s.", decision.why)
-    return decision.save
+    expected, saved = (store.seconds, store.saved_step) if store is not None else (None, None)
+    can, why = decide_before_leaving(grace=grace, expected=expected, step=step, saved=saved)
+    log.info("Leaving: %s.", why)
+    return can
 
 
 def save_before_leaving(

@@ -2,7 +2,7 @@
 
 Serialising a state and computing checksums would take the GIL and a core from the training. The
 state is not sent: the process maps the memory it was copied to (`staging`). It is a plain child,
-`python -m torchelastic.checkpoint.background.writer_process`, started with the first large
+`python -m torchelastic.checkpoint.writer_process`, started with the first large
 checkpoint; it ends when its parent does.
 """
 
@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchelastic import faults
-from torchelastic.checkpoint.background.save_job import Job, Written, run
-from torchelastic.checkpoint.background.staging import staged
 from torchelastic.checkpoint.catalog import Catalog
+from torchelastic.checkpoint.save_job import Job, Written, run
+from torchelastic.checkpoint.staging import staged
 from torchelastic.checkpoint.storage import safe_pickle
 from torchelastic.checkpoint.storage.storage import open_storage
 from torchelastic.errors import CheckpointError

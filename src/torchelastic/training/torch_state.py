@@ -24,16 +24,9 @@ from torchelastic.tensors.dtensors import is_sharded
 from torchelastic.tensors.rank_private import Private, Publisher
 from torchelastic.tensors.small_state import Hyperparameters, Saver, Value, saver_of
 from torchelastic.tensors.tensor_bytes import bytes_of
-from torchelastic.training import session
+from torchelastic.training import parts, session
 from torchelastic.training.group import ddp
-from torchelastic.training.session import Session
-from torchelastic.training.sharded import mesh
-from torchelastic.training.sharded.part_snapshots import PartSnapshots, PartTree
-from torchelastic.training.sharded.rehearsal import rehearse
-from torchelastic.training.sharded.shard_tree import from_shards, to_shards
-from torchelastic.training.sharded.sharding import Peers, Sharding, copies
-from torchelastic.training.state import parts
-from torchelastic.training.state.parts import (
+from torchelastic.training.parts import (
     FORMAT,
     OPTIMIZER,
     cut_like,
@@ -50,7 +43,13 @@ from torchelastic.training.state.parts import (
     take_out_shards,
     written_by,
 )
-from torchelastic.training.state.state import (
+from torchelastic.training.session import Session
+from torchelastic.training.sharded import mesh
+from torchelastic.training.sharded.part_snapshots import PartSnapshots, PartTree
+from torchelastic.training.sharded.rehearsal import rehearse
+from torchelastic.training.sharded.shard_tree import from_shards, to_shards
+from torchelastic.training.sharded.sharding import Peers, Sharding, copies
+from torchelastic.training.state import (
     FIRST,
     TORN,
     State,
@@ -60,7 +59,7 @@ from torchelastic.training.state.state import (
     is_worthless,
     missing_parts,
 )
-from torchelastic.training.undo.undo import Undo, UndoRecord
+from torchelastic.training.undo import Undo, UndoRecord
 from torchelastic.worker.backward_waits import BackwardWaits
 
 #: Parts that may be several: a list, a tuple or a dict of them.

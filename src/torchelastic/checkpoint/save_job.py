@@ -11,10 +11,10 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torchelastic import faults
-from torchelastic.checkpoint.background.staging import Slots
 from torchelastic.checkpoint.catalog import Catalog, Draft, name_of
 from torchelastic.checkpoint.fence import Fence
 from torchelastic.checkpoint.marker import History, Marker
+from torchelastic.checkpoint.staging import Slots
 from torchelastic.checkpoint.storage import dcp_files, safe_pickle
 from torchelastic.errors import CheckpointError
 
