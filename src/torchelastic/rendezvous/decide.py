@@ -1,7 +1,7 @@
 """Decide which world comes next, for scripts and for in-process workers. Pure.
 
-The leader keeps a `RoundState`, changes it by `seen`, `lost` and `published`, and calls `decide`
-after every change and at every `wake_at`. The world's phases:
+The leader keeps a `RoundState`, changes it by `StateUpdate` and `published`, and calls
+`decide` after every change and at every `wake_at`. The world's phases:
 
     waiting ──enough ready, settled──▶ agreeing ──a majority has it──▶ running ──all done──▶ closed
        ▲                                                                  │
@@ -373,7 +373,7 @@ def _continue_or_close(rules: RoundRules, state: RoundState, now: float) -> Roun
     world = the_world(state)
     if _calls_for_probe(rules, state, world):
         return RoundDecision(world, world.ending)  # with the probe
-    busy = _busy_nodes(state)
+    busy = [node.node for node in world.nodes if _is_busy(state, node.node, world.generation)]
     late = state.since + _patience(rules, state, busy)
     if busy and (now < late or not _may_go_without(rules, state, busy)):
         return _wait_for_stop(state, busy, now, late)
@@ -489,7 +489,8 @@ def _finish(state: RoundState, now: float) -> RoundDecision:
     A node that is lost now may only be unreachable for a while: its scripts continue.
     """
     world = the_world(state)
-    state = replace(state, lost=tuple(_still_lost(state)))
+    still = tuple(node for node in state.lost if node not in state.members)
+    state = replace(state, lost=still)
     if state.lost and (waiting := _await_return(state, now)) is not None:
         return waiting
     cause, consequences = _first_failure(replace(state, failures=_dead(state)))
@@ -508,10 +509,6 @@ def _finish(state: RoundState, now: float) -> RoundDecision:
     if all(node in state.done for node in staying):
         return _close_as_succeeded(state)
     return RoundDecision()
-
-
-def _still_lost(state: RoundState) -> list[str]:
-    return [node for node in state.lost if node not in state.members]
 
 
 def _await_return(state: RoundState, now: float) -> RoundDecision | None:
@@ -610,12 +607,6 @@ def _shortened(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
 
 #: Seconds in which an agent that runs has reported that it knows of the end of a world.
 REPORT_TIME = 1.0
-
-
-def _busy_nodes(state: RoundState) -> list[str]:
-    """The members of the last world that still have workers of it."""
-    world = the_world(state)
-    return [node.node for node in world.nodes if _is_busy(state, node.node, world.generation)]
 
 
 def _is_busy(state: RoundState, node: str, generation: int) -> bool:

@@ -65,20 +65,24 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         at = settled_at(rules, state, [offer.node for offer in ordered], len(ordered))
         if now < at:
             return RoundDecision(wake_at=at) if state.world else _wait(rules, state, now)
-    if not (store := _store_of(chosen)):
+    # A node whose store host is being replaced offers none, and does not delay the others.
+    store = next((offer.member.store for offer in chosen if offer.member.store), "")
+    if not store:
         return RoundDecision()
     if missing:
         return _ask_witness(rules, state, missing, now)
     last = state.world or World(generation=-1, phase="waiting", reason="the job starts")
     trained = has_trained(state)
     still_out = state.out.difference(offer.node for offer in chosen)
+    host = state.members.get(state.host)
     world = replace(
         last,
         generation=_number(last, state),
         start=last.start or chosen[0].node,
         phase="running",
         host=state.host,
-        candidates=_host_of(state),
+        # Whether or not it is in this world.
+        candidates={} if host is None else {state.host: host.member.peer},
         term=state.term,
         witness=_witness(state, chosen),
         store=store,
@@ -96,14 +100,12 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         patience=None,
         enough=False,
     )
-    known = _proven(last, trained)
-    return RoundDecision(_in_first_phase(state, world.with_nodes(_place(chosen, known))))
-
-
-def _store_of(chosen: Iterable[Offer]) -> str:
-    """The address of the first offered worker store. A node whose store host is being replaced
-    offers none, and does not delay the others."""
-    return next((offer.member.store for offer in chosen if offer.member.store), "")
+    world = world.with_nodes(_place(chosen, _proven(last, trained)))
+    if state.roll is not None and not majority.confirms_itself(
+        roll_after(state, world), departing(state)
+    ):
+        world = replace(world, phase="agreeing")  # until enough nodes have confirmed it
+    return RoundDecision(world)
 
 
 def _proven(last: World, trained: bool) -> frozenset[str] | None:
@@ -152,12 +154,6 @@ def _ask_witness(
     return asked if asked.world is not None else replace(asked, claims=missing)
 
 
-def _host_of(state: RoundState) -> dict[str, str]:
-    """The address of the host of the store, whether or not it is in the next world."""
-    present = state.members.get(state.host)
-    return {} if present is None else {state.host: present.member.peer}
-
-
 def _names_of_others(ordered: list[Offer], chosen: list[Offer]) -> tuple[str, ...]:
     """The names of the first nodes that were not chosen."""
     taken = {offer.node for offer in chosen}
@@ -173,15 +169,6 @@ def _may_have_other_host(rules: RoundRules, state: RoundState, chosen: list[Offe
     """
     is_first = state.world is None or not state.world.nodes
     return is_first and not rules.min_nodes == rules.max_nodes == len(chosen)
-
-
-def _in_first_phase(state: RoundState, world: World) -> World:
-    """The world as published: to start at once, or after enough nodes have confirmed it."""
-    if state.roll is None:
-        return world
-    if majority.confirms_itself(roll_after(state, world), departing(state)):
-        return world
-    return replace(world, phase="agreeing")
 
 
 def _number(last: World, state: RoundState) -> int:

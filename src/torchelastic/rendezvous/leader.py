@@ -414,19 +414,20 @@ class Leader:
             watching.result()
         # In a thread: a slow file system must not keep the lease from being renewed.
         if self._checkpoint is not None and await asyncio.to_thread(self._checkpoint.written):
-            self._state = round_state.checkpoint_seen(self._state, True)
+            self._state = replace(self._state, checkpoint=True)
 
     async def _awaits_checkpoint(self) -> bool:
         """Return whether newcomers wait for a checkpoint; start watching its path if so."""
         if not waits_for_checkpoint(self._rules, self._state):
             self._checkpoint = None
-            self._state = round_state.checkpoint_seen(self._state, False)
+            self._state = replace(self._state, checkpoint=False)
         elif self._checkpoint is None:
             self._checkpoint = await asyncio.to_thread(CheckpointPath, self._rules.grow.path)
         return self._checkpoint is not None
 
     def _take_up(self, changes: Iterable[Change]) -> None:
         """Process changed and deleted member records."""
+        ours = self._agreement.digest if self._agreement is not None else ""
         draft = StateUpdate(self._state)
         now = self._clock.now()
         for change in changes:
@@ -440,17 +441,13 @@ class Leader:
                     self._observer.node_lost(before.member.name, "its connection or lease ended")
             else:
                 member = Member.from_json(change.item.value)
-                if self._has_other_settings(member):
-                    continue  # it will notice, and exit
+                if ours and member.agreement and member.agreement != ours:
+                    continue  # it has other settings: it will notice, and exit
                 draft.see(member, change.item.created, now)
                 self._report_member(member, change.item.created, before)
                 if self._suspicion is not None:
                     self._suspicion.heard(member)
         self._state = draft.finish()
-
-    def _has_other_settings(self, member: Member) -> bool:
-        ours = self._agreement.digest if self._agreement is not None else ""
-        return bool(ours and member.agreement) and member.agreement != ours
 
     def _report_member(self, member: Member, created: int, before: MemberEntry | None) -> None:
         if before is None or before.created != created:

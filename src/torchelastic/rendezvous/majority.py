@@ -57,10 +57,9 @@ class Electorate:
 
     def agrees(self, votes: Collection[str]) -> bool:
         given = sum(voter in votes for voter in self.voters)
-        return 2 * given > len(self.voters) or self._is_tied_with_host(votes)
-
-    def _is_tied_with_host(self, votes: Collection[str]) -> bool:
-        return len(self.voters) == 2 and self.host in self.nodes and self.host in votes
+        if len(self.voters) == 2 and self.host in self.nodes and self.host in votes:
+            return True
+        return 2 * given > len(self.voters)
 
 
 def electorate(nodes: Iterable[str], host: str, witness: str = "") -> Electorate:

@@ -107,7 +107,7 @@ def judge(
     if ending.kind == "error":
         return _judge_error(ending, history, budget)
     if ending.kind != "failure" and not count_resizes:
-        return RestartDecision(True, history, f"a {_words(ending.kind)} uses no restart")
+        return RestartDecision(True, history, f"a {ending.kind.replace('-', ' ')} uses no restart")
     history = _note_failure(ending, history)
     if failure is not None and history.repeats >= _limit(ending, history, failure):
         same = _same(failure, history.repeats)
@@ -181,10 +181,6 @@ def _spent(budget: int) -> str:
         return "no restarts are allowed (--max-restarts 0)"
     spent = "the only restart is used" if budget == 1 else f"all {budget} restarts used"
     return f"{spent} (--max-restarts)"
-
-
-def _words(kind: Kind) -> str:
-    return kind.replace("-", " ")
 
 
 def _credit_progress(ending: Ending, history: RestartHistory) -> RestartHistory:

@@ -223,27 +223,16 @@ class StateUpdate:
         self._failures.update(dict.fromkeys(theirs))
         if member.done == world.generation:
             self._done.add(node)
-        self._finished = _first_finished(self._finished, member, world.generation)
+        if member.finished == world.generation:
+            # The earliest: no worker can step beyond it without the one that has no data left.
+            first = self._finished if self._finished >= 0 else member.finished_after
+            self._finished = min(first, member.finished_after)
         self._step = max(self._step, member.step)
         if world.phase in ("running", "pausing") and member.gone >= world.generation:
             explained = theirs or member.leaving or node in self._done
             if not explained:
                 # It was dropped and came back unnoticed; its workers are gone nevertheless.
                 self._lost[node] = None
-
-
-def seen(state: RoundState, member: Member, created: int, now: float) -> RoundState:
-    """The state after a member joined or changed its record."""
-    draft = StateUpdate(state)
-    draft.see(member, created, now)
-    return draft.finish()
-
-
-def lost(state: RoundState, node: str) -> RoundState:
-    """The state after a member's key is gone: it failed, or left after announcing it."""
-    draft = StateUpdate(state)
-    draft.lose(node)
-    return draft.finish()
 
 
 def _is_missed(world: World, member: Member) -> bool:
@@ -421,11 +410,6 @@ def with_missing_lost(state: RoundState) -> RoundState:
     return replace(state, lost=tuple(dict.fromkeys((*state.lost, *gone))))
 
 
-def checkpoint_seen(state: RoundState, seen: bool) -> RoundState:
-    """Note whether a checkpoint was written after the waiting newcomers came."""
-    return replace(state, checkpoint=seen)
-
-
 def allotted(state: RoundState, places: Mapping[str, int]) -> RoundState:
     """The state after nodes were told their places in replicas."""
     return replace(state, places={**state.places, **places})
@@ -523,13 +507,6 @@ def published(state: RoundState, world: World, now: float) -> RoundState:
 
 def _is_finished(world: World | None) -> bool:
     return world is not None and world.phase == "over" and world.ending == "finished"
-
-
-def _first_finished(known: int, member: Member, generation: int) -> int:
-    """The earliest end of data: no worker can step beyond it without the one that has none left."""
-    if member.finished != generation:
-        return known
-    return member.finished_after if known < 0 else min(known, member.finished_after)
 
 
 def names_of(state: RoundState, nodes: Iterable[str]) -> str:

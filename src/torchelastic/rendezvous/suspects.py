@@ -351,17 +351,15 @@ def got_no_answer(failure: Failure) -> bool:
 
 def _other(world: World, failure: Failure) -> WorldNode | None:
     if rank := _RANK.search(failure.message):
-        return next((node for node in world.nodes if int(rank[1]) in _ranks(node)), None)
+        return next(
+            (node for node in world.nodes if 0 <= int(rank[1]) - node.first_rank < node.nproc), None
+        )
     for match in _ADDRESSES.finditer(failure.message):
         address = match["remote"] or match["bracketed"] or match["plain"]
         for node in world.nodes:
             if address in (node.addr, node.peer.rpartition(":")[0].strip("[]")):
                 return node
     return None
-
-
-def _ranks(node: WorldNode) -> range:
-    return range(node.first_rank, node.first_rank + node.nproc)
 
 
 def worst(

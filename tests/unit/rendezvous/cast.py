@@ -19,7 +19,7 @@ from torchelastic.events.failure import Failure
 from torchelastic.rendezvous import round_state
 from torchelastic.rendezvous.decide import decide
 from torchelastic.rendezvous.embedded import EmbeddedServer, EmbeddedStore, bind_endpoint
-from torchelastic.rendezvous.round_state import RoundRules, RoundState
+from torchelastic.rendezvous.round_state import RoundRules, RoundState, StateUpdate
 from torchelastic.rendezvous.world import Member, World
 from torchelastic.transport.connect import Endpoint
 
@@ -163,6 +163,20 @@ async def proxied(server_port: int) -> AsyncIterator[Proxy]:
 # A job whose rounds are decided in virtual time, without a store.
 
 
+def seen(state: RoundState, member: Member, created: int, now: float) -> RoundState:
+    """The state after a member joined or changed its record."""
+    draft = StateUpdate(state)
+    draft.see(member, created, now)
+    return draft.finish()
+
+
+def lost(state: RoundState, node: str) -> RoundState:
+    """The state after a member's key is gone."""
+    draft = StateUpdate(state)
+    draft.lose(node)
+    return draft.finish()
+
+
 class Job:
     """A leader without a store: members come and go, `now` moves, worlds are taken as published."""
 
@@ -198,13 +212,13 @@ class Job:
 
     def _tell(self, name: str) -> None:
         member, created = self.records[name]
-        self.state = round_state.seen(self.state, member, created, self.now)
+        self.state = seen(self.state, member, created, self.now)
         self.settle()
 
     def die(self, *names: str) -> None:
         for name in names:
             del self.records[name]
-            self.state = round_state.lost(self.state, name)
+            self.state = lost(self.state, name)
         self.settle()
 
     def settle(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.rendezvous.cast import Job, failure, running
+from tests.unit.rendezvous.cast import Job, failure, lost, running, seen
 from torchelastic.config import Grow, WorldSizes
 from torchelastic.errors import EXIT_FAILED, EXIT_NOT_ENOUGH_NODES
 from torchelastic.rendezvous import round_state
@@ -457,7 +457,7 @@ def test_grow_after_checkpoint_waits_for_one():
     assert waits_for_checkpoint(job.rules, job.state)
     job.wait(1000)
     assert job.world.phase == "running"
-    job.state = round_state.checkpoint_seen(job.state, True)
+    job.state = replace(job.state, checkpoint=True)
     job.settle()
     assert job.world.phase == "over"
 
@@ -804,9 +804,9 @@ def test_reports_that_come_at_once_change_what_they_change_one_by_one(phase):
     one_by_one, draft = job.state, round_state.StateUpdate(job.state)
     for member in records:
         created = job.records[member.node][1]
-        one_by_one = round_state.seen(one_by_one, member, created, 9.0)
+        one_by_one = seen(one_by_one, member, created, 9.0)
         draft.see(member, created, 9.0)
-    one_by_one = round_state.lost(one_by_one, "d")
+    one_by_one = lost(one_by_one, "d")
     draft.lose("d")
     assert draft.finish() == one_by_one
     assert (len(one_by_one.failures), one_by_one.done, one_by_one.step) == (2, {"b"}, 7)

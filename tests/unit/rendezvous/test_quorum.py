@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.rendezvous.cast import Job, failure
+from tests.unit.rendezvous.cast import Job, failure, seen
 from torchelastic.agent.lifecycle import script
 from torchelastic.agent.lifecycle.node_state import WorldSeen
 from torchelastic.agent.lifecycle.script import ScriptState
@@ -274,7 +274,7 @@ def taken_over(
     later.state = replace(hosted, may_begin_at=may_begin_at)
     for name in names:
         later.records[name] = first.records[name]
-        later.state = round_state.seen(later.state, *first.records[name], 0.0)
+        later.state = seen(later.state, *first.records[name], 0.0)
     later.state = round_state.with_missing_lost(later.state)
     later.settle()
     return later
@@ -443,7 +443,7 @@ def test_a_leader_that_leads_again_knows_what_was_confirmed(confirmed, goes_on):
     again = round_state.taken_over(job.world, job.now)
     again = round_state.hosted(again, "a", 1, stored, confirmed=confirmed)
     member, created = job.records["a"]
-    again = round_state.seen(again, replace(member, gone=1), created, job.now)
+    again = seen(again, replace(member, gone=1), created, job.now)
     votes = round_state.votes(again)
     assert majority.agreed(again.roll.electorates, votes) == goes_on
 

@@ -217,13 +217,10 @@ class _Questions:
         await self._under_way.close()
 
 
-def _timeout(asked: VoteRequest) -> float:
-    return STOPPING_TIMEOUT if asked.binding else EXCHANGE_TIMEOUT
-
-
 async def _ask_one(key: str, place: Endpoint, asked: VoteRequest, returns: Returns) -> None:
     try:
-        link, ballot = await _exchange(place, asked, BALLOTS, _timeout(asked))
+        timeout = STOPPING_TIMEOUT if asked.binding else EXCHANGE_TIMEOUT
+        link, ballot = await _exchange(place, asked, BALLOTS, timeout)
     except ConnectionRefusedError:
         returns.refused.add(key)
         return

@@ -118,16 +118,14 @@ class Poll:
         votes[self.own_voter] = self.elector.generation
         votes |= dict.fromkeys(self.witness.claimed, WITNESS)
         if self.two_node_takeover:
-            votes |= dict.fromkeys(filter(self._is_other_of_two, self._dead_in(returns)), DEAD)
+            # It seems dead: nothing listens at its port, or another agent does.
+            gone = returns.refused | self._replaced_in(returns)
+            votes |= dict.fromkeys(filter(self._is_other_of_two, gone), DEAD)
         return votes
 
     def dead(self, returns: Returns) -> frozenset[str]:
         """The dead nodes whose votes this node counts as its own (`--two-node-takeover`)."""
         return frozenset(node for node, last in self.votes(returns).items() if last == DEAD)
-
-    def _dead_in(self, returns: Returns) -> set[str]:
-        """The nodes that seem dead: nothing listens at their port, or another agent does."""
-        return returns.refused | self._replaced_in(returns)
 
     def _replaced_in(self, returns: Returns) -> set[str]:
         """The nodes whose address another agent answers at."""

@@ -195,15 +195,12 @@ class EmbeddedServer:
             log.debug("A client's connection ended: %s.", error)
         if peer.lease is not None and not self._closing:
             del self._holders[peer.lease]
-            self._miss(peer.lease)
+            # The client may live, behind a firewall.
+            if self._grace_of is None:
+                self._shorten(peer.lease, self._grace)
+            else:
+                self._asking.start(self._ask_after(peer.lease), "ask after a client")
         self._departure.set()
-
-    def _miss(self, token: str) -> None:
-        """Handle the end of a connection with a lease; the client may live, behind a firewall."""
-        if self._grace_of is None:
-            self._shorten(token, self._grace)
-            return
-        self._asking.start(self._ask_after(token), "ask after a client")
 
     async def _ask_after(self, token: str) -> None:
         """Shorten its lease as far as allowed, unless the client has come back."""

@@ -225,7 +225,9 @@ async def meet(
     """
     check_backend(config.rdzv_backend, config.rdzv_configs)
     if config.max_nodes > MANY_NODES:
-        _allow_many_connections()
+        # The default limit of open files is below the nodes of a large job.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if config.rdzv_backend in ETCD_BACKENDS:
         return await _meet_at_etcd(config, clock)
     embedded_node = _embedded_node(config, node, clock, on_child, file)
@@ -252,13 +254,6 @@ async def _meet_at_etcd(config: LaunchConfig, clock: Clock) -> EtcdBackend:
         await backend.close(0.0)
         raise
     return backend
-
-
-def _allow_many_connections() -> None:
-    """Raise the limit of open files to the maximum: the default is below the nodes of a large
-    job."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _embedded_node(
