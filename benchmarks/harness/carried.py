@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from torchelastic.rendezvous.embedded import bind_endpoint
+from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.snapshot.layout import SHARED, Version
 from torchelastic.snapshot.node.memory import SnapshotMemory
 from torchelastic.snapshot.node.replicator import Replicator

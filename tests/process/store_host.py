@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from torchelastic.rendezvous.embedded import EmbeddedServer, bind_endpoint
+from torchelastic.rendezvous.embedded import EmbeddedServer
+from torchelastic.transport.addresses import bind_endpoint
 
 
 async def main(port: int) -> None:

@@ -19,11 +19,12 @@ from tests.support import SOAK, poll_for
 from torchelastic.agent.telemetry.collector import NOTHING, CollectedLog, LogCollector
 from torchelastic.agent.telemetry.shipper import RemoteSink
 from torchelastic.clock import SystemClock
-from torchelastic.rendezvous.embedded import EmbeddedServer, EmbeddedStore, bind_endpoint
+from torchelastic.rendezvous.embedded import EmbeddedServer, EmbeddedStore
 from torchelastic.snapshot import layout
 from torchelastic.snapshot.node.memory import SnapshotMemory
 from torchelastic.snapshot.node.replicator import Replicator
 from torchelastic.transport import frames
+from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.auth import Credentials, Secret
 from torchelastic.transport.connect import Endpoint, connect_once
 from torchelastic.transport.listener import Listener

@@ -10,8 +10,8 @@ round_state        the leader's knowledge, and its changes; pure
 majority           votes: which node may host the store next, and which nodes may continue; pure
 world, store       the records in the store, and the five operations it needs
 job_settings       settings that all nodes of a job must share
-backend_parameters torchrun's and 0.2's rendezvous parameters; url: a rendezvous in one line
-membership/        this node in the job: session, record, lease, failover, suspicion
+backend_parameters torchrun's and 0.2's rendezvous parameters, and a rendezvous in one line
+membership/        this node in the job: session, record, lease, suspicion
 embedded/, etcd/   the two stores; witness/: one more vote for even electorates
 """
 

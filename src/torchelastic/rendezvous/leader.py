@@ -40,8 +40,7 @@ from torchelastic.rendezvous.round_state import (
     WitnessVotes,
 )
 from torchelastic.rendezvous.store import Change, Json, Listing, Store
-from torchelastic.rendezvous.witness.vote_keys import Witness
-from torchelastic.rendezvous.witness.witness_client import WitnessSilent
+from torchelastic.rendezvous.witness.vote_keys import Witness, WitnessSilent
 from torchelastic.rendezvous.world import (
     LEADER_KEY,
     MEMBER_PREFIX,

@@ -36,7 +36,7 @@ from torchelastic.agent.watch.hang_watchdog import LOOK, WorkerPace, limit_for
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import TorchElasticError
 from torchelastic.events.failure import Failure
-from torchelastic.rendezvous import url as urls
+from torchelastic.rendezvous.backend_parameters import RendezvousUrl, parse_url
 from torchelastic.rendezvous.membership.node_driver import NodeDriver
 from torchelastic.rendezvous.world import World
 from torchelastic.transport.addresses import interface_of
@@ -58,14 +58,14 @@ def start(
     The process waits for the thread before it exits: the host of the rendezvous stays until the
     others know that the training is done.
     """
-    config = config_for(urls.parse(url), max_workers)
+    config = config_for(parse_url(url), max_workers)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     node = StandaloneNode(config, ours, patience=timeout.total_seconds())
     threading.Thread(target=node.run, name="torchelastic-node").start()
     return theirs
 
 
-def config_for(url: urls.RendezvousUrl, max_workers: int | None) -> LaunchConfig:
+def config_for(url: RendezvousUrl, max_workers: int | None) -> LaunchConfig:
     """Return the configuration of a job in which every worker is a node."""
     defaults = LaunchConfig()
     return LaunchConfig(

@@ -36,7 +36,7 @@ from torchelastic.agent.lifecycle.node_state import (
 from torchelastic.agent.lifecycle.script import ScriptState
 from torchelastic.chaos import laws
 from torchelastic.records import replace
-from torchelastic.rendezvous.membership.failover import Failover
+from torchelastic.rendezvous.embedded.failover_state import Failover
 from torchelastic.rendezvous.world import Member, World
 
 if TYPE_CHECKING:

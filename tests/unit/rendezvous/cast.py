@@ -18,9 +18,10 @@ from tests.support import SOAK
 from torchelastic.events.failure import Failure
 from torchelastic.rendezvous import round_state
 from torchelastic.rendezvous.decide import decide
-from torchelastic.rendezvous.embedded import EmbeddedServer, EmbeddedStore, bind_endpoint
+from torchelastic.rendezvous.embedded import EmbeddedServer, EmbeddedStore
 from torchelastic.rendezvous.round_state import RoundRules, RoundState, StateUpdate
 from torchelastic.rendezvous.world import Member, World
+from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.connect import Endpoint
 
 JOB = "job-1"

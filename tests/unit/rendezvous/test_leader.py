@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from tests.unit.rendezvous.cast import connected, serving, story
 from torchelastic.clock import SystemClock
+from torchelastic.rendezvous.embedded.failover_state import Failover
 from torchelastic.rendezvous.job_settings import JobSettings
 from torchelastic.rendezvous.leader import CHECKPOINT_QUIET_POLLS, ROLL_KEY, CheckpointPath, Leader
 from torchelastic.rendezvous.majority import Electorate, Roll
-from torchelastic.rendezvous.membership.failover import Failover
 from torchelastic.rendezvous.round_state import RoundRules
 from torchelastic.rendezvous.store import Item, Listing
 from torchelastic.rendezvous.world import LEADER_KEY, PART_PREFIX, WORLD_KEY, Member, World

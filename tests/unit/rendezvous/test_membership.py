@@ -16,8 +16,8 @@ from torchelastic.clock import FakeClock, SystemClock
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import RendezvousLost, RendezvousRefused
 from torchelastic.rendezvous import majority
+from torchelastic.rendezvous.embedded.failover_state import Failover
 from torchelastic.rendezvous.leader import ROLL_KEY
-from torchelastic.rendezvous.membership.failover import Failover
 from torchelastic.rendezvous.membership.lease import HeldLease
 from torchelastic.rendezvous.membership.member_session import (
     NEIGHBOURS,

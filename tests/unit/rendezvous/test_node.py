@@ -27,8 +27,7 @@ from torchelastic.rendezvous.embedded.server import RECONNECT_GRACE
 from torchelastic.rendezvous.embedded.voter_file import VoterFile
 from torchelastic.rendezvous.leader import CONFIRMED_KEY, ROLL_KEY
 from torchelastic.rendezvous.majority import Elector, Electorate, Roll
-from torchelastic.rendezvous.witness.vote_keys import Witness
-from torchelastic.rendezvous.witness.witness_client import WitnessClient, WitnessSilent
+from torchelastic.rendezvous.witness.vote_keys import Witness, WitnessClient, WitnessSilent
 from torchelastic.rendezvous.world import MEMBER_PREFIX, WORLD_KEY, World
 from torchelastic.transport import addresses as endpoint
 from torchelastic.transport import frames

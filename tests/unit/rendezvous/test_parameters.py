@@ -9,9 +9,13 @@ import pytest
 from torchelastic.config import Grow, LaunchConfig
 from torchelastic.errors import ConfigError
 from torchelastic.rendezvous import RendezvousParameters
-from torchelastic.rendezvous.backend_parameters import fields_from_conf, keys_without_meaning
+from torchelastic.rendezvous.backend_parameters import (
+    RendezvousUrl,
+    fields_from_conf,
+    keys_without_meaning,
+    parse_url,
+)
 from torchelastic.rendezvous.job_settings import JobSettings
-from torchelastic.rendezvous.url import RendezvousUrl, parse
 
 # --- backend parameters ---------------------------------------------------------------------------
 
@@ -140,7 +144,7 @@ def made(**more):
     ],
 )
 def test_url_is_read(url, read):
-    assert parse(url) == read
+    assert parse_url(url) == read
 
 
 @pytest.mark.parametrize(
@@ -173,7 +177,7 @@ def test_url_is_read(url, read):
 )
 def test_url_that_is_invalid_is_refused(url, sentence):
     with pytest.raises(ConfigError, match=sentence) as caught:
-        parse(url)
+        parse_url(url)
     assert str(caught.value).endswith(".")
     assert "\n" not in str(caught.value)
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from tests.unit.rendezvous.cast import JOB, a_few_examples, connected, serving, soon, story, within
 from tests.unit.transport.listener_support import Stranger
 from torchelastic.errors import WireError
-from torchelastic.rendezvous.embedded import EmbeddedServer, EmbeddedStore, bind_endpoint
+from torchelastic.rendezvous.embedded import EmbeddedServer, EmbeddedStore
 from torchelastic.rendezvous.embedded.table import Table
 from torchelastic.transport import frames
+from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.connect import Endpoint
 from torchelastic.transport.frames import Row
 

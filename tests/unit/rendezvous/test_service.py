@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from tests.unit.rendezvous.cast import a_few_examples, soon, story
 from torchelastic.errors import ConfigError, RendezvousLost, RendezvousRefused
-from torchelastic.rendezvous.embedded import EmbeddedStore, bind_endpoint, state_file
+from torchelastic.rendezvous.embedded import EmbeddedStore, state_file
 from torchelastic.rendezvous.embedded.service import RendezvousService
 from torchelastic.rendezvous.embedded.state_file import KeptJob, RecordedTable, StateFile
+from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.connect import Endpoint
 
 

@@ -13,9 +13,13 @@ import pytest
 from tests.unit.rendezvous.cast import story, within
 from torchelastic.errors import ConfigError, RendezvousRefused
 from torchelastic.rendezvous.majority import FIRST_VOTE
-from torchelastic.rendezvous.witness import witness_client as asking_module
-from torchelastic.rendezvous.witness.vote_keys import Witness, WitnessWatch
-from torchelastic.rendezvous.witness.witness_client import WitnessClient, WitnessSilent
+from torchelastic.rendezvous.witness import vote_keys as asking_module
+from torchelastic.rendezvous.witness.vote_keys import (
+    Witness,
+    WitnessClient,
+    WitnessSilent,
+    WitnessWatch,
+)
 from torchelastic.rendezvous.witness.witness_storage import Directory, answer, open_storage
 
 ANSWER_TIMEOUT = 30.0

@@ -10,8 +10,7 @@ from torchelastic.agent.lifecycle.node_state import Phase, Rejoin, ReportMember,
 from torchelastic.rendezvous import choosing, forming, majority, round_state
 from torchelastic.rendezvous.embedded.ask_peers import Returns
 from torchelastic.rendezvous.embedded.election import Poll, Search
-from torchelastic.rendezvous.embedded.failover_state import FailoverState
-from torchelastic.rendezvous.membership.failover import Failover
+from torchelastic.rendezvous.embedded.failover_state import Failover, FailoverState
 from torchelastic.rendezvous.world import World
 
 #: Sets an attribute, as `monkeypatch.setattr` does.

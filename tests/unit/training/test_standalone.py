@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchelastic.rendezvous import url
+from torchelastic.rendezvous.backend_parameters import parse_url
 from torchelastic.rendezvous.membership import node_driver
 from torchelastic.rendezvous.world import World, WorldNode
 from torchelastic.training import standalone
@@ -19,19 +19,19 @@ from torchelastic.worker import channel, orders, status_page
 
 
 def test_who_may_go_on_and_what_counts_as_hung():
-    config = config_for(url.parse("tcp://h/r?min_workers=2&quorum=none&progress_timeout=5"), None)
+    config = config_for(parse_url("tcp://h/r?min_workers=2&quorum=none&progress_timeout=5"), None)
     assert (config.quorum, config.progress_timeout) == ("none", 5.0)
-    config = config_for(url.parse("etcd://h/r?min_workers=2"), None)
+    config = config_for(parse_url("etcd://h/r?min_workers=2"), None)
     assert (config.quorum, config.progress_timeout) == ("majority", None)
 
 
 def test_the_secret_and_the_certificates_of_a_url():
     text = "tcp://h/r?min_workers=2&secret_file=/s&tls_cert=c&tls_key=k&tls_ca=a"
-    config = config_for(url.parse(text), None)
+    config = config_for(parse_url(text), None)
     assert config.rdzv_secret_file == "/s"
     assert (config.rdzv_tls_cert, config.rdzv_tls_key, config.rdzv_tls_ca) == ("c", "k", "a")
     assert "secret_file" not in config.rdzv_configs
-    config = config_for(url.parse("tcp://h/r?min_workers=2"), None)
+    config = config_for(parse_url("tcp://h/r?min_workers=2"), None)
     assert config.rdzv_secret_file is None
     assert config.rdzv_tls_cert is None
 
@@ -68,7 +68,7 @@ class Job:
         monkeypatch.setattr(node_driver, "MemberSession", MemberSession)
         monkeypatch.setattr(standalone, "interface_of", lambda addr: None)
         ours, self.worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        config = standalone.config_for(url.parse(address), None)
+        config = standalone.config_for(parse_url(address), None)
         self.node = standalone.StandaloneNode(config, ours, **options)
         self.world = World(generation=0, phase="running", in_process=True, store="elsewhere:1")
 

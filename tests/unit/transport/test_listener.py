@@ -28,8 +28,8 @@ from tests.unit.transport.listener_support import (
 from torchelastic.clock import SystemClock
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import ConfigError, RendezvousLost, RendezvousRefused
-from torchelastic.rendezvous.embedded import bind_endpoint
 from torchelastic.transport import credentials, frames, listener
+from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.auth import ANONYMOUS, Credentials, Secret, new_nonce
 from torchelastic.transport.connect import Endpoint, connect_once, connect_to_host
 from torchelastic.transport.link import Link

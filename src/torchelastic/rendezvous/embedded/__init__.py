@@ -14,6 +14,5 @@ tie_breaker     the witness for a node without a host
 
 from torchelastic.rendezvous.embedded.client import EmbeddedStore
 from torchelastic.rendezvous.embedded.server import EmbeddedServer
-from torchelastic.transport.addresses import bind_endpoint
 
-__all__ = ["EmbeddedServer", "EmbeddedStore", "bind_endpoint"]
+__all__ = ["EmbeddedServer", "EmbeddedStore"]

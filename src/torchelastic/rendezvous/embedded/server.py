@@ -22,12 +22,9 @@ from torchelastic.errors import LeaseExpired, WireError
 from torchelastic.rendezvous.embedded.table import Table
 from torchelastic.side_tasks import TaskSet
 from torchelastic.transport import frames
-from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.frames import Row
 from torchelastic.transport.link import Link
 from torchelastic.transport.listener import Listener, Told, source_of
-
-__all__ = ["EmbeddedServer", "bind_endpoint"]
 
 log = logging.getLogger(__name__)
 

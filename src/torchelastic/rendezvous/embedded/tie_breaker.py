@@ -9,8 +9,7 @@ from torchelastic.rendezvous import majority
 from torchelastic.rendezvous.embedded.ask_peers import Returns
 from torchelastic.rendezvous.embedded.election import Poll, WitnessView
 from torchelastic.rendezvous.majority import Elector
-from torchelastic.rendezvous.witness.vote_keys import Witness
-from torchelastic.rendezvous.witness.witness_client import WitnessSilent
+from torchelastic.rendezvous.witness.vote_keys import Witness, WitnessSilent
 
 logger = logging.getLogger(__name__)
 

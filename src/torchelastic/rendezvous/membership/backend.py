@@ -16,8 +16,7 @@ from torchelastic.rendezvous.embedded.node import EmbeddedNode
 from torchelastic.rendezvous.embedded.voter_file import VoterFile
 from torchelastic.rendezvous.etcd.etcd_store import EtcdStore, close_store, open_store
 from torchelastic.rendezvous.store import Json, Store
-from torchelastic.rendezvous.witness.vote_keys import Witness
-from torchelastic.rendezvous.witness.witness_client import WitnessClient
+from torchelastic.rendezvous.witness.vote_keys import Witness, WitnessClient
 from torchelastic.transport import credentials, frames
 from torchelastic.transport.addresses import listen_beside
 from torchelastic.transport.auth import Credentials

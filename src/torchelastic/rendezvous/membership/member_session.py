@@ -17,11 +17,11 @@ from torchelastic.clock import Clock
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import LeaseExpired, RendezvousError, RendezvousLost, RendezvousRefused
 from torchelastic.records import replace
+from torchelastic.rendezvous.embedded.failover_state import Failover
 from torchelastic.rendezvous.embedded.voter_file import VoterFile
 from torchelastic.rendezvous.job_settings import JobSettings
 from torchelastic.rendezvous.leader import CONFIRMED_KEY, Leader, LeaderObserver
 from torchelastic.rendezvous.membership.backend import RendezvousBackend, meet
-from torchelastic.rendezvous.membership.failover import Failover
 from torchelastic.rendezvous.membership.suspicion import Prober, replace_leader
 from torchelastic.rendezvous.round_state import RoundRules
 from torchelastic.rendezvous.store import Item, Json, Store

@@ -16,10 +16,10 @@ from torchelastic.clock import SystemClock
 from torchelastic.errors import RendezvousLost, RendezvousRefused
 from torchelastic.events.log import EventLog, read
 from torchelastic.events.types import Note, Waiting
-from torchelastic.rendezvous.embedded import bind_endpoint
 from torchelastic.rendezvous.store import Item, Listing
 from torchelastic.rendezvous.world import LEADER_KEY, MEMBER_PREFIX
 from torchelastic.transport import frames as wire
+from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.auth import ANONYMOUS
 from torchelastic.transport.connect import Endpoint, connect_once
 from torchelastic.transport.listener import Listener

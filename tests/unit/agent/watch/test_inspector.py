@@ -21,9 +21,9 @@ from torchelastic.agent.watch.inspector import (
 )
 from torchelastic.errors import RendezvousRefused
 from torchelastic.events.analysis.hangs import RankActivity
-from torchelastic.rendezvous.embedded import bind_endpoint
 from torchelastic.rendezvous.world import World
 from torchelastic.transport import frames
+from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.auth import ANONYMOUS, Credentials, Secret
 from torchelastic.transport.connect import Endpoint, connect_once
 from torchelastic.transport.listener import Listener

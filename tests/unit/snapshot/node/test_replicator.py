@@ -17,7 +17,6 @@ import pytest
 from tests.certificates import Authority
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import TransferError
-from torchelastic.rendezvous.embedded import bind_endpoint
 from torchelastic.snapshot import layout
 from torchelastic.snapshot.layout import SHARED, own, shard
 from torchelastic.snapshot.node import replicator, stream
@@ -27,6 +26,7 @@ from torchelastic.snapshot.node.stream import Header
 from torchelastic.system import memory_limit
 from torchelastic.system.memory_limit import Limit, NoRoom
 from torchelastic.transport import credentials, frames
+from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.auth import ANONYMOUS, Credentials, Secret
 from torchelastic.transport.connect import Endpoint, connect_once
 from torchelastic.transport.listener import Listener

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.agent.support import in_loop, place
-from torchelastic.rendezvous.embedded import bind_endpoint
 from torchelastic.rendezvous.world import Base, World
 from torchelastic.snapshot import layout, messages
 from torchelastic.snapshot.layout import SHARED, Memory, own
@@ -17,6 +16,7 @@ from torchelastic.snapshot.node import snapshot_service as module
 from torchelastic.snapshot.node.snapshot_service import Snapshots, chosen_holders
 from torchelastic.system import memory_limit
 from torchelastic.system.memory_limit import Limit
+from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.auth import ANONYMOUS
 from torchelastic.transport.listener import Listener
 
