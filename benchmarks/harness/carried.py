@@ -12,11 +12,11 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.snapshot.layout import SHARED, Version
 from torchelastic.snapshot.node.memory import SnapshotMemory
 from torchelastic.snapshot.node.replicator import Replicator
 from torchelastic.transport import frames
+from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.auth import ANONYMOUS
 from torchelastic.transport.listener import Listener
 
