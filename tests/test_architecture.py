@@ -66,9 +66,9 @@ PURE = {
     f"{where}{name}.py"
     for where, names in {
         "": "records torch_versions",
-        "agent/lifecycle/": "in_process last_copy script",
+        "agent/lifecycle/": "in_process last_copy machine node_state script",
         "agent/output/": "terminal_text",
-        "agent/telemetry/": "clock_offset health metrics_request",
+        "agent/telemetry/": "clock_offset",
         "chaos/": "laws",
         "checkpoint/": "fence interval marker",
         "cluster/": (

@@ -3,23 +3,23 @@
 import sys
 
 from torchelastic import cli
-from torchelastic.agent.output import waiting_line
+from torchelastic.agent.output import console
 from torchelastic.agent.telemetry import (
     dashboard_process,
-    metrics_server,
+    http_endpoints,
     progress_sampler,
     reporter,
     shipper,
     straggler_watch,
 )
-from torchelastic.agent.watch import hang_watchdog, query_socket, worker_timers
+from torchelastic.agent.watch import hang_watchdog, inspector, worker_timers
 from torchelastic.agent.workers import pool
 from torchelastic.worker import status_page
 
 #: Whose methods fail.
 OBSERVERS = (
-    (query_socket.QuerySocket, "open"),
-    (metrics_server.MetricsServer, "open"),
+    (inspector.QuerySocket, "open"),
+    (http_endpoints.MetricsServer, "open"),
     (reporter.Reporter, "_world_runs"),
     (reporter.Reporter, "_waits"),
     (dashboard_process.DashboardProcess, "start"),
@@ -34,7 +34,7 @@ OBSERVERS = (
     (shipper.LogShipper, "turn_to"),
     (worker_timers.Timers, "watch"),
     (worker_timers.Timers, "ended"),
-    (waiting_line.WaitingLine, "run"),
+    (console.WaitingLine, "run"),
     (pool.WorkerPool, "_last_lines"),
 )
 

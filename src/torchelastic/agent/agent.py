@@ -41,17 +41,15 @@ from torchelastic.agent.output import log_files
 from torchelastic.agent.spawn.helper_processes import HelperRestarts, ProcessFactory
 from torchelastic.agent.telemetry.collector import CollectedLog, LogCollector
 from torchelastic.agent.telemetry.dashboard_process import DashboardProcess
-from torchelastic.agent.telemetry.health_server import HealthServer
-from torchelastic.agent.telemetry.metrics_server import MetricsServer
+from torchelastic.agent.telemetry.http_endpoints import HealthServer, MetricsServer
 from torchelastic.agent.telemetry.progress_sampler import ProgressSampler
 from torchelastic.agent.telemetry.reporter import Reporter
 from torchelastic.agent.telemetry.shipper import LogShipper
 from torchelastic.agent.telemetry.straggler_watch import StragglerWatch
-from torchelastic.agent.watch.file_timers import FileTimers
 from torchelastic.agent.watch.hang_watchdog import HangReport, HangWatchdog
-from torchelastic.agent.watch.inspector import Inspector
-from torchelastic.agent.watch.query_socket import QuerySocket
+from torchelastic.agent.watch.inspector import Inspector, QuerySocket
 from torchelastic.agent.watch.stack_reader import Stacks
+from torchelastic.agent.watch.worker_timers import FileTimers
 from torchelastic.agent.workers.environment import node_env
 from torchelastic.agent.workers.pool import WorkerPool
 from torchelastic.best_effort import observing

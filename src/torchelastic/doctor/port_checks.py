@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from torchelastic.agent.telemetry.dashboard_process import DashboardProcess
-from torchelastic.agent.telemetry.metrics_server import MetricsServer
+from torchelastic.agent.telemetry.http_endpoints import MetricsServer
 from torchelastic.config import PAGE_ANYWHERE, LaunchConfig, parse_endpoint
 from torchelastic.doctor.finding import Finding, fault, ok, warning
 from torchelastic.errors import ConfigError

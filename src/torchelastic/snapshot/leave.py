@@ -55,7 +55,7 @@ from torchelastic.snapshot.layout import (
 from torchelastic.snapshot.search import NOTHING
 from torchelastic.snapshot.state_tree import Tree
 from torchelastic.tensors import agreement, tensor_tree
-from torchelastic.worker import shared_signals
+from torchelastic.worker.leaving import ignore_while
 from torchelastic.worker.orders import Leave
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class LeaveAlone:
         if checkpoint.get_checkpoint_manager() is not None and not self._listens:
             self._listens = True
             self._agent.listen(self.told)
-            self._shielded = bool(shared_signals.ignore_while(lambda: True))
+            self._shielded = bool(ignore_while(lambda: True))
 
     def told(self, order: Leave) -> None:
         """Handle the agent's order. The first begins the leave, the second decides who saves. Any

@@ -225,3 +225,19 @@ def write_command_line(argv: Sequence[str]) -> bool:
 def is_memory(descriptor: int) -> bool:
     """True if it is memory: not a pipe, nor a file on a slow disk."""
     return os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:")
+
+
+#: What a scheduler may send to every process of a node, and what is for the agent. Processes that
+#: help it block it, and do not ignore it: a worker that is forked from such a process inherits
+#: that, and a signal that is sent to it before it is unblocked must not be lost.
+_SENT_TO_ALL = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def block_signals_for_agent() -> None:
+    """Block them in a process that helps the agent: it ends with the agent, and not before."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SENT_TO_ALL)
+
+
+def unblock_signals_for_agent() -> None:
+    """Undo it, in a worker that is forked from such a process."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SENT_TO_ALL)

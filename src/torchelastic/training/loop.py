@@ -55,8 +55,8 @@ from torchelastic.training.recovery import StateRecovery
 from torchelastic.training.session import Session
 from torchelastic.training.sharded import mesh
 from torchelastic.training.state import FIRST, TORN, State, Torn, Version, call_sync
-from torchelastic.worker import bootstrap, error_file, optimizer_steps, shared_signals
-from torchelastic.worker.leaving import leaving
+from torchelastic.worker import bootstrap, error_file, optimizer_steps
+from torchelastic.worker.leaving import leaving, left_to_agent
 from torchelastic.worker.orders import (
     Begins,
     Enlisted,
@@ -571,7 +571,7 @@ def train(coordinator: Coordinator, steps: Steps, state: State, options: Options
     control.start()
     loop = Loop(control, coordinator, options)
     try:
-        with shared_signals.left_to_agent(_is_told):
+        with left_to_agent(_is_told):
             final = loop.run(steps, state)
     except BaseException:
         _end_badly(loop)

@@ -9,8 +9,7 @@ backward_waits    estimates how long a script waits for other workers
 error_file        `error.json`, the error of a failed worker
 repeated_error    detects the same traceback as in earlier generations
 stack_dump        writes the stack of the main thread when the agent asks for it
-leaving           `torchelastic.leaving()`
-shared_signals    leaves a scheduler's signals to the agent
+leaving           `torchelastic.leaving()`; a scheduler's signals, which are left to the agent
 handed_secret     passes the job's secret from the agent to a worker through a pipe
 store_host        the process that holds TCPStores for the agent
 store_sockets     keep-alive probes on the connections to torch's store

@@ -14,13 +14,13 @@ import sys
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public all the same
 
-from torchelastic.system import helper_signals
+from torchelastic.system import linux
 from torchelastic.worker import worker_stores
 
 
 def serve() -> None:
     """Answer requests until the agent is gone."""
-    helper_signals.block()
+    linux.block_signals_for_agent()
     stores: dict[int, TCPStore] = {}
     for line in sys.stdin:
         verb, _, port = line.strip().partition(" ")

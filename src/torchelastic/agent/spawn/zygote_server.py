@@ -41,7 +41,7 @@ from typing import Any, NoReturn
 from torchelastic import env, torch_versions
 from torchelastic.agent.spawn import preload_probe, startup
 from torchelastic.agent.spawn.processes import redirect
-from torchelastic.system import helper_signals, linux
+from torchelastic.system import linux
 from torchelastic.system.cgroup import Cgroup
 from torchelastic.worker import bootstrap
 
@@ -67,7 +67,7 @@ def serve(descriptor: int, *, careful: bool = False) -> None:
     A careful zygote preloads only what can be in a process that forks.
     """
     signal.setitimer(signal.ITIMER_PROF, 0)  # see `zygote_client._stop_the_wrong_program`
-    helper_signals.block()
+    linux.block_signals_for_agent()
     agent = os.getppid()
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
@@ -424,7 +424,7 @@ def become(descriptors: Sequence[int], agent: int, env_changes: Mapping[str, str
     try:
         linux.die_with_parent(agent)
         os.setsid()
-        helper_signals.unblock()
+        linux.unblock_signals_for_agent()
         request = _read(descriptors[0])
         _take_streams(descriptors[1:4])
         inherited = dict(zip(request["inherited"], descriptors[4:], strict=True))

@@ -6,6 +6,6 @@ shipper            sends this node's events to the leader
 collector          the leader's side: writes the events of all nodes to one file
 clock_offset       the leader's clock, and how often to ship; pure
 straggler_watch    slow nodes, found by the leader
-metrics_server     `--metrics-address`; metrics_request: whether a scraper may read it, pure
+http_endpoints     `--metrics-address` and `--health-port`
 dashboard_process  `--dashboard`
 """

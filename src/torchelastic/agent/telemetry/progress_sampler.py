@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from torchelastic.agent.workers.reported_metrics import Reported
+from torchelastic.agent.workers.handed_memory import Reported
 from torchelastic.clock import Clock
 from torchelastic.events.types import CheckpointStored, Progress
 from torchelastic.worker import orders

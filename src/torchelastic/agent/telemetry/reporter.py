@@ -10,8 +10,7 @@ from typing import Any
 
 from torchelastic import env
 from torchelastic.agent import failure_report
-from torchelastic.agent.output.console import Console, show
-from torchelastic.agent.output.waiting_line import WaitingLine
+from torchelastic.agent.output.console import Console, WaitingLine, show
 from torchelastic.agent.workers.supervisor import WorkerExit
 from torchelastic.best_effort import quiet
 from torchelastic.clock import Clock

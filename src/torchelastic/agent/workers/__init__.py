@@ -5,6 +5,5 @@ worker_record    the facts about one worker
 supervisor       the processes of one generation: start, exit, kill
 environment      the environment variables of a worker; numa: its CPUs
 oom              whether a worker ran out of memory
-step_counts      steps of scripts, counted by their optimizers
-reported_metrics metrics that workers report
+handed_memory    steps of scripts, counted by their optimizers, and metrics that workers report
 """

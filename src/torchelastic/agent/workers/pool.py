@@ -31,9 +31,8 @@ from torchelastic.agent.watch.stack_reader import is_frozen
 from torchelastic.agent.watch.worker_timers import Timers
 from torchelastic.agent.workers import numa
 from torchelastic.agent.workers.environment import entry_for, standby_env, worker_env
+from torchelastic.agent.workers.handed_memory import CountedSteps, MetricTables
 from torchelastic.agent.workers.oom import Facts, OomKills, memory_hint
-from torchelastic.agent.workers.reported_metrics import MetricTables
-from torchelastic.agent.workers.step_counts import CountedSteps
 from torchelastic.agent.workers.supervisor import Supervisor, WorkerExit, WorkerSpawn
 from torchelastic.agent.workers.worker_record import WorkerRecord
 from torchelastic.best_effort import observing
@@ -401,7 +400,7 @@ class WorkerPool:
         self.look()
         with observing("Closing the memory of a worker that exited"):
             self.timers.ended(exit.local_rank)
-            self._metric_tables.ended(exit.local_rank)
+            self._metric_tables.forget(exit.local_rank)
         returned = self._records[exit.local_rank].returned_at
         exiting = 0.0 if returned is None else time.monotonic() - returned
         self._reporter.worker_exited(rank, exit, generation, exiting)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torchelastic.agent.watch import query_socket
+from torchelastic.agent.watch import inspector
 from torchelastic.agent.watch.inspector import WorldActivity
 from torchelastic.cli import terminal
 from torchelastic.cli.options.parser import Parsed
@@ -37,7 +37,7 @@ def ask(wanted: str | None, job: str | None) -> WorldActivity:
     problems = []
     for agent in agents:
         try:
-            return query_socket.ask(job_registry.directory_for(agent.job, agent.node))
+            return inspector.ask(job_registry.directory_for(agent.job, agent.node))
         except OSError as error:
             problems.append(f"the agent with pid {agent.pid} does not answer ({error})")
     raise ConfigError(f"Cannot get the stacks of the job: {'; '.join(problems)}.")

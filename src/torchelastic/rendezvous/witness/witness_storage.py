@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 from urllib.parse import unquote
 
 from torchelastic.errors import ConfigError
-from torchelastic.system import helper_signals
+from torchelastic.system import linux
 
 Json = dict[str, Any]
 #: `link` on a file system without hard links: FUSE mounts of buckets, FAT, some SMB servers.
@@ -218,7 +218,7 @@ def _found(data: bytes | None) -> Json:
 
 
 def main() -> None:
-    helper_signals.block()
+    linux.block_signals_for_agent()
     descriptor, url = sys.argv[1:]
     with socket.socket(fileno=int(descriptor)) as channel, channel.makefile("rwb") as lines:
         try:

@@ -23,8 +23,7 @@ from torchelastic.agent.output.log_files import (
     make_run_dir,
     route,
 )
-from torchelastic.agent.output.nonblocking_writer import NonblockingWriter
-from torchelastic.agent.output.output_stream import OutputStream
+from torchelastic.agent.output.output_stream import NonblockingWriter, OutputStream
 from torchelastic.agent.output.tee import CHUNK, Backlog, CppStackFilter, LineSplitter
 from torchelastic.config import LaunchConfig, Std
 from torchelastic.errors import ConfigError

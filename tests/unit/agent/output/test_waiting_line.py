@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from tests.unit.agent.support import in_loop
-from torchelastic.agent.output import waiting_line
-from torchelastic.agent.output.waiting_line import WaitingLine, sentence
+from torchelastic.agent.output import console
+from torchelastic.agent.output.console import WaitingLine, sentence
 from torchelastic.clock import FakeClock
 
 
@@ -36,7 +36,7 @@ def test_how_long_still(left, text):
 
 @in_loop
 async def test_it_counts_by_its_own_clock_and_goes_when_it_is_over(monkeypatch):
-    monkeypatch.setattr(waiting_line, "TICK", 0.0)
+    monkeypatch.setattr(console, "TICK", 0.0)
     screen, clock = Screen(), FakeClock(100.0)
     line = WaitingLine(screen, clock)
     assert line.show("1 of 4 there", 60.0)

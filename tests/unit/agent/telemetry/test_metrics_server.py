@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from tests.unit.agent.support import in_loop
-from torchelastic.agent.telemetry import metrics_server, short_answers
-from torchelastic.agent.telemetry.metrics_server import MetricsServer
+from torchelastic.agent.telemetry import http_endpoints
+from torchelastic.agent.telemetry.http_endpoints import MetricsServer
 from torchelastic.clock import SystemClock
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import ConfigError
@@ -24,7 +24,7 @@ GET = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 @pytest.fixture(autouse=True)
 def all_the_time_they_need(monkeypatch):
     """A busy machine must not look like a slow scraper."""
-    monkeypatch.setattr(short_answers, "REQUEST_TIMEOUT", 600.0)
+    monkeypatch.setattr(http_endpoints, "REQUEST_TIMEOUT", 600.0)
 
 
 class Running:
@@ -73,7 +73,7 @@ def world(generation):
 
 @in_loop
 async def test_a_scraper_sees_what_has_happened(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics_server, "FRESH", -1.0)
+    monkeypatch.setattr(http_endpoints, "FRESH", -1.0)
     async with Running(tmp_path) as it:
         assert it.said[0].startswith("metrics at http://127.0.0.1:")
         it.log.emit(**world(3))
@@ -90,11 +90,11 @@ async def test_a_scraper_sees_what_has_happened(tmp_path, monkeypatch):
 @in_loop
 async def test_a_page_is_made_once_however_often_it_is_asked_for(tmp_path, monkeypatch):
     made = []
-    render = metrics_server.prometheus.render
+    render = http_endpoints.prometheus.render
     monkeypatch.setattr(
-        metrics_server.prometheus, "render", lambda *args: made.append(1) or render(*args)
+        http_endpoints.prometheus, "render", lambda *args: made.append(1) or render(*args)
     )
-    monkeypatch.setattr(metrics_server, "FRESH", 600.0)
+    monkeypatch.setattr(http_endpoints, "FRESH", 600.0)
     async with Running(tmp_path) as it:
         assert len(set(await asyncio.gather(*(it.ask() for _ in range(5))))) == 1
     assert len(made) == 1
@@ -104,8 +104,8 @@ async def test_a_page_is_made_once_however_often_it_is_asked_for(tmp_path, monke
 async def test_who_says_nothing_gives_way_to_who_does(tmp_path):
     """Many more silent connections than there is room for."""
     async with Running(tmp_path) as it:
-        silent = [await it.connect() for _ in range(short_answers.MOST_CONNECTIONS)]
-        while len(it.endpoint._server._talks) < short_answers.MOST_CONNECTIONS:
+        silent = [await it.connect() for _ in range(http_endpoints.MOST_CONNECTIONS)]
+        while len(it.endpoint._talks) < http_endpoints.MOST_CONNECTIONS:
             await asyncio.sleep(0.001)
         assert b" 200 " in await it.ask()
         assert await silent[0][0].read() == b"", "the oldest was shown out"
@@ -115,7 +115,7 @@ async def test_who_says_nothing_gives_way_to_who_does(tmp_path):
 
 @in_loop
 async def test_who_is_slow_is_shown_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(short_answers, "REQUEST_TIMEOUT", 0.05)
+    monkeypatch.setattr(http_endpoints, "REQUEST_TIMEOUT", 0.05)
     async with Running(tmp_path) as it:
         reader, writer = await it.connect()
         writer.write(GET[:20])

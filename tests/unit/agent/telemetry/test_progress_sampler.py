@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from torchelastic.agent.telemetry.progress_sampler import ProgressSampler, interval, progress_of
-from torchelastic.agent.workers.reported_metrics import Reported
+from torchelastic.agent.workers.handed_memory import Reported
 from torchelastic.clock import FakeClock
 from torchelastic.events.types import CheckpointStored, Progress
 from torchelastic.worker.orders import Stored

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from tests.unit.agent.support import in_loop
-from torchelastic.agent.watch import file_timers
-from torchelastic.agent.watch.file_timers import FileTimers, PipeRequest, parse
+from torchelastic.agent.watch import worker_timers
+from torchelastic.agent.watch.worker_timers import FileTimers, PipeRequest, parse_request
 from torchelastic.errors import ConfigError
 
 
@@ -34,12 +34,12 @@ def test_what_torch_writes_is_understood():
     from torch.distributed.elastic import timer
 
     request = timer.FileTimerRequest(17, "load", 1060.5, signal.SIGKILL)
-    assert parse(request.to_json().encode()) == PipeRequest(17, "load", 1060.5, 9)
+    assert parse_request(request.to_json().encode()) == PipeRequest(17, "load", 1060.5, 9)
 
 
 def test_what_it_does_not_write_is_nothing():
     junk = [b"", b"{}", b"[]", b"7", b"\xff", ask()[:20], ask(pid="x"), ask(at=None), b"[" * 9999]
-    assert [parse(line) for line in junk] == [None] * len(junk)
+    assert [parse_request(line) for line in junk] == [None] * len(junk)
 
 
 def test_the_wall_clock_is_left_behind(made):
@@ -72,7 +72,7 @@ def test_lines_come_in_pieces_and_with_junk(made):
 
 
 def test_scopes_are_bounded_and_can_be_shown(made, monkeypatch):
-    monkeypatch.setattr(file_timers, "MOST_TIMERS", 2)
+    monkeypatch.setattr(worker_timers, "MOST_TIMERS", 2)
     made._take(ask(1, "a\nb") + ask(1, "c") + ask(1, "d") + ask(1, "c", 1070.0), 1000.0, 50.0)
     assert [(timer.scope, timer.after) for timer in made.of(1)] == [("a?b", 60.0), ("c", 70.0)]
 

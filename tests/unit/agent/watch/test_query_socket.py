@@ -10,9 +10,8 @@ import threading
 import pytest
 
 from tests.unit.agent.support import in_loop
-from torchelastic.agent.watch import query_socket
-from torchelastic.agent.watch.inspector import WorldActivity
-from torchelastic.agent.watch.query_socket import SOCKET_FILE, QuerySocket, ask
+from torchelastic.agent.watch import inspector
+from torchelastic.agent.watch.inspector import SOCKET_FILE, QuerySocket, WorldActivity, ask
 from torchelastic.events.analysis.hangs import RankActivity
 
 FOUND = WorldActivity(2, (RankActivity(rank=0, node="a", stack="x"),), ("b",))
@@ -62,7 +61,7 @@ def test_what_is_asked_is_answered_again_and_again(deep):
 
 
 def test_what_a_killed_agent_has_left_is_in_nobodys_way(deep):
-    with socket.socket(socket.AF_UNIX) as left, query_socket._short(deep / SOCKET_FILE) as address:
+    with socket.socket(socket.AF_UNIX) as left, inspector._short(deep / SOCKET_FILE) as address:
         left.bind(address)
     with pytest.raises(ConnectionRefusedError):
         ask(deep)
@@ -73,8 +72,8 @@ def test_what_a_killed_agent_has_left_is_in_nobodys_way(deep):
 def test_nobody_else_is_answered(deep, monkeypatch):
     one, other = socket.socketpair()
     with one, other:
-        assert query_socket._is_ours(one)
-    monkeypatch.setattr(query_socket, "_is_ours", lambda end: False)
+        assert inspector._is_ours(one)
+    monkeypatch.setattr(inspector, "_is_ours", lambda end: False)
     with answering(deep), pytest.raises(OSError, match=r"."):
         ask(deep)
 
@@ -84,7 +83,7 @@ def test_anything_else_is_not_answered(deep):
         with (
             answering(deep),
             socket.socket(socket.AF_UNIX) as end,
-            query_socket._short(deep / SOCKET_FILE) as address,
+            inspector._short(deep / SOCKET_FILE) as address,
         ):
             end.settimeout(30)
             end.connect(address)

@@ -13,8 +13,7 @@ import pytest
 from tests.support import poll_for
 from tests.unit.agent.support import in_loop
 from torchelastic.agent.watch import stack_reader, worker_timers
-from torchelastic.agent.watch.file_timers import FileTimers
-from torchelastic.agent.watch.worker_timers import Timers, first, pause
+from torchelastic.agent.watch.worker_timers import FileTimers, Timers, first, pause
 from torchelastic.timer.timer_table import STACKS_AT, Timer, TimerTable, read
 
 SIGNUM = signal.SIGRTMIN + 7

@@ -160,7 +160,7 @@ def test_a_workers_garbage_changes_nothing(workers):
     ):
         workers._heard(0, garbage)
         assert workers.entering_since(0) is not None, garbage
-    assert workers.best_step == -1
+    assert workers.seen().step == -1
 
 
 # --- how far they are ----------------------------------------------------------------------------
@@ -186,22 +186,22 @@ def test_a_generation_has_trained_once_a_worker_is_past_its_first_step(
     for step in steps:
         worker.entered(*step)
     workers.counted.newest = counted
-    assert workers.newest_trained == trained
+    assert workers.seen().trained == trained
     worker.entered(5, 8)
     workers.counted.newest = -1
-    assert workers.newest_trained == trained, "it is remembered"
+    assert workers.seen().trained == trained, "it is remembered"
 
 
 def test_the_state_of_a_generation_is_held_by_who_has_entered_a_step_of_it(in_world, worker):
     worker.entered(4, 7)
-    assert in_world.newest_held == 4
+    assert in_world.seen().holds == 4
     place(in_world, 0, 5, 4)
     in_world._heard(0, orders.to_json(Keeps()))
-    assert in_world.newest_held == -1, "only the worker before it had entered a step"
+    assert in_world.seen().holds == -1, "only the worker before it had entered a step"
     worker.entered(5, 7)
-    assert in_world.newest_held == 5
+    assert in_world.seen().holds == 5
     in_world._supervisor.alive = (1,)
-    assert in_world.newest_held == -1
+    assert in_world.seen().holds == -1
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def test_steps_of_a_plain_script_are_reported_and_named_and_give_no_restarts(
     assert (generation, progress.ranks, progress.steps, progress.before) == (3, [5], [47], 40)
     workers._fail(1, pid=7, exitcode=1, message="boom")
     assert told[1].step == 47
-    assert workers.best_step == -1
+    assert workers.seen().step == -1
     assert workers.counted.newest == 3
     assert workers.progress(1) is None, "nobody is ended by it"
     assert workers.counted.seen(1)[:2] == (3, 47)
@@ -252,12 +252,12 @@ def test_a_script_with_snapshots_gets_a_status_page_and_shows_its_step(workers):
     workers._heard(1, orders.to_json(Keeps()))
     [(message, descriptor)] = given
     assert message == orders.to_json(orders.StatusPage(silence=workers._config.lease))
-    assert workers.best_step == -1
+    assert workers.seen().step == -1
     shown = status_page.StatusPage(descriptor)
     shown.entered(3, 50)  # of a generation before: nothing of this one
-    assert workers.best_step == -1
+    assert workers.seen().step == -1
     shown.entered(4, 12)
-    assert workers.best_step == 12
+    assert workers.seen().step == 12
     shown.close()
 
 
@@ -270,7 +270,7 @@ async def test_who_looks_after_the_end_reads_no_closed_descriptor(workers, worke
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(page)
     workers.look()
-    assert (caplog.messages, workers.progress(0), workers.best_step) == ([], None, -1)
+    assert (caplog.messages, workers.progress(0), workers.seen().step) == ([], None, -1)
 
 
 # --- how they end --------------------------------------------------------------------------------
@@ -420,7 +420,7 @@ SABOTAGE = {
     "an unreadable slate": lambda them, patch: make_unreadable(them._records[0].page),
     "sampling": lambda them, patch: patch.setattr(them._sampling, "look", fails),
     "boards": lambda them, patch: patch.setattr(them._metric_tables, "look", fails),
-    "closing boards": lambda them, patch: patch.setattr(them._metric_tables, "ended", fails),
+    "closing boards": lambda them, patch: patch.setattr(them._metric_tables, "forget", fails),
     "timers": lambda them, patch: patch.setattr(them.timers, "ended", fails),
     "the kernel": lambda them, patch: patch.setattr(them._memory, "look", fails),
     "logs": lambda them, patch: patch.setattr(them, "_last_lines", fails),

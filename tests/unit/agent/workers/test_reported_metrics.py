@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from torchelastic.agent.workers.reported_metrics import MetricTables, Reported
+from torchelastic.agent.workers.handed_memory import MetricTables, Reported
 from torchelastic.metrics.metric_table import MetricTable
 
 
@@ -60,8 +60,8 @@ def test_a_worker_that_is_gone_reports_nothing(metric_tables, worker):
     own = os.dup(worker.descriptor)
     metric_tables.handed(0, (4, 2), own)
     worker.put("loss", 2.0)
-    metric_tables.ended(0)
-    metric_tables.ended(0)
+    metric_tables.forget(0)
+    metric_tables.forget(0)
     assert metric_tables.look({}) == []
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(own)
