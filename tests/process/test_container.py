@@ -36,7 +36,7 @@ def variables() -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in argument_of("ENV").split())
 
 
-def test_what_it_copies_is_in_the_checkout_and_not_ignored():
+def test_image_copies_only_files_of_the_checkout():
     sources = [
         word for name, rest in instructions() if name == "COPY" for word in rest.split()[:-1]
     ]
@@ -48,13 +48,13 @@ def test_what_it_copies_is_in_the_checkout_and_not_ignored():
     assert [source for source in sources if not any(fnmatch(source, one) for one in kept)] == []
 
 
-def test_it_copies_all_that_a_build_reads():
+def test_image_copies_all_that_a_build_reads():
     """Each file that pyproject.toml names is in the image before `pip install`."""
     copied = " ".join(rest for name, rest in instructions() if name == "COPY").split()
     assert {"pyproject.toml", "README.md", "LICENSE", "src"} <= set(copied)
 
 
-def test_it_is_not_root_and_the_agent_gets_the_signals():
+def test_image_does_not_run_as_root_and_passes_signals_on():
     assert argument_of("USER").split(":")[0] not in ("0", "root")
     assert argument_of("USER").split(":")[0].isdigit()  # Kubernetes' runAsNonRoot asks for that
     assert json.loads(argument_of("ENTRYPOINT")) == ["torchelastic", "run"]

@@ -345,7 +345,7 @@ def test_two_pods_of_one_index(cluster, tmp_path):
     cluster.await_state(handle, "complete")
 
 
-def test_what_the_cluster_refuses(cluster, tmp_path):
+def test_request_that_the_cluster_refuses_is_an_error(cluster, tmp_path):
     """A sentence each, and nothing is left."""
     flags = ("submit", "kubernetes", "--image=none", "--nnodes=2:3", "--name=train")
     here = f"--namespace={cluster.namespace}"

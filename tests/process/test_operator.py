@@ -107,7 +107,7 @@ def status_of(plane: ControlPlane, path: str) -> int:
 # --- decisions that need no pod to run -----------------------------------------------------------
 
 
-def test_what_the_exit_code_of_a_pod_means(control_plane, account, jobs, tmp_path):
+def test_exit_code_of_a_pod_decides_what_happens_to_it(control_plane, account, jobs, tmp_path):
     with operator(account, tmp_path / "log"):
         jobs.create("wrong", "exit 64", replicas=2)
         jobs.create("taken", "exit 143")

@@ -55,14 +55,14 @@ def test_the_pods_of_other_kinds(kind):
     check({"apiVersion": "v1", "kind": "Pod", **worker["template"]})
 
 
-def test_what_the_controller_makes():
+def test_objects_of_the_controller_are_valid():
     made = parse(elastic_job())
     secret = worker_pods.with_secret(worker_pods.secret(made), "sesame")
     for one in (worker_pods.pod(made, 0), worker_pods.service(made), secret):
         check(one)
 
 
-def test_what_installs_the_controller():
+def test_manifests_that_install_the_controller_are_valid():
     import yaml
 
     files = ("namespace.yaml", "rbac.yaml", "controller.yaml")

@@ -172,7 +172,7 @@ UNKNOWN = (None, None)
         ({"JOB_UUID": "x"}, {}, None),
     ],
 )
-def test_what_each_platform_says(environ, files, expected):
+def test_platform_states_job_nodes_and_endpoints(environ, files, expected):
     assert found(environ, files) == expected
 
 
@@ -232,7 +232,9 @@ def test_node_lists(nodelist, expected):
         (given.TORCHX_VOLCANO, "", 30.0, False),
     ],
 )
-def test_what_the_scheduler_below_torchx_does(environ, directory, grace, signals_all):
+def test_torchx_follows_the_scheduler_below_it(
+    environ, directory, grace, signals_all
+):
     """Replicas that share a directory keep the job there; Slurm signals their workers, too."""
     seen = detect(environ, {}.get)
     assert seen is not None

@@ -25,7 +25,7 @@ def test_an_existing_directory_is_not_used_again(tmp_path):
         JobDirectory.create(tmp_path / "file" / "job")
 
 
-def test_who_starts_after_the_end_is_too_late(tmp_path):
+def test_node_that_starts_after_the_end_is_too_late(tmp_path):
     made = JobDirectory.create(tmp_path / "job")
     assert made.why_too_late("7") == ""
     made.note_finished("7", 120)
