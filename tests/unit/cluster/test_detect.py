@@ -232,9 +232,7 @@ def test_node_lists(nodelist, expected):
         (given.TORCHX_VOLCANO, "", 30.0, False),
     ],
 )
-def test_torchx_follows_the_scheduler_below_it(
-    environ, directory, grace, signals_all
-):
+def test_torchx_follows_the_scheduler_below_it(environ, directory, grace, signals_all):
     """Replicas that share a directory keep the job there; Slurm signals their workers, too."""
     seen = detect(environ, {}.get)
     assert seen is not None

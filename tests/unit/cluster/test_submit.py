@@ -535,9 +535,7 @@ def test_an_option_needs_its_dashes():
         ("", 1, 1, False),
     ],
 )
-def test_script_ends_or_requeues_by_its_exit_code(
-    tmp_path, left, srun, code, requeued
-):
+def test_script_ends_or_requeues_by_its_exit_code(tmp_path, left, srun, code, requeued):
     """With stand-ins for srun and scontrol: what they do is in tests/process/test_slurm.py."""
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "failed").write_text("1")  # of an earlier start
