@@ -188,6 +188,22 @@ def test_names_may_come_late_and_mean_something_else_at_home(tmp_path):
         assert masters(made) <= {first.ipv4, second.ipv4}
 
 
+def test_a_node_where_the_hosts_name_means_another_agent_joins_at_the_hosts_address(tmp_path):
+    """It asks the second node, which knows the host as `meet`; here that is the second node."""
+    with (
+        Network(3, ipv6=False) as network,
+        network_job(tmp_path / "job", network, "--nnodes=2:3", endpoint="meet") as made,
+    ):
+        first, second, third = network.hosts
+        known = {host.name: [host.ipv4] for host in network.hosts}
+        for host, meant in ((first, first), (second, first), (third, second)):
+            host.names({**known, "meet": [meant.ipv4]})
+        made.start_all([first, second])
+        together = made.wait_steps(size=2)
+        made.start_on(third, endpoint="host2")
+        made.wait_steps(size=3, after=together)
+
+
 def test_the_user_may_say_which_address_others_reach(tmp_path):
     with (
         Network(2, ipv6=False) as network,
