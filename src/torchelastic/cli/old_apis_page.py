@@ -121,12 +121,6 @@ _FAILING = (
         "It replaces `utils.store.barrier`: the agent is another process.",
     ),
     (
-        "0.2.2 `local_elastic_agent_test`",
-        "`test_run_sad_function` (at times)",
-        "It compares `ProcessFailure.timestamp` with the error file: it is the time at which the "
-        "agent saw the failure, on a busy machine a second or two later.",
-    ),
-    (
         "0.2.2 `multiprocessing/test/api_test`",
         "`test_function_exit`",
         "It compares the text of `ProcessFailure.message`.",

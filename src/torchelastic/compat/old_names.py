@@ -190,8 +190,8 @@ DIFFERENT = {
     "MultiprocessContext": "torch's own: its constructor takes `logs_specs`.",
     "PContext": "torch's own: its constructor takes `logs_specs`.",
     "ProcessFailure": "torch's own. Of an agent's worker, `message` without an error file is our "
-    "sentence, such as `exit code 3` or `killed by SIGSEGV (…)`, `timestamp` is the time at which "
-    "the agent saw the failure, and `error_file` is `<N/A>` if it is on another machine.",
+    "sentence, such as `exit code 3` or `killed by SIGSEGV (…)`, and "
+    "`error_file` is `<N/A>` if it is on another machine.",
     "RendezvousHandler": "In a `WorkerSpec`, only a handler from `get_rendezvous_handler` is "
     "accepted.",
     "RendezvousHandlerFactory": "Errors are `ConfigError`, which is a `ValueError`.",

@@ -429,6 +429,8 @@ class WorkerPool:
             error_file=path if told else "",
             hint=hint,
             log_lines=log_lines,
+            # The worker's own time is nearer to the error: its exit may take a while.
+            wall_time=(told.timestamp if told else 0) or time.time(),
         )
 
     def _is_stopped(self, local_rank: int) -> bool:
@@ -483,7 +485,7 @@ class WorkerPool:
     def _failure(self, local_rank: int, **what: Any) -> Failure | None:
         """None if we stopped it and it reported nothing."""
         generation, rank = self._records[local_rank].place
-        shown: dict[str, Any] = {}
+        shown: dict[str, Any] = {"wall_time": time.time()}
         with observing("Reading the last step of a worker"):
             shown["step"] = self._step(local_rank)
             if (doing := self.doing(local_rank, generation)) is not None:
@@ -494,9 +496,7 @@ class WorkerPool:
             rank=rank,
             local_rank=local_rank,
             role=self._config.role,
-            wall_time=time.time(),
-            **shown,
-            **what,
+            **{**shown, **what},
         )
         return failure if failure.told or not failure.stopped else None
 

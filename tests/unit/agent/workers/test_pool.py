@@ -298,6 +298,19 @@ def ends(workers, exitcode: int, local_rank: int = 0) -> None:
     workers._exited(WorkerExit(local_rank, 42, exitcode))
 
 
+def test_the_time_of_a_failure_is_that_in_the_error_file(in_world, told, tmp_path):
+    path = tmp_path / "error.json"
+    path.write_text('{"message": "boom", "timestamp": 7}')
+    streams = {0: SimpleNamespace(error_file=str(path)), 1: SimpleNamespace(error_file="")}
+    logs = SimpleNamespace(streams=streams, last_lines=lambda *_: ())
+    in_world._records[0].logs = in_world._records[1].logs = logs
+    ends(in_world, 1)
+    before = time.time()
+    ends(in_world, 1, local_rank=1)
+    assert told[0].wall_time == 7
+    assert told[1].wall_time >= before
+
+
 def test_a_kill_by_the_kernel(in_world, killed, told):
     killed(1)
     ends(in_world, -9)
