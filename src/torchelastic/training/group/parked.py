@@ -130,7 +130,8 @@ def _end() -> None:
     """Join gloo's threads while the interpreter lives; stuck ones are never dropped.
 
     If a thread asks for the GIL later, to report the end of an operation or to return from a drop,
-    Python ends it in the middle of C++ code, which is SIGABRT.
+    Python ends it in the middle of C++ code, which is SIGABRT. So the silent peers of stuck threads
+    stay open, too: closing one frees its thread.
     """
     global _ending
     _ending = True
@@ -140,5 +141,4 @@ def _end() -> None:
         reaper.join(LAST + APART * (rank % APART_RANKS))
     _dropping.acquire(timeout=LAST)  # not given back: from now on nothing is dropped
     for entry in list(_parked):
-        for gloo in entry.gloos:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(entry))

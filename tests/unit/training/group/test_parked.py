@@ -50,6 +50,10 @@ class Stuck:
     def __del__(self):
         print("never this one", flush=True)
 
+class Silent:  # closed, it frees gloo's thread, which Python then ends in C++ code
+    def __del__(self):
+        print("never closed", flush=True)
+
 class Endless:
     def is_completed(self):
         return False
@@ -71,7 +75,7 @@ stuck, late = Waits(), Waits()
 stuck.enter(AbortableOperation(stuck, stuck.announce(), Endless()))
 late.enter(AbortableOperation(late, late.announce(), Late()))
 parked.park([Freed()], late, silent=[], rank=1, aborted=True)
-parked.park([Stuck()], stuck, silent=[], rank=1, aborted=True)
+parked.park([Stuck()], stuck, silent=[Silent()], rank=1, aborted=True)
 parked.park([Waiting()], Waits(), silent=[], rank=1, aborted=False)
 parked.park([Slow()], Waits(), silent=[], rank=1, aborted=True)
 assert begun.wait(30)
