@@ -190,7 +190,11 @@ class StateUpdate:
             self.lose(member.node)
             before = None
         is_fixed = before is not None and before.member.unfit and not member.unfit
-        if is_fixed or (before is None and member.resumed):
+        if (
+            is_fixed
+            or (before is None and member.resumed)
+            or self._has_contact(before, member, now)
+        ):
             self._resumed.add(member.node)
         seen_at = before.seen_at if before else now
         self._left.discard(member.node)
@@ -198,6 +202,16 @@ class StateUpdate:
             self._base = member.base
         self.members[member.node] = MemberEntry(member=member, created=created, seen_at=seen_at)
         self._note_report(member)
+
+    def _has_contact(self, before: MemberEntry | None, member: Member, now: float) -> bool:
+        """Return whether a node reaches one again that it is held out for."""
+        world = self._state.world
+        if before is None or world is None:
+            return False
+        reached = set(before.member.unreached).difference(member.unreached)
+        if not any(one.node == member.node and one.other in reached for one in world.held):
+            return False
+        return now < held_out.ends(world.held, self._state.held_since).get(member.node, now)
 
     def lose(self, node: str) -> None:
         """Note that a member's key is gone: it failed, or left after announcing it."""

@@ -92,7 +92,7 @@ def find(
         failed_alone = _failed_alone(cause, others)
         early = failed_early(state)
         pairs = _pairs(state, cause, others, early=early)
-        if _is_explained_by_cut(state, cause, pairs):
+        if rules.probes and _is_explained_by_cut(state, cause, pairs):
             # The sides of the cut decide who continues (`connectivity.sides`), as long as it lasts.
             why = (
                 f"{connectivity.sentence(state, connectivity.cut_pairs(state))}: {cause.sentence()}"

@@ -408,6 +408,27 @@ def test_a_world_that_cannot_connect_goes_on_without_one_of_the_pair(says, left,
     assert job.world.restarts.used == 0
 
 
+@pytest.mark.parametrize(
+    ("reaches", "names"),
+    [
+        pytest.param([("b",), ()], "abc", id="again"),
+        pytest.param([()], "ab", id="all-the-time"),  # a firewall between the workers
+        pytest.param([("b",)], "ab", id="not-yet"),
+        pytest.param([("a",), ()], "ab", id="another"),
+    ],
+)
+def test_hold_for_a_pair_ends_when_the_pair_connects(reaches, names):
+    job = running("2:4", "abc", max_restarts=0)
+    fails(job, "b", message=REFUSED.format(addr="c"))
+    assert (job.names, out(job)) == (["a", "b"], {"c": FIRST_HOLD})
+    trains(job)
+    for unreached in reaches:
+        job.say("c", unreached=unreached)
+    job.wait(5)
+    job.all_gone()
+    assert job.names == [*names]
+
+
 LOST = "lost a peer: connection closed by peer"
 
 

@@ -10,7 +10,13 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.rendezvous.cast import JOB, connected, serving, story, within
-from torchelastic.rendezvous.membership.suspicion import Prober, Suspicion, replace_leader
+from torchelastic.rendezvous.held_out import HeldOut
+from torchelastic.rendezvous.membership.suspicion import (
+    Prober,
+    RivalProber,
+    Suspicion,
+    replace_leader,
+)
 from torchelastic.rendezvous.world import LEADER_KEY, MEMBER_PREFIX, Member, World
 from torchelastic.transport import frames, ring
 from torchelastic.transport.addresses import bind_endpoint
@@ -296,6 +302,37 @@ async def test_a_leader_that_is_dead_or_idle_is_replaced_and_stays_a_member(
         fence = (LEADER_KEY, elected)
         published = await leader.compare_and_set("world", {}, expected=0, provided=fence)
         assert (published is None) is is_replaced
+
+
+@story
+async def test_a_held_out_node_probes_its_rival_until_the_hold_ends():
+    said: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
+    silent, asked = {"b:1"}, set()
+
+    async def ask(address):
+        asked.add(address)
+        return address not in silent or None
+
+    def held(*nodes):
+        return tuple(HeldOut(node, node, 3, 60.0, "no answer", other) for node, other in nodes)
+
+    async with serving() as server, connected(server.port) as store:
+        await store.open_lease(60.0)
+        for node in "abcd":
+            await store.put(MEMBER_PREFIX + node, member(node).to_json(), leased=True)
+        prober = RivalProber("a", ask, said.put_nowait)
+        running = asyncio.create_task(prober.run(store))
+        world = World(generation=4, phase="running", count=3)
+        prober.see(replace(world, held=held(("a", "b"), ("c", "d"))))
+        assert await within(PATIENCE, said.get()) == ("b",)
+        silent.clear()
+        assert await within(PATIENCE, said.get()) == ()
+        silent.add("b:1")
+        assert await within(PATIENCE, said.get()) == ("b",)
+        prober.see(world)
+        assert await within(PATIENCE, said.get()) == ()
+        assert asked == {"b:1"}
+        running.cancel()
 
 
 @story

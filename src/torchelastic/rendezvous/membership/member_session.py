@@ -22,7 +22,7 @@ from torchelastic.rendezvous.embedded.voter_file import VoterFile
 from torchelastic.rendezvous.job_settings import JobSettings
 from torchelastic.rendezvous.leader import CONFIRMED_KEY, Leader, LeaderObserver
 from torchelastic.rendezvous.membership.backend import RendezvousBackend, meet
-from torchelastic.rendezvous.membership.suspicion import Prober, replace_leader
+from torchelastic.rendezvous.membership.suspicion import Prober, RivalProber, replace_leader
 from torchelastic.rendezvous.round_state import RoundRules
 from torchelastic.rendezvous.store import Item, Json, Store
 from torchelastic.rendezvous.witness.vote_keys import WitnessWatch
@@ -36,7 +36,8 @@ from torchelastic.rendezvous.world import (
     part_key,
 )
 from torchelastic.side_tasks import Work
-from torchelastic.transport.ring import Ring
+from torchelastic.transport.connect import Endpoint
+from torchelastic.transport.ring import Ring, lives
 
 NAME_PREFIX = "name/"
 #: Returns when this node would not forget what it is about to say.
@@ -215,7 +216,7 @@ class MemberSession:
         self._failover = Failover(node)
         #: With etcd, where the nodes of the job watch each other.
         self._ring: Ring | None = None
-        self._prober: Prober | None = None
+        self._prober: Prober | RivalProber | None = None
         #: Whether the last world that was seen runs.
         self._is_under_way = False
         self._suspecting: asyncio.Task[Any] | None = None
@@ -261,6 +262,8 @@ class MemberSession:
         self._ring = self._backend.ring(self._node, self._doubt)
         if self._ring is not None:
             self._prober = Prober(self._node, self._ring.ask, self._probed)
+        else:
+            self._prober = RivalProber(self._node, self._ask, self._unreached)
         await self._enlist()
 
     def _note_witness(self, token: str) -> None:
@@ -275,8 +278,8 @@ class MemberSession:
         await asyncio.wait(self._tasks)
         gone = max(gone, self.member.gone)  # the later generation counts
         self.update(gone=gone, failures=(), resumed=False)
+        self.update(probed=-1, unreached=())
         if self._prober is not None:
-            self.update(probed=-1, unreached=())
             self._prober.forget()
         await self._enlist()
         return self.member.name
@@ -433,6 +436,8 @@ class MemberSession:
             self._accept(world)
         if self._ring is not None:
             self._watch_others(self._ring, world)
+        if self._prober is not None:
+            self._prober.see(world)
         if store.lease_lost.is_set() and world.phase != "closed":
             return  # the others may continue without this node; repeated when it has joined again
         self._seen = summary
@@ -472,14 +477,18 @@ class MemberSession:
             self._membership.mention(accepted=world.generation)
 
     def _watch_others(self, ring: Ring, world: World) -> None:
-        """With etcd: watch the neighbours in a world, report that its end is known, and probe the
-        others if it asks for that."""
+        """With etcd: watch the neighbours in a world, and report that its end is known."""
         self._is_under_way = world.is_under_way
         ring.turn_to(world.generation, [(node.node, node.peer) for node in world.nodes])
         if world.has_ended_for(self._node) and world.place(self._node) is not None:
             self.update(stopping=world.generation)
-        if self._prober is not None:
-            self._prober.see(world)
+
+    async def _ask(self, address: str) -> bool | None:
+        job = self._config.run_id
+        return await lives(Endpoint.at(address, job, self.backend.credentials))
+
+    def _unreached(self, rivals: tuple[str, ...]) -> None:
+        self.update(unreached=rivals)
 
     def _probed(self, probe: int, unreached: tuple[str, ...]) -> None:
         self.update(probed=probe, unreached=unreached)

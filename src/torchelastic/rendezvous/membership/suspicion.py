@@ -13,7 +13,8 @@ world in which nodes fall silent.
 
 A node probes all other members when it is to join a world, and when nodes of a world could not
 reach each other (`World.probe`). Those that it cannot reach it probes again until it can, so a node
-is left out for as long as a cut lasts, and no longer.
+is left out for as long as a cut lasts, and no longer. With the embedded store, only a node that is
+held out because its workers could not connect to another node probes that one.
 """
 
 from __future__ import annotations
@@ -200,6 +201,50 @@ class Prober:
             answers = await asyncio.gather(*map(self._ask, peers.values()))
             peers = _without_answer(peers, answers)
         return tuple(sorted(peers))
+
+
+class RivalProber:
+    """With the embedded store: probes the nodes that this one could not connect to, while it is
+    held out for that, so that the hold ends when they can be reached."""
+
+    def __init__(self, node: str, ask: Ask, say: Callable[[tuple[str, ...]], None]) -> None:
+        """`say` receives the rivals that this node cannot reach."""
+        self._node = node
+        self._ask = ask
+        self._say = say
+        self._rivals: frozenset[str] = frozenset()
+        self._unreached: tuple[str, ...] = ()
+        self._changed = asyncio.Event()
+
+    def see(self, world: World) -> None:
+        """Note a world, and because of which nodes it holds this one out."""
+        rivals = frozenset(one.other for one in world.held if one.node == self._node and one.other)
+        if rivals != self._rivals:
+            self._rivals = rivals
+            self._changed.set()
+
+    def forget(self) -> None:
+        """Probe again: this node was away."""
+        self._unreached = ()
+
+    async def run(self, store: Store) -> None:
+        """Probe the rivals, as long as there are some and the lease lasts."""
+        while True:
+            self._changed.clear()
+            unreached: tuple[str, ...] = ()
+            if self._rivals:
+                listing = await store.get(MEMBER_PREFIX)
+                members = [Member.from_json(item.value) for item in listing.items.values()]
+                peers = {m.node: m.peer for m in members if m.node in self._rivals and m.peer}
+                answers = await asyncio.gather(*map(self._ask, peers.values()))
+                unreached = tuple(sorted(_without_answer(peers, answers)))
+            if unreached != self._unreached:
+                self._unreached = unreached
+                self._say(unreached)
+            if not self._rivals:
+                await self._changed.wait()
+            elif not self._changed.is_set():
+                await asyncio.sleep(PROBE_AGAIN)
 
 
 def _without_answer(peers: dict[str, str], answers: Iterable[bool | None]) -> dict[str, str]:
