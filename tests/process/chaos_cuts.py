@@ -161,7 +161,13 @@ def training(directory: Path, mode: str, store: str, listed: bool) -> Iterator[t
             endpoint = stack.enter_context(on_host(last, directory / "etcd"))
         made = stack.enter_context(
             network_job(
-                directory / "job", network, flags, endpoint=endpoint, script=ROUNDS, hosts=hosts
+                directory / "job",
+                network,
+                flags,
+                endpoint=endpoint,
+                script=ROUNDS,
+                hosts=hosts,
+                raises=1,
             )
         )
         yield network, Training(made, mode)

@@ -162,8 +162,12 @@ class Chaos:
         where = f"kill@place={fault.place}"
         if self.mode != "script":
             pid = self.claimed("entering", fault, where)
-            others = [line["pid"] for line in self._peers_of(pid) if alive(line["pid"])]
-            victim = others[fault.target % len(others)]
+            (*_, mine) = [line for line in self.record.of("gate") if line["pid"] == pid]
+            others = [line for line in self._peers_of(pid) if alive(line["pid"])]
+            if self.replica > 1 and mine["size"] == 2 * self.replica:
+                # Another part: of this one, the two may have the only copies.
+                others = [o for o in others if (o["rank"] - mine["rank"]) % self.replica]
+            victim = others[fault.target % len(others)]["pid"]
         else:
             self._order("entering", f"{fault.number} {fault.target} 0 {where}")
             victim = world[fault.target % len(world)]["pid"]
