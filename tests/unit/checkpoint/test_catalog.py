@@ -144,7 +144,7 @@ def test_a_damaged_fence_lets_in_no_world_that_is_over(storage):
     assert steps(catalog) == [10]
 
 
-def test_who_has_lost_the_fence_removes_nobodys_draft(tmp_path):
+def test_catalog_writer_without_the_fence_removes_no_drafts(tmp_path):
     catalog = Catalog(open_storage(f"memory://{tmp_path.name}"), keep_last=1)
     old, new = of_generation(0), of_generation(1)
     catalog.take(old, base=0)

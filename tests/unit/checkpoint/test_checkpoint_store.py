@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import re
 import sys
 import threading
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -18,7 +20,11 @@ import torch.distributed.checkpoint as dcp
 from tests.support import poll_for
 from tests.unit.checkpoint.conftest import Number, after, saved, state, steps
 from torchelastic import checkpoint, faults
-from torchelastic.checkpoint import CheckpointStore
+from torchelastic.checkpoint import (
+    CheckpointStore,
+    get_checkpoint_manager,
+    set_checkpoint_manager,
+)
 from torchelastic.checkpoint import checkpoint_store as store_module
 from torchelastic.checkpoint.catalog import Catalog
 from torchelastic.checkpoint.storage import safe_pickle
@@ -35,7 +41,7 @@ def url(request, tmp_path):
     fsspec.filesystem("memory").store.clear()
 
 
-def test_what_is_saved_is_loaded(open_store, url):
+def test_store_loads_the_saved_tree(open_store, url):
     store = open_store(url)
     assert store.load() is None
     saved(store, 3, 7)
@@ -289,7 +295,7 @@ def test_a_job_started_again_counts_generations_from_0_and_may_write(open_store,
     assert steps(new) == [101, 100]
 
 
-def test_what_killed_writers_left_in_an_object_store_is_cleared(open_store, tmp_path):
+def test_store_clears_leftovers_of_killed_writers_in_object_storage(open_store, tmp_path):
     url = f"memory://{tmp_path.name}"
     dead = open_store(url)
     dead.catalog.storage.put("000000-step5-abcdef/__0_0.distcp", b"half")
@@ -341,7 +347,7 @@ def test_before_leaving_it_is_stored_and_waited_for_once(used, caplog):
     assert steps(used) == [5]
 
 
-def test_what_is_void_is_stored_again_before_leaving(used):
+def test_leave_saves_again_a_step_whose_checkpoint_is_void(used):
     checkpoint.save(Number(9), 9, generation=0)
     checkpoint.finish()
     checkpoint.entered(1, base=5)
@@ -413,3 +419,20 @@ def test_storage_that_fails_every_third_time(open_store, tmp_path, caplog):
     assert steps(store) == good[-1:-3:-1]
     assert caplog.text.count("Could not write") == 12 - len(good)
     assert list(tmp_path.glob(".new-*")) == []
+
+
+# --- the guide ------------------------------------------------------------------------------------
+
+
+PAGE = Path(__file__).parents[3] / "docs/guides/checkpoint.md"
+
+
+def test_examples_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    setting, script = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    exec(setting, {})
+    assert isinstance(get_checkpoint_manager(), CheckpointStore)
+    set_checkpoint_manager(None)
+    exec(script, {})
+    # Not the one of step 20 for certain: these steps may be faster than the storage.
+    assert CheckpointStore("checkpoints/job-2").load().step == 30

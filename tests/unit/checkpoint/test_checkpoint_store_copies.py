@@ -34,9 +34,7 @@ def large(value):
     return torch.full((1 << 15,), float(value))
 
 
-def test_what_is_lasting_is_copied_when_it_is_about_to_be_written_the_rest_at_once(
-    behind, monkeypatch
-):
+def test_store_copies_lasting_tensors_before_their_write(behind, monkeypatch):
     """Nobody has copied it by then: who waits does it, and that is the cost."""
     go, weight, other = held(behind, monkeypatch), large(1), large(1)
     assert behind.save({"w": weight, "b": other}, 1, lasting=[weight])

@@ -9,7 +9,9 @@ import threading
 
 import pytest
 
-from torchelastic.checkpoint import FileSystemCheckpointManager
+from tests.unit.checkpoint.conftest import Number
+from torchelastic import checkpoint
+from torchelastic.checkpoint import CheckpointUtil, FileSystemCheckpointManager
 from torchelastic.errors import CheckpointError, ConfigError
 
 
@@ -36,7 +38,7 @@ def numbers(manager):
     return [int(name.partition("-")[0]) for name in directories(manager)]
 
 
-def test_what_was_committed_is_read_back(manager):
+def test_committed_streams_are_read_back(manager):
     commit(manager, b"first")
     commit(manager, b"second")
     assert read(manager.get_latest_checkpoint()) == b"second"
@@ -44,7 +46,7 @@ def test_what_was_committed_is_read_back(manager):
     assert read(manager.get_checkpoint(0)) == b"first"
 
 
-def test_it_is_visible_only_after_commit_which_closes_what_was_left_open(manager):
+def test_checkpoint_is_visible_only_after_commit(manager):
     checkpoint = manager.create_checkpoint()
     with checkpoint.open_output_stream("default") as stream:
         stream.write(b"the second is shorter")
@@ -57,7 +59,7 @@ def test_it_is_visible_only_after_commit_which_closes_what_was_left_open(manager
     assert len(manager.list_checkpoints()) == 1
 
 
-def test_what_is_not_there_and_what_is_done(manager):
+def test_missing_streams_and_finished_checkpoints_raise(manager):
     assert manager.get_checkpoint(0) is None
     done = commit(manager, b"there")
     assert manager.get_checkpoint(1) is None
@@ -116,7 +118,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_a_killed_process_left_is_cleared(manager):
+def test_leftovers_of_a_killed_process_are_cleared(manager):
     commit(manager, b"whole")
     subprocess.run([sys.executable, "-c", KILLED, manager.directory], timeout=60)
     assert directories(manager)[0].startswith(".new-000001-")
@@ -137,7 +139,7 @@ def test_half_a_removal_is_no_checkpoint_and_is_completed(manager):
 # --- several writers -----------------------------------------------------------------------------
 
 
-def test_what_another_one_writes_is_left_alone(manager):
+def test_drafts_of_another_writer_stay(manager):
     """A manager of its own stands for another process: locks belong to the opened directory."""
     other = FileSystemCheckpointManager(manager.directory).create_checkpoint()
     other.open_output_stream("default").write(b"slow")
@@ -196,3 +198,67 @@ def test_no_descriptor_is_left(manager):
     manager.create_checkpoint().discard()
     manager.list_checkpoints()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- CheckpointUtil -------------------------------------------------------------------------------
+
+
+class Coordinator:
+    def __init__(self, save=False):
+        self.save = save
+
+    def should_save_checkpoint(self):
+        return self.save
+
+
+class Asked(Number):
+    """Wants a checkpoint after every second step."""
+
+    def should_save_checkpoint(self, rank):
+        return self.value % 2 == 0
+
+
+def test_rank_0_saves_when_the_state_wants_it(manager):
+    util = CheckpointUtil(Coordinator())
+    state = Asked()
+    for _ in range(4):
+        state.value += 1
+        util.save_checkpoint(state, rank=0)
+        checkpoint.finish()
+    assert len(manager.list_checkpoints()) == 2
+    fresh = Asked()
+    other = CheckpointUtil(Coordinator())
+    assert other.load_checkpoint(fresh, rank=0) is fresh
+    assert (fresh.value, other.step) == (4, 4)
+
+
+@pytest.mark.parametrize(("rank", "saved"), [(0, 1), (1, 0)])
+def test_one_rank_saves_when_the_coordinator_wants_it(manager, rank, saved):
+    CheckpointUtil(Coordinator(save=True)).save_checkpoint(Asked(1), rank=rank)
+    checkpoint.finish()
+    assert len(manager.list_checkpoints()) == saved
+
+
+def test_rank_0_loads_once(manager):
+    """0.1 compared a pair with 1 and so overwrote fresher memory at every rendezvous."""
+    checkpoint.save(Number(5), 1)
+    checkpoint.finish()
+    util = CheckpointUtil(Coordinator())
+    assert util.load_checkpoint(Asked(1), rank=1).value == 1
+    state = util.load_checkpoint(Asked(), rank=0)
+    assert state.value == 5
+    util.set_checkpoint_loaded()
+    state.value = 99
+    assert util.load_checkpoint(state, rank=0).value == 99
+
+
+def test_without_a_manager_nothing_happens():
+    util = CheckpointUtil(Coordinator(save=True))
+    util.save_checkpoint(Asked(2), rank=0)
+    assert util.load_checkpoint(Asked(2), rank=0).value == 2
+
+
+def test_checkpoints_are_imported_without_torch():
+    program = "import sys, torchelastic.checkpoint; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert found.stdout == "False\n"

@@ -160,7 +160,7 @@ def test_a_batch_that_is_not_the_share_is_refused(batch):
         BatchPolicy.constant_global(4).accumulate(batch, rank=0, size=1)
 
 
-def test_what_stands_in_for_an_empty_share_counts_for_nothing():
+def test_placeholder_of_an_empty_share_has_no_weight():
     policy = BatchPolicy.constant_global(4)
     (micro,) = policy.accumulate(torch.ones(1), total=2, rank=2, size=3)
     assert (micro.samples, micro.scale, micro.last) == (0, 0.0, True)

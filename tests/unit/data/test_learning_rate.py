@@ -182,6 +182,6 @@ def test_a_step_of_a_torch_state_is_undone_with_it(world):
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong, told):
+def test_schedule_refuses_invalid_arguments(wrong, told):
     with pytest.raises(ConfigError, match=told):
         wrong(optimizer())

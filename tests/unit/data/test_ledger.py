@@ -42,7 +42,7 @@ def test_a_line_for_each_step_in_a_file_for_each_generation_and_rank(tmp_path):
     assert sorted(os.listdir(ledger.directory)) == ["g0-r2.jsonl", "g1-r0.jsonl"]
 
 
-def test_what_was_handed_out_for_a_step_is_recorded(tmp_path):
+def test_ledger_records_the_samples_of_a_step(tmp_path):
     handed = SimpleNamespace(rank=1, size=2, epoch=0, span=(0, 4), ids=(2, 3))
     with Ledger(tmp_path) as ledger:
         ledger.record(3, 1, [handed])

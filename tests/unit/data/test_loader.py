@@ -1,13 +1,15 @@
 """The loader: worlds change, steps are undone, and the loop of the user notices nothing."""
 
+import re
 from array import array
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from tests.unit.data.worlds import PlacedSampler, World, sampled
-from torchelastic.data import BatchPolicy, DataLoader, ElasticSampler
+from torchelastic.data import BatchPolicy, DataLoader, ElasticSampler, checker
 from torchelastic.data.order import Order
 from torchelastic.data.own_rank import OwnRank
 from torchelastic.errors import ConfigError
@@ -29,7 +31,7 @@ def expected(length, steps_of):
 
 
 @pytest.mark.parametrize("persistent", [True, False])
-def test_what_workers_have_loaded_in_advance_is_not_lost(persistent):
+def test_loader_keeps_samples_loaded_in_advance(persistent):
     loader = sampled(60, batch_size=3, num_workers=1, persistent_workers=persistent)
     world = World(loader, 1)
     play(world, [("step",), ("fail", {0}), ("step",), ("resize", 2), ("step",), ("resize", 1)])
@@ -131,7 +133,7 @@ def test_the_global_random_numbers_are_left_alone():
     )
 
 
-def test_what_frameworks_look_for():
+def test_loader_has_the_attributes_frameworks_use():
     sampler = ElasticSampler(6, rank=0, size=1)
     loader = DataLoader(range(6), 2, sampler=sampler, collate_fn=tuple)
     assert (loader.sampler, loader.batch_size, len(loader)) == (sampler, 2, 3)
@@ -158,7 +160,7 @@ class Endless(IterableDataset):
         ({"dataset": Endless()}, "ElasticStream"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments, message):
+def test_loader_refuses_invalid_arguments(arguments, message):
     with pytest.raises(ConfigError, match=message):
         DataLoader(**{"dataset": range(4)} | arguments)
 
@@ -190,3 +192,35 @@ def test_waiting_for_a_batch_is_counted_and_nothing_else(monkeypatch):
     assert list(stalls.seconds) == [1.0, 0.0, 0.0, 0.0]
     assert len(list(batches)) == 1
     assert list(stalls.seconds) == [2.0, 0.0, 0.0, 0.0]
+
+
+# --- the guide ------------------------------------------------------------------------------------
+
+
+DOCS = Path(__file__).parents[3] / "docs/guides"
+
+
+def blocks(page, kind):
+    return re.findall(rf"```{kind}\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+
+
+@pytest.mark.parametrize("page", ["batch-policy.md", "data.md"])
+def test_examples_run(elsewhere, page):
+    exec(compile("\n".join(blocks(page, "python")), page, "exec"), {})
+
+
+def test_the_checker_says_what_the_page_shows(elsewhere, capsys):
+    exec("\n".join(blocks("ledger.md", "python")), {})
+    (shown,) = blocks("ledger.md", "console")
+    command, _, output = shown.partition("\n")
+    assert checker.main(command.split()[4:]) == 0
+    assert capsys.readouterr().out == output
+    (line,) = blocks("ledger.md", "json")
+    assert isinstance(checker.parse(line.encode()), checker.Line)

@@ -17,7 +17,7 @@ def test_each_sample_has_one_position(length):
         assert sorted(Order(length, seed, epoch).at(0, length)) == list(range(length))
 
 
-def test_it_is_the_same_for_ever():
+def test_order_is_pinned():
     """A job that goes on with another release must go on in the same order."""
     assert Order(10, 0, 0).at(0, 10) == [9, 2, 1, 3, 4, 0, 6, 7, 8, 5]
     assert Order(10**9, 7, 3).at(123_456_789, 123_456_793) == [
@@ -28,7 +28,7 @@ def test_it_is_the_same_for_ever():
     ]
 
 
-def test_it_depends_on_seed_and_epoch_and_window():
+def test_order_depends_on_seed_epoch_and_window():
     orders = [Order(50, *key).at(0, 50) for key in [(0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)]]
     assert len(set(map(tuple, orders))) == len(orders)
 
@@ -67,7 +67,7 @@ def test_all_permutations_come_equally_often():
 
 
 @pytest.mark.parametrize("length", [1000, 65536 + 7])
-def test_where_samples_come_is_even(length):
+def test_order_positions_are_uniform(length):
     """Both where a sample is put, and which come after each other, as in a random order."""
     samples = torch.tensor(Order(length, 5, 2).at(0, length))
     positions = torch.arange(length)

@@ -1,10 +1,13 @@
 """The sampler's state, and the sampler alone under torch's own loader."""
 
 import pytest
+import torch.distributed as dist
 import torch.utils.data
 
 from torchelastic.data import ElasticSampler
 from torchelastic.data.order import Order
+from torchelastic.data.own_rank import own_rank
+from torchelastic.data.progress import IN_FLIGHT_LIMIT, DataProgress, Handed, Position
 from torchelastic.errors import ConfigError
 from torchelastic.tensors import tensor_tree
 
@@ -41,7 +44,7 @@ def test_its_state_is_plain_and_good_for_any_world():
         (lambda: loaded(shuffle=False), "saved with shuffle=False"),
     ],
 )
-def test_what_cannot_be_is_refused(make, told):
+def test_sampler_refuses_invalid_arguments(make, told):
     with pytest.raises(ConfigError, match=told):
         make()
 
@@ -116,3 +119,93 @@ def test_an_epoch_is_not_silently_empty():
     assert list(other) == []  # who goes on there finds nothing left, once
     sampler.set_epoch(1)
     assert len(list(loader)) == 2
+
+
+# --- the own rank ---------------------------------------------------------------------------------
+
+
+def test_said_or_of_the_process_group_or_of_the_environment_or_alone(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert own_rank() == (0, 1)
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert own_rank() == (2, 3)
+    assert own_rank(1, 2) == (1, 2)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        assert own_rank() == (0, 1)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ((2, 2), "rank 2 is not in a world of size 2"),
+        ((-1, 2), "is not in a world"),
+        ((0, 0), "is not in a world"),
+        ((1, None), "both rank and size"),
+    ],
+)
+def test_no_such_rank(given, told):
+    with pytest.raises(ConfigError, match=told):
+        own_rank(*given)
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+
+def progress():
+    return DataProgress(seed=0, shuffle=True, rank=0, size=1)
+
+
+def hand_out(one, begin, end, epoch=0):
+    one.hand_out(Handed(epoch, 0, 1, (begin, end), (begin,)), Position(epoch, end))
+
+
+def test_handed_out_is_not_committed():
+    one = progress()
+    hand_out(one, 0, 2)
+    hand_out(one, 2, 4)
+    assert (one.consumed, one.state_dict()["consumed"]) == (4, 0)
+    one.committed()
+    assert (one.consumed, one.state_dict()["consumed"]) == (4, 4)
+    assert [handed.span for handed in one.latest] == [(0, 2), (2, 4)]
+    one.committed()
+    assert one.latest == ()
+
+
+def test_progress_load_forgets_samples_handed_out():
+    one = progress()
+    state = one.state_dict()
+    hand_out(one, 0, 4)
+    turn = one.turn
+    one.load_state_dict(state)
+    assert (one.position, one.turn) == (Position(), turn + 1)
+    hand_out(one, 0, 2)
+    one.committed()
+    assert [handed.span for handed in one.latest] == [(0, 2)]
+
+
+def test_progress_without_commits_is_bounded():
+    one = progress()
+    for step in range(IN_FLIGHT_LIMIT + 5):
+        hand_out(one, step, step + 1)
+    one.committed()
+    assert len(one.latest) == IN_FLIGHT_LIMIT
+
+
+def test_the_end_of_an_epoch_is_no_jump_but_another_epoch_is():
+    one = progress()
+    one.end_epoch()
+    assert (one.epoch, one.turn) == (1, 0)
+    one.set_epoch(1)
+    assert one.turn == 0
+    one.set_epoch(4)
+    assert (one.position, one.turn) == (Position(4), 1)
+
+
+def test_weights():
+    assert Handed(0, 1, 3, (0, 7), (1, 2)).weight == 3 * 2 / 7
+    assert Handed(0, 2, 3, (0, 1), ()).weight == 0.0

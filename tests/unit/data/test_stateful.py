@@ -23,7 +23,7 @@ def test_without_torchdata_the_error_names_the_package(monkeypatch):
 
 
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True)])
-def test_what_was_loaded_in_advance_is_not_lost(workers, persistent):
+def test_stateful_loader_keeps_samples_loaded_in_advance(workers, persistent):
 
     def make():
         loader = data.StatefulDataLoader(

@@ -159,6 +159,6 @@ def test_loading_processes_may_be_spawned():
         ),
     ],
 )
-def test_what_cannot_be_is_refused(make, message):
+def test_stream_refuses_invalid_arguments(make, message):
     with pytest.raises(ConfigError, match=message):
         make()

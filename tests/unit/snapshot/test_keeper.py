@@ -25,11 +25,11 @@ from torchelastic.checkpoint import finish as finish_checkpoints
 from torchelastic.checkpoint import save
 from torchelastic.data import DataLoader, ElasticSampler, Ledger
 from torchelastic.errors import CheckpointError, SnapshotError
-from torchelastic.snapshot import agent_client, pieces, restore
+from torchelastic.snapshot import agent_client, pieces, restore, state_tree
 from torchelastic.snapshot import writer as snapshot_writer
 from torchelastic.snapshot.layout import SHARED, own
 from torchelastic.snapshot.messages import Sealed, Settled
-from torchelastic.tensors.tensor_bytes import SmallCopies
+from torchelastic.tensors.tensor_bytes import PIECE, SmallCopies
 from torchelastic.training import session
 from torchelastic.training.torch_state import TorchState
 
@@ -66,7 +66,7 @@ def test_a_restarted_script_goes_on_to_the_same_bits(snapshot_agent, expected, m
     assert Settled((1, 7), 2) in snapshot_agent.told
 
 
-def test_what_is_small_is_of_the_moment_of_the_commit(snapshot_agent, monkeypatch):
+def test_commit_copies_small_tensors_at_once(snapshot_agent, monkeypatch):
     """The next forward changes buffers and random states while the rest is copied."""
     goes_on = hold_copies(monkeypatch)
     state = trained(1)
@@ -211,7 +211,7 @@ def test_a_refusal_is_reported_once_and_training_goes_on(snapshot_agent, caplog)
     ]
 
 
-def test_what_is_not_kept_is_not_copied_either(snapshot_agent, monkeypatch):
+def test_commit_without_memory_copies_nothing(snapshot_agent, monkeypatch):
     copied, copy = [], SmallCopies.copy
     monkeypatch.setattr(SmallCopies, "copy", lambda *of: (copied.append(of), copy(*of)))
     monkeypatch.setattr(snapshot_writer, "FIRST_MEMORY_TIMEOUT", 0.01)
@@ -476,3 +476,47 @@ def test_a_model_in_ddp_is_kept_without_it(snapshot_agent):
     assert [name for name, _ in state._form()][:1] == ["parameter 'weight'"]
     with pytest.raises(TypeError, match="plain module"):
         state._begins_at()  # what `train` asks first
+
+
+# --- the tree of a state --------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[1, 2, 5])
+def threads(request, monkeypatch):
+    monkeypatch.setattr(state_tree, "threads_of", lambda cores: request.param)
+    return request.param
+
+
+SIZES = [0, 1, 7, PIECE - 8, 3, 2 * PIECE + 5, PIECE, 11]
+
+
+def test_every_byte_comes_where_it_belongs(threads):
+    source = torch.randint(256, (sum(SIZES),), dtype=torch.uint8)
+    parts = source.split(SIZES)
+    room = torch.full((sum(SIZES) + 64 * len(SIZES),), 99, dtype=torch.uint8)
+    rooms = [one[: len(one) - 64] for one in room.split([size + 64 for size in SIZES])]
+    state_tree.fill(
+        [(one, part.data_ptr()) for one, part in zip(rooms, parts, strict=True)],
+    )
+    assert all(map(torch.equal, rooms, parts))
+    between = [one[len(one) - 64 :] for one in room.split([size + 64 for size in SIZES])]
+    assert all((one == 99).all() for one in between)
+    assert [one for one in threading.enumerate() if "load" in one.name] == []
+
+
+def test_shares_are_of_equal_size_and_hold_everything():
+    tensors = [torch.empty(size, dtype=torch.uint8) for size in SIZES]
+    shares = list(state_tree.shared_out([(one, 1 << 40) for one in tensors]))
+    sizes = [sum(count for _, _, count in share) for share in shares]
+    assert sum(sizes) == sum(SIZES)
+    assert set(sizes[:-1]) == {PIECE}
+    assert list(state_tree.shared_out([])) == []
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "threads"),
+    [(1, 1, 1), (2, 1, 2), (2, 2, 1), (2, 4, 1), (8, 2, 4), (64, 1, 8), (96, 8, 8)],
+)
+def test_workers_of_a_node_share_its_cores(cores, workers, threads, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(workers))
+    assert state_tree.threads_of(set(range(cores))) == threads

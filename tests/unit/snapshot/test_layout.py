@@ -72,7 +72,7 @@ def test_a_new_memory_holds_nothing_and_has_the_sizes_it_was_made_with(made, des
     assert made.sizes == layout.sizes_of(descriptor) == SIZES
 
 
-def test_what_is_sealed_is_found_with_its_writer(made, descriptor):
+def test_sealed_version_is_found_with_its_writer(made, descriptor):
     publish(made, (2, 7), rank=3, size=4)
     reader = Memory(descriptor, writable=False)
     held = reader.freshest()
@@ -112,7 +112,7 @@ def test_a_version_that_is_no_fresher_is_not_begun(made):
     assert versions(made) == [(0, 5)]
 
 
-def test_what_is_void_is_forgotten_and_overwritten_first(made):
+def test_void_versions_are_overwritten_first(made):
     publish(made, (0, 10))
     publish(made, (0, 11))
     made.drop_void((0, 10), 1)
@@ -140,7 +140,7 @@ def test_a_number_that_is_used_again_is_not_taken_for_the_version_that_had_it(ma
     assert not made.still_holds(held)
 
 
-def test_what_does_not_fit_or_was_not_begun_is_refused_and_the_rest_stays(made):
+def test_seal_refuses_versions_too_large_or_not_begun(made):
     publish(made, (0, 1))
     with pytest.raises(ValueError, match="begun"):
         made.seal((0, 2), b"", 0, 0)
@@ -159,7 +159,7 @@ def test_bytes_that_changed_are_noticed_by_their_checksum(made, descriptor):
     assert not held.is_whole()
 
 
-def test_nobody_can_cut_a_memory_short(descriptor):
+def test_memory_size_is_sealed(descriptor):
     with pytest.raises(PermissionError):
         os.ftruncate(descriptor, 100)
 
@@ -188,7 +188,7 @@ def test_a_memory_of_another_size_than_it_says_is_refused():
         os.close(descriptor)
 
 
-def test_what_is_no_piece():
+def test_invalid_piece_name_is_refused():
     for piece in ("", "own:", "own:x", "own:-1", "sharded", "own:²", "own:" + "9" * 20):
         with pytest.raises(ValueError, match="is not a piece"):
             layout.rank_of(piece)

@@ -35,7 +35,7 @@ from torchelastic.worker.orders import Begins
         ([None, 50], [0, 50], 50, [1], 0),
     ],
 )
-def test_what_ranks_have_loaded(starts, taken, step, ranks, unsaid):
+def test_loaded_steps_of_all_ranks(starts, taken, step, ranks, unsaid):
     loaded = Loaded(starts, taken)
     assert (loaded.step, loaded.ranks, loaded.unsaid) == (step, ranks, unsaid)
 
@@ -91,7 +91,7 @@ def is_same(state, kept):
     return all(torch.equal(kept[name], found) for name, found in state.module.state_dict().items())
 
 
-def test_what_the_script_has_loaded_is_gone_on_from(snapshot_agent, monkeypatch):
+def test_restore_keeps_the_state_that_the_script_loaded(snapshot_agent, monkeypatch):
     state = loaded(5)
     before = weights(state)
     assert state.restore(start=5) == state.step == 5
@@ -207,7 +207,7 @@ def test_all_ranks_end_where_one_has_loaded_something_unsaid(world):
     [(None, None, False), (0, None, True), (None, "manager", True)],
     ids=["nowhere", "by the script", "by the manager"],
 )
-def test_who_begins_says_whether_checkpoints_are_written(
+def test_new_training_reports_whether_checkpoints_are_written(
     snapshot_agent, tmp_path, monkeypatch, start, manager, stored
 ):
     """And nothing once there is something to go on from."""

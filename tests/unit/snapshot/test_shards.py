@@ -224,7 +224,9 @@ def test_damaged_shards_are_no_base_and_no_reason_to_begin_again(mesh, snapshot_
         restarted(mesh, monkeypatch).restore()
 
 
-def test_what_was_whole_is_not_taken_for_sharded(mesh, snapshot_agent, monkeypatch, caplog):
+def test_restore_refuses_an_unsharded_snapshot_for_sharded_state(
+    mesh, snapshot_agent, monkeypatch, caplog
+):
     whole = plain()
     whole.restore()
     whole.commit()
@@ -234,7 +236,7 @@ def test_what_was_whole_is_not_taken_for_sharded(mesh, snapshot_agent, monkeypat
     assert "is sharded in only one of the snapshot and this script" in caplog.text
 
 
-def test_what_is_refused(mesh, snapshot_agent):
+def test_unsupported_uses_of_sharded_state_are_refused(mesh, snapshot_agent):
     from torch.distributed.tensor import DTensor, Shard
 
     with pytest.raises(TypeError, match=r"make the mesh with torchelastic\.mesh"):
@@ -362,7 +364,7 @@ def signals(monkeypatch):
     [(None, None, [1]), (60.0, 1.0, [1]), (60.0, 50.0, [])],
     ids=["nobody says how long", "long enough", "too short"],
 )
-def test_who_is_to_leave_does_after_a_commit_that_is_stored(
+def test_sharded_leave_stores_the_commit_and_exits(
     grace, seconds, stored, mesh, snapshot_agent, store, signals
 ):
     """Step 1, of which no checkpoint is due."""
@@ -380,7 +382,7 @@ def test_who_is_to_leave_does_after_a_commit_that_is_stored(
     finish(state)
 
 
-def test_who_has_not_heard_of_it_takes_part_and_goes_on(
+def test_sharded_leave_of_another_rank_stores_and_continues(
     mesh, snapshot_agent, store, signals, monkeypatch
 ):
     """Another rank has voted that it leaves."""

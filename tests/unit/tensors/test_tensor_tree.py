@@ -214,7 +214,7 @@ class Odd(int):
     pass
 
 
-def test_what_cannot_be_a_part_is_refused_by_name():
+def test_invalid_value_is_refused_by_its_path():
     for value, message in (
         ({"a": [object()]}, r"part\['a'\]\[0\] is of type builtins.object"),
         (len, "part is a function"),
@@ -317,7 +317,7 @@ def test_a_state_too_large_to_be_written_down_is_refused(monkeypatch):
         tensor_tree.restore(" " * 101, [])
 
 
-def test_where_tensors_are():
+def test_tensors_by_path_yields_every_tensor():
     tree = {"model": {"bias": torch.ones(1)}, "more": [2, torch.zeros(1)]}
     places = ["['model']['bias']", "['more'][1]"]
     assert list(dict(tensor_tree.tensors_by_path(tree))) == places

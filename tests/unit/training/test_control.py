@@ -79,7 +79,7 @@ def test_a_ping_says_what_is_waited_for(agent, control):
     assert hear(agent) == Pong(waiting=True, aborted=True)
 
 
-def test_what_is_under_way_in_a_world_that_is_over_is_aborted(agent, control):
+def test_control_aborts_the_group_when_its_world_ends(agent, control):
     say(agent, enter(0))
     control.next()
     group = Group()
@@ -91,7 +91,7 @@ def test_what_is_under_way_in_a_world_that_is_over_is_aborted(agent, control):
     assert control.is_over(0)
 
 
-def test_what_begins_after_the_world_was_over_is_aborted_at_once(agent, control):
+def test_control_aborts_a_group_guarded_after_the_end_at_once(agent, control):
     say(agent, Over(3, "too late"))
     control.next()
     group = Group()
@@ -134,7 +134,7 @@ def test_a_forked_child_does_not_speak_and_may_end(agent, control):
     assert hear(agent) == Pong(waiting=False)
 
 
-def test_it_writes_the_stacks_of_all_threads_to_the_given_file(agent, control):
+def test_control_dumps_the_stacks_of_all_threads(agent, control):
     descriptor = os.memfd_create("stacks")
     say(agent, orders.Dump(), descriptor)
     say(agent, Ping())
@@ -217,7 +217,7 @@ def test_answers_about_snapshots_go_to_the_thread_that_asked(agent, control):
     assert str(found[0]) == "no room"
 
 
-def test_who_asks_does_not_outwait_its_world(agent, control):
+def test_control_ends_a_request_when_its_world_ends(agent, control):
     say(agent, enter(generation=0))
     found = ask(control)
     agent.recv(channel.LIMIT)

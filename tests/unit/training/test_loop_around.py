@@ -37,7 +37,7 @@ def test_the_world_is_seen_by_the_script(run):
     assert seen == [["0", "1", "127.0.0.1", "7"]]
 
 
-def test_who_begins_says_so_once(run):
+def test_new_training_reports_its_beginning_once(run):
     begun = []
 
     def script(agent):
@@ -132,7 +132,7 @@ def test_a_step_costs_little(run):
 # --- wrong input ---------------------------------------------------------------------------------
 
 
-def test_what_train_is_given():
+def test_train_refuses_wrong_arguments():
     with pytest.raises(TypeError, match="CoordinatorP2P"):
         torchelastic.train(object(), Steps(), Counting())
     coordinator = CoordinatorP2P(init_method="tcp://nowhere/x?min_workers=1")
@@ -143,7 +143,7 @@ def test_what_train_is_given():
             torchelastic.train(coordinator, Steps(), Counting(), **wrong)
 
 
-def test_what_a_coordinator_is_given():
+def test_coordinator_refuses_wrong_arguments():
     with pytest.raises(ConfigError, match="torchelastic run"):
         CoordinatorP2P()
     for wrong in (

@@ -18,7 +18,7 @@ from torchelastic.training.standalone import config_for
 from torchelastic.worker import channel, orders, status_page
 
 
-def test_who_may_go_on_and_what_counts_as_hung():
+def test_standalone_quorum_and_progress_timeout_of_a_url():
     config = config_for(parse_url("tcp://h/r?min_workers=2&quorum=none&progress_timeout=5"), None)
     assert (config.quorum, config.progress_timeout) == ("none", 5.0)
     config = config_for(parse_url("etcd://h/r?min_workers=2"), None)

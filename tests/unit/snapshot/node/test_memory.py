@@ -84,7 +84,7 @@ def test_once_they_are_gone_no_commit_looks_for_them_again(snapshot_memory, monk
     assert {piece for piece, _, _ in held(snapshot_memory)} == {own(0)}
 
 
-def test_where_there_are_holders_it_must_have_replicas_first(snapshot_memory):
+def test_memory_keeps_older_pieces_until_replicas_exist(snapshot_memory):
     snapshot_memory.awaits_replicas = True
     write(snapshot_memory, own(2), (0, 5))
     for step in (6, 7, 8):
@@ -167,7 +167,7 @@ def test_memory_of_outdated_versions_is_given_back(snapshot_memory, memories):
     assert held(snapshot_memory) == [(shard(1), (2, 6), True)]
 
 
-def test_what_is_being_brought_stays(snapshot_memory):
+def test_memory_keeps_a_piece_that_is_being_received(snapshot_memory):
     kept = write(snapshot_memory, own(1), (0, 10), origin="b")
     with kept.writing:
         snapshot_memory.drop_void((1, 2), 2, outside=True)
@@ -192,7 +192,7 @@ def test_a_held_snapshot_can_be_opened_after_its_memory_is_closed(snapshot_memor
     os.close(descriptor)
 
 
-def test_what_is_read_is_overwritten_last(snapshot_memory):
+def test_memory_overwrites_read_versions_last(snapshot_memory):
     kept = write(snapshot_memory, own(0), (0, 1))
     for step in (2, 3):
         write(snapshot_memory, own(0), (0, step))
@@ -211,7 +211,7 @@ def test_the_freshest_of_a_piece_is_that_of_this_nodes_workers(snapshot_memory):
         assert found.version == (0, 3)
 
 
-def test_what_is_fresher_than_known(snapshot_memory):
+def test_memory_lists_pieces_fresher_than_known(snapshot_memory):
     write(snapshot_memory, SHARED, (0, 5))
     write(snapshot_memory, own(0), (0, 5))
     write(snapshot_memory, own(1), (0, 4))
@@ -252,7 +252,7 @@ def test_only_so_many_copies_are_held_and_those_that_never_came_go_first(
     assert len(held(snapshot_memory)) == 4
 
 
-def test_where_nobody_takes_copies_none_is_waited_for(snapshot_memory):
+def test_memory_without_holders_waits_for_no_copies(snapshot_memory):
     assert write(snapshot_memory, shard(0), (0, 5)).memory.replicated() == (0, 5)
     snapshot_memory.awaits_replicas = True
     kept = write(snapshot_memory, shard(0), (0, 6))
@@ -305,7 +305,7 @@ def test_nothing_is_brought_twice_at_a_time_nor_to_what_was_let_go_of(snapshot_m
         assert not gone
 
 
-def test_what_a_worker_seals_while_the_agent_drops_void_versions_stays(snapshot_memory):
+def test_memory_keeps_a_version_sealed_while_void_ones_are_dropped(snapshot_memory):
     """The worker is ahead of the agent: it has torn what is void, and put the next in its place."""
     kept = snapshot_memory.memory_for(SHARED, 1000, 100)
     worker = layout.Memory(kept.descriptor)
@@ -331,7 +331,7 @@ def test_what_a_worker_seals_while_the_agent_drops_void_versions_stays(snapshot_
     worker.close()
 
 
-def test_what_is_void_is_torn_by_who_writes_there_next(snapshot_memory):
+def test_memory_tears_void_versions_at_the_next_write(snapshot_memory):
     kept = write(snapshot_memory, own(1), (0, 11), origin="b")
     snapshot_memory.drop_void((0, 10), 1)
     assert held(snapshot_memory) == []
@@ -341,7 +341,7 @@ def test_what_is_void_is_torn_by_who_writes_there_next(snapshot_memory):
         kept.memory.begin((0, 10))
 
 
-def test_it_stays_pinned_until_the_last_of_two_readers_has_ended(snapshot_memory):
+def test_memory_pin_lasts_until_the_last_reader_ends(snapshot_memory):
     kept = write(snapshot_memory, own(0), (0, 1))
     first = snapshot_memory.reading(own(0), (0, 1))
     with snapshot_memory.reading(own(0), (0, 1)) as (memory, _, found):
@@ -354,7 +354,7 @@ def test_it_stays_pinned_until_the_last_of_two_readers_has_ended(snapshot_memory
     assert kept.memory.find((0, 1)) is None
 
 
-def test_nobody_waits_while_pages_are_taken_and_they_count_as_taken(snapshot_memory, monkeypatch):
+def test_memory_counts_pages_while_they_are_allocated(snapshot_memory, monkeypatch):
     begun, goes_on, take = threading.Event(), threading.Event(), os.posix_fallocate
 
     def slow(descriptor, begin, length):

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import doctest
 import functools
 import os
 import socket
+import ssl
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.certificates import Authority
 from torchelastic.config import LaunchConfig
@@ -22,7 +27,7 @@ from torchelastic.snapshot.layout import SHARED, own, shard
 from torchelastic.snapshot.node import replicator, stream
 from torchelastic.snapshot.node.memory import SnapshotMemory
 from torchelastic.snapshot.node.replicator import Replicator
-from torchelastic.snapshot.node.stream import Header
+from torchelastic.snapshot.node.stream import BURST, Bucket, Header, SnapshotStream
 from torchelastic.system import memory_limit
 from torchelastic.system.memory_limit import Limit, NoRoom
 from torchelastic.transport import credentials, frames
@@ -30,6 +35,7 @@ from torchelastic.transport.addresses import bind_endpoint
 from torchelastic.transport.auth import ANONYMOUS, Credentials, Secret
 from torchelastic.transport.connect import Endpoint, connect_once
 from torchelastic.transport.listener import Listener
+from torchelastic.transport.tls import TlsPipe
 
 JOB = "job"
 SECRET = Credentials(Secret(b"the secret of this job"))
@@ -112,7 +118,7 @@ def shown(request) -> Credentials:
 
 
 @told
-async def test_what_another_node_holds_can_be_had(shown):
+async def test_replicator_fetches_a_piece_from_another_node(shown):
     async with node("a", shown) as a, node("b", shown) as b:
         a.write(SHARED, (0, 1))
         a.write(SHARED, (0, 2))
@@ -135,7 +141,7 @@ async def test_pieces_are_given_again_and_again_over_one_connection(shown):
 
 
 @told
-async def test_what_is_there_is_not_sent_again():
+async def test_replicator_sends_no_version_twice():
     async with node("a") as a, node("b") as b:
         kept = a.write(own(1), (0, 1))
         await a.replicator.give(own(1), b.peer)
@@ -179,7 +185,7 @@ async def test_the_memory_that_was_fetched_into_is_the_workers_to_write_to():
 
 
 @told
-async def test_what_is_fetched_is_the_base_and_what_is_beyond_it_void():
+async def test_replicator_fetch_of_a_base_voids_later_versions():
     async with node("a") as a, node("b") as b:
         a.write(SHARED, (0, 10))
         b.write(SHARED, (0, 11))
@@ -188,7 +194,7 @@ async def test_what_is_fetched_is_the_base_and_what_is_beyond_it_void():
 
 
 @told
-async def test_what_is_not_held_is_refused_and_the_connection_stays():
+async def test_replicator_refuses_an_unknown_piece_and_keeps_the_connection():
     async with node("a") as a, node("b") as b:
         a.write(SHARED, (0, 2))
         with pytest.raises(TransferError, match="does not hold that version of 'shared'"):
@@ -220,7 +226,7 @@ async def test_bytes_that_were_fetched_are_for_the_worker_to_sum():
 
 
 @told
-async def test_what_was_overwritten_on_its_way_is_not_kept(monkeypatch):
+async def test_replicator_drops_a_piece_overwritten_in_transfer(monkeypatch):
     """The last bytes lie in the memory of who sends until they are taken."""
     send = replicator._send
 
@@ -259,7 +265,7 @@ def test_a_small_pipe_does_it_too(monkeypatch):
         raise PermissionError
 
     monkeypatch.setattr(stream, "fcntl", SimpleNamespace(fcntl=refuse, F_SETPIPE_SZ=0))
-    test_what_another_node_holds_can_be_had(SECRET)
+    test_replicator_fetches_a_piece_from_another_node(SECRET)
 
 
 @told
@@ -318,7 +324,7 @@ async def test_giving_ends_with_this_agent():
 
 
 @told
-async def test_nobody_is_there():
+async def test_replicator_without_a_peer_fails():
     async with node("a") as a:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             nobody = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -328,7 +334,7 @@ async def test_nobody_is_there():
 
 
 @told
-async def test_who_has_another_secret_gets_nothing():
+async def test_replicator_rejects_a_wrong_secret():
     other = Credentials(Secret(b"another secret, of another job"))
     async with node("a") as a, node("b", other) as b:
         a.write(SHARED, (0, 1))
@@ -391,7 +397,7 @@ async def test_idle_peers_make_room_and_busy_ones_stay(monkeypatch):
 
 
 @told
-async def test_who_waits_for_its_turn_hears_of_it_and_does_not_give_up(monkeypatch):
+async def test_replicator_keeps_waiting_clients_informed(monkeypatch):
     """One survivor serves a few at a time, and each may take longer than silence is borne."""
     monkeypatch.setattr(replicator, "WAIT_INTERVAL", 0.01)
     heard, receive = threading.Event(), stream.SnapshotStream.receive_reply
@@ -423,7 +429,7 @@ async def test_who_waits_for_its_turn_hears_of_it_and_does_not_give_up(monkeypat
 
 
 @told
-async def test_who_gives_to_a_busy_node_comes_again(monkeypatch):
+async def test_replicator_retries_a_busy_node(monkeypatch):
     monkeypatch.setattr(replicator, "WAIT_INTERVAL", 0.01)
 
     async with node("a") as a, node("b") as b:
@@ -441,7 +447,7 @@ async def test_who_gives_to_a_busy_node_comes_again(monkeypatch):
 
 @pytest.mark.parametrize("name", ["_serve", "_fetch"])
 @told
-async def test_what_nobody_expected_ends_the_connection(monkeypatch, name):
+async def test_replicator_closes_on_an_unexpected_message(monkeypatch, name):
     def fails(*_):
         raise RuntimeError("not foreseen")
 
@@ -543,7 +549,7 @@ def test_nonsense_ends_the_connection_or_is_refused_and_harms_nobody(caplog):
 
 
 @told
-async def test_who_speaks_before_being_welcome_is_sent_away():
+async def test_replicator_closes_on_a_message_before_the_welcome():
     """What comes right behind the greeting may have been read with it."""
     async with node("a", ANONYMOUS) as a:
         a.write(SHARED, (0, 1))
@@ -559,7 +565,7 @@ async def test_who_speaks_before_being_welcome_is_sent_away():
 
 def test_no_thread_is_left():
     before = threading.active_count()
-    test_what_is_there_is_not_sent_again()
+    test_replicator_sends_no_version_twice()
     assert threading.active_count() == before
 
 
@@ -580,3 +586,60 @@ def test_a_header_survives_its_journey():
     )
     for header in (full, Header(kind=stream.WANT, piece=SHARED, version=(3, 4))):
         assert Header.unpack(header.pack()) == header
+
+
+# --- the stream -----------------------------------------------------------------------------------
+
+
+def test_doctests_hold():
+    assert doctest.testmod(stream).failed == 0
+
+
+def test_no_rate_is_no_limit():
+    assert Bucket(0).take(10**12, 1.0) == 0.0
+
+
+@given(st.lists(st.tuples(st.integers(1, 5000), st.floats(0, 1)), min_size=1, max_size=50))
+def test_over_any_time_it_is_the_rate_and_what_was_saved_up(takes):
+    bucket, now, taken, rate = Bucket(1000), 0.0, 0, 1000
+    for size, pause in takes:
+        now += pause
+        now += bucket.take(size, now)
+        taken += size
+        assert taken <= rate * now + rate * BURST + 1
+
+
+def test_time_that_passes_unused_is_not_saved_up_without_end():
+    bucket = Bucket(1000)
+    bucket.take(0, 0.0)
+    assert bucket.take(1000, 100.0) == pytest.approx(1 - BURST)
+
+
+def test_stream_ends_when_the_tls_peer_says_goodbye_and_stays_connected(tmp_path):
+    authority = Authority(tmp_path, "ours")
+    issued = authority.issue("node")
+    shown = credentials.load(
+        LaunchConfig(rdzv_tls_cert=issued.cert, rdzv_tls_key=issued.key, rdzv_tls_ca=authority.cert)
+    )
+    ours, theirs = socket.socketpair()
+    stream = SnapshotStream(ours, TlsPipe(shown.server_tls, server=True))
+    with theirs, contextlib.closing(stream), ThreadPoolExecutor(1) as pool:
+        received = pool.submit(stream.receive, 4)
+        theirs.settimeout(30)
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = shown.client_tls.wrap_bio(incoming, outgoing)
+        while True:
+            try:
+                client.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                theirs.sendall(outgoing.read())
+                incoming.write(theirs.recv(65536))
+        client.write(b"last words")
+        with contextlib.suppress(ssl.SSLWantReadError):
+            client.unwrap()
+        theirs.sendall(outgoing.read())
+        assert received.result(30) == b"last"
+        assert stream.receive(6) == b" words"
+        with pytest.raises(EOFError):
+            stream.receive(1)

@@ -3,17 +3,21 @@
 import asyncio
 import contextlib
 import dataclasses
+import doctest
 import os
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.agent.support import in_loop, place
 from torchelastic.rendezvous.world import Base, World
 from torchelastic.snapshot import layout, messages
 from torchelastic.snapshot.layout import SHARED, Memory, own
+from torchelastic.snapshot.node import snapshot_service
 from torchelastic.snapshot.node import snapshot_service as module
-from torchelastic.snapshot.node.snapshot_service import Snapshots, chosen_holders
+from torchelastic.snapshot.node.snapshot_service import Snapshots, chosen_holders, holders
 from torchelastic.system import memory_limit
 from torchelastic.system.memory_limit import Limit
 from torchelastic.transport.addresses import bind_endpoint
@@ -48,7 +52,7 @@ def part(whole, *names):
         (part(world("a", "b", "c", "d"), "b"), 1, ["a"]),  # alone in its part
     ],
 )
-def test_who_holds_the_pieces_of_b(seen, replicas, chosen):
+def test_service_places_pieces_on_the_next_nodes(seen, replicas, chosen):
     assert chosen_holders(seen, "b", replicas) == [(name, f"{name}:1") for name in chosen]
 
 
@@ -142,7 +146,7 @@ def in_one_world(*agents, generation=3):
 
 
 @in_loop
-async def test_what_a_worker_asks_for_is_answered():
+async def test_service_answers_requests_of_workers():
     async with agents("a") as (a,):
         for nonsense in ({"type": "snapshot.open"}, {"type": "snapshot.juggle"}):
             a.snapshots.heard(nonsense, None)
@@ -198,7 +202,7 @@ async def test_a_node_that_comes_back_offers_nothing_void():
 
 
 @in_loop
-async def test_what_workers_have_gone_on_from_is_reported_once():
+async def test_service_reports_the_base_once():
     async with agents("a") as (a,):
         for _ in range(2):
             a.tell(messages.Settled((2, 10), 3))
@@ -259,7 +263,7 @@ async def test_a_holder_of_something_void_is_brought_the_base(monkeypatch):
 
 
 @in_loop
-async def test_what_becomes_void_on_its_way_is_followed_by_the_base():
+async def test_service_sends_the_base_after_a_version_that_became_void():
     """The node has it before we know: until then the generation may have another base."""
     async with agents("a") as (a,):
         await a.write(own(0), (0, 10))
@@ -346,7 +350,7 @@ async def test_a_newcomer_has_the_shared_state_before_its_workers_ask():
 
 @pytest.mark.parametrize("generation", [0, 4])
 @in_loop
-async def test_who_was_there_from_the_beginning_fetches_nothing_unasked(generation):
+async def test_service_of_a_first_node_fetches_nothing_unasked(generation):
     """It has written the state itself, or there is none."""
     async with agents("a", "b") as (a, b):
         seen = world("a", "b", a=a.peer, b=b.peer)
@@ -372,7 +376,7 @@ async def test_a_newcomer_that_cannot_have_it_ahead_still_answers_its_workers(mo
 
 
 @in_loop
-async def test_who_holds_the_last_copy_of_a_lost_node_brings_it_to_others():
+async def test_service_with_the_last_copy_replicates_it():
     async with agents("a", "b", "c") as (a, b, c):
         in_one_world(a, b, c, generation=0)
         await a.write(own(0), (0, 1))
@@ -391,3 +395,51 @@ async def test_copies_of_nodes_that_are_only_not_known_stay_copies():
         whole = world("a", "b", "c", a=a.peer, b=b.peer, c=c.peer)
         b.snapshots.turn_to(part(whole, "b", "c"))
         assert not [task for task in b.snapshots._tasks if "adopt" in repr(task.get_coro())]
+
+
+# --- placement ------------------------------------------------------------------------------------
+
+
+WORLDS = st.lists(st.integers(0, 99).map("n{}".format), min_size=1, max_size=16, unique=True)
+
+
+def all_pairs(nodes, replicas):
+    return {(node, holder) for node in nodes for holder in holders(nodes, node, replicas)}
+
+
+def test_doctests_hold():
+    assert doctest.testmod(snapshot_service).failed == 0
+
+
+def test_placement_of_a_node_outside_the_world_is_empty():
+    assert holders(["a", "b"], "c", 1) == ()
+    assert holders(["a", "b"], "a", 0) == ()
+
+
+@given(WORLDS, st.integers(0, 5))
+def test_each_has_so_many_others_and_holds_for_as_many(nodes, replicas):
+    wanted = min(replicas, len(nodes) - 1)
+    pairs = all_pairs(nodes, replicas)
+    for node in nodes:
+        mine = holders(nodes, node, replicas)
+        assert len(set(mine)) == len(mine) == wanted
+        assert node not in mine
+        assert sum(holder == node for _, holder in pairs) == wanted
+
+
+@given(WORLDS, st.integers(1, 3), st.data())
+def test_the_loss_of_a_node_moves_only_what_it_held(nodes, replicas, data):
+    lost = data.draw(st.sampled_from(nodes))
+    left = [node for node in nodes if node != lost]
+    before, after = all_pairs(nodes, replicas), all_pairs(left, replicas)
+    new = after - before
+    held_by_lost = {node for node, holder in before if holder == lost}
+    assert {node for node, _ in new} <= held_by_lost
+    assert len(new) <= len(held_by_lost)
+
+
+@given(WORLDS, st.integers(1, 3))
+def test_a_newcomer_moves_only_what_comes_to_it_and_what_it_brings(nodes, replicas):
+    new = all_pairs([*nodes, "newcomer"], replicas) - all_pairs(nodes, replicas)
+    assert all("newcomer" in pair for pair in new)
+    assert len(new) <= 2 * replicas

@@ -1,5 +1,6 @@
 """The time a training thread waits for others is counted, in a world and in a script."""
 
+import os
 import socket
 import threading
 from datetime import timedelta
@@ -22,8 +23,10 @@ from torchelastic.training.group.abortable_waits import (
     Waits,
 )
 from torchelastic.training.group.group import Group
-from torchelastic.worker import backward_waits
+from torchelastic.worker import backward_waits, status_page
 from torchelastic.worker.backward_waits import BackwardWaits
+from torchelastic.worker.collective_log import LoggedCollective as Shown
+from torchelastic.worker.collective_log import read
 from torchelastic.worker_counters import stalls
 
 
@@ -77,7 +80,7 @@ def test_another_thread_is_not(waited):
     assert waited() == 0.0
 
 
-def test_what_is_done_already_is_not_waited_for(waited):
+def test_wait_for_a_finished_operation_returns_at_once(waited):
     operation = AbortableOperation(Waits(), 1)
     operation.finish(None, None)
     operation.wait()
@@ -111,7 +114,7 @@ def broken():
     """A connection breaks within the limit."""
 
 
-def test_what_ends_soon_is_waited_for_in_gloo(waited):
+def test_wait_for_a_short_operation_happens_in_gloo(waited):
     waits, inner = Waits(), Inner(done)
     waits.at_once(1, inner, None, soon=True)
     assert inner.limits == [waits_module.SOON]
@@ -119,7 +122,7 @@ def test_what_ends_soon_is_waited_for_in_gloo(waited):
     assert waited() == 1.0
 
 
-def test_what_breaks_soon_is_the_loss_of_a_peer():
+def test_wait_for_an_operation_that_breaks_reports_a_lost_peer():
     with pytest.raises(PeerLostError, match="connection closed"):
         Waits().at_once(1, Inner(broken), None, soon=True)
 
@@ -145,7 +148,7 @@ def backward(model):
     return lambda: model(torch.ones(1, 3)).sum().backward()
 
 
-def test_it_is_waited_from_the_last_gradient_to_the_step_of_the_optimizer(
+def test_backward_wait_counts_from_the_last_gradient_to_the_optimizer_step(
     hands, waited, model, backward
 ):
     waits = BackwardWaits([model.parameters()])
@@ -342,3 +345,73 @@ def test_a_store_that_does_not_answer_is_named(monkeypatch):
     with pytest.raises(PeerLostError, match=r"no answer from \[fd77::2\]:4711"):
         group_module._Connecting().connect("fd77::2", 4711, timedelta(seconds=9))
     never.set()
+
+
+# --- collectives shown to the agent ---------------------------------------------------------------
+
+
+@pytest.fixture
+def memory():
+    descriptor = status_page.create()
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.fixture
+def shown_world(memory, monkeypatch):
+    """The group of a shown_world of one, which shows its collectives."""
+    monkeypatch.setattr(abortable_waits, "IDLE", 0.05)
+    shown = status_page.StatusPage(memory)
+    group = Group(
+        store=dist.HashStore(), rank=0, size=1, generation=3, timeout=timedelta(seconds=20)
+    )
+    group.waits.shown = shown.collectives
+    shown.collectives.enter(3)
+    group.connect()
+    yield group
+    group.leave()
+    shown.close()
+
+
+def test_collectives_are_numbered_in_each_group(memory, shown_world):
+    other = dist.new_group([0])
+    dist.all_reduce(torch.zeros(1))
+    dist.broadcast(torch.zeros(1), src=0, group=other)
+    dist.barrier()
+    seen = read(memory)
+    assert seen.generation == 3
+    names = {one.group: (one.name, one.number) for one in seen.launched}
+    assert names["0"][0] == "barrier"
+    assert names["1"] == ("broadcast", 1)
+    before = names["0"][1]
+    dist.all_gather([torch.zeros(1)], torch.zeros(1))
+    assert read(memory).launched[0] == Shown("all_gather", before + 1, "0")
+    assert seen.waits is None
+
+
+def test_collective_is_shown_while_the_training_thread_waits(memory, shown_world):
+    dist.all_reduce(torch.zeros(1))
+    (last,) = read(memory).launched
+    operation = AbortableOperation(shown_world.waits, 99)
+    operation.mark = (0, last.number, b"all_reduce")
+    seen = []
+
+    def finish():
+        poll_for(lambda: "_gate" in vars(operation), what="somebody waits")
+        seen.append(poll_for(lambda: read(memory).waits, what="it shows that"))
+        operation.finish(None, None)
+
+    finisher = threading.Thread(target=finish)
+    finisher.start()
+    operation.wait()
+    finisher.join()
+    assert seen == [last]
+    assert read(memory).waits is None
+
+
+def test_point_to_point_operations_are_not_counted(memory, shown_world):
+    dist.all_reduce(torch.zeros(1))
+    launched = read(memory).launched
+    group = dist.group.WORLD
+    assert group._show(5, b"send") == (-1, 0, b"send")
+    assert read(memory).launched == launched

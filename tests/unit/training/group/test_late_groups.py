@@ -9,20 +9,22 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests import late_backend
 from tests.late_backend import GARBAGE, LateGroup, device
 from tests.support import poll_for
 from tests.unit.training.fake_agent import Coordinator
 from tests.unit.training.loop_support import Counting, Steps, begin, finish
-from torchelastic import TorchState, torch_backends
+from torchelastic import TorchState, torch_backends, torch_private
 from torchelastic.compat import collectives
-from torchelastic.errors import StopException
+from torchelastic.errors import ConfigError, StopException
 from torchelastic.tensors import agreement
 from torchelastic.training import session
-from torchelastic.training.group import abortable_waits, native_groups
+from torchelastic.training.group import abortable_waits, gloo, native_groups
 from torchelastic.training.group import group as groups
 from torchelastic.training.group.group import GenerationOver, Group, PeerLostError
+from torchelastic.training.group.replica import Replica
 from torchelastic.worker import status_page as status_pages
 from torchelastic.worker.collective_log import LoggedCollective as Shown
 from torchelastic.worker.collective_log import read
@@ -95,7 +97,7 @@ def abort_once_busy(group):
         ("of somebody else", "cpu"),
     ],
 )
-def test_where_the_tensors_of_a_back_end_live(backend, place):
+def test_backend_determines_the_device_of_tensors(backend, place):
     assert torch_backends.device_of(backend) == place
 
 
@@ -145,7 +147,7 @@ def test_an_abort_ends_the_wait_for_the_first_connection(alone):
     assert alone.leave()
 
 
-def test_what_the_watchdog_found_is_a_lost_peer(alone):
+def test_watchdog_error_becomes_a_lost_peer(alone):
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
     dist.all_reduce(torch.ones(1))
     alone.check_collectives()
@@ -325,3 +327,105 @@ def test_a_collective_after_the_write_is_noticed_when_the_step_ends(run, caplog)
     run(script, step, state, coordinator=LateCoordinator)
     assert state._undo.writes.known is True
     assert "A collective runs after optimizer.step" in caplog.text
+
+
+# --- the groups of a replica ----------------------------------------------------------------------
+
+
+SOON_ENOUGH = timedelta(seconds=20)
+
+
+@pytest.fixture
+def make():
+    def made(size=1, backend=""):
+        return Replica(size, 0, SOON_ENOUGH, backend)
+
+    yield made
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gloo.uninstall()
+    torch_private.count_groups_anew()
+
+
+def enter(replica, generation):
+    group = Group(
+        store=dist.HashStore(),
+        rank=0,
+        size=1,
+        generation=generation,
+        timeout=SOON_ENOUGH,
+        replica=replica,
+    )
+    group.connect()
+    return group
+
+
+def test_nothing_can_be_sent_before_there_is_a_world(make):
+    make(2)
+    init_device_mesh("cpu", (2,))
+    with pytest.raises(ConfigError, match="no connection for all_reduce before"):
+        dist.all_reduce(torch.ones(1))
+
+
+def test_one_group_object_serves_all_worlds(make):
+    replica = make()
+    default, beside = dist.group.WORLD, dist.new_group([0])
+    for generation in range(2):
+        world = enter(replica, generation)
+        inside = dist.new_group([0])
+        assert type(inside._gloo) is gloo._Later, "a replacement makes it in its first step"
+        for group in (default, beside, inside):
+            dist.all_reduce(torch.ones(1), group=group)
+        assert world.leave()
+        with pytest.raises(GenerationOver):
+            dist.all_reduce(torch.ones(1), group=beside)
+    assert dist.group.WORLD is default
+
+
+def test_a_second_default_group_is_refused(make):
+    make()
+    with pytest.raises(ConfigError, match="leave init_process_group out"):
+        make()
+
+
+class Native:
+    """What NCCL would be: it takes tensors that are not the host's."""
+
+    def __init__(self, *made):
+        self.made, self.calls, self.aborted = made, [], 0
+        self._device_types = [torch.device("cpu")]
+
+    def allreduce(self, tensors, options):
+        self.calls.append(tensors[0].device.type)
+
+    def abort(self):
+        self.aborted += 1
+
+    def name(self):
+        return "native"
+
+    def _get_sequence_number_for_group(self):
+        return len(self.calls)
+
+    def _get_backend(self, device):
+        return self
+
+
+def test_tensors_of_a_device_go_to_its_own_backend(make, monkeypatch):
+    monkeypatch.setattr(torch_private, "native_group", Native)
+    replica = make(backend="nccl")
+    worlds = []
+    for generation in range(2):
+        world = enter(replica, generation)
+        group = dist.group.WORLD
+        group.allreduce([torch.ones(1)], dist.AllreduceOptions()).wait()
+        for _ in range(2):
+            group.allreduce([torch.ones(1, device="meta")], dist.AllreduceOptions())
+        world.check_collectives(again=False)
+        worlds.append(world)
+        (native,) = world._natives
+        assert (native.made[0], native.calls) == ("nccl", ["meta", "meta"])
+        world.abort("a test says so")
+        assert native.aborted == 1
+        world.leave()
+        assert world._natives == []

@@ -31,7 +31,7 @@ def test_a_card_tells_where_a_rank_listens(family, host):
 
 
 @pytest.mark.parametrize("text", [b"", b"short", bytes(200), b"\xff" * 200])
-def test_what_is_no_card_is_refused(text):
+def test_invalid_gloo_card_is_refused(text):
     with pytest.raises(ValueError, match="not a gloo address"):
         listening_address(text)
 

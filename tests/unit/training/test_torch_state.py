@@ -47,7 +47,7 @@ def test_values_may_be_assigned_and_objects_may_not():
         state.best = object()
 
 
-def test_what_cannot_be_a_part_is_refused_by_name():
+def test_invalid_part_is_refused_by_name():
     unsendable = Sampler()
     unsendable.position = object()
     for given, named in (
@@ -79,7 +79,7 @@ def test_what_cannot_be_a_part_is_refused_by_name():
         ([(-2, -1), (-1, 5), (-1, 0)], (1,)),
     ],
 )
-def test_who_has_what_all_are_brought_to(versions, holders):
+def test_holders_are_the_ranks_with_the_base(versions, holders):
     assert holders_of(versions, max(versions)) == holders
 
 
@@ -193,7 +193,7 @@ def test_a_newcomer_is_given_everything_and_goes_on_to_the_same_bits(name, wire)
     assert results[0] == results[1]
 
 
-def test_nobody_lacks_anything_and_nothing_is_sent(wire):
+def test_sync_of_equal_ranks_sends_nothing(wire):
     state, _ = built("momentum", ddp=False)
     enter(state, 0, [(0, 4), (0, 4)], generation=3)
     assert wire.sent is None

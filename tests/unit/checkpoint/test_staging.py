@@ -70,7 +70,7 @@ def test_small_ones_find_their_slots_again(memory):
         assert all(one.eq(value).all() for one in found.values())
 
 
-def test_what_is_lasting_is_copied_later_and_nothing_else(memory):
+def test_staging_copies_only_lasting_tensors_later(memory):
     tensors = {name: torch.ones(LARGE) for name in ("parameter", "buffer")}
     tensors["number"] = torch.ones(1)
     lasting = {tensors["parameter"].data_ptr(): tensors["parameter"]}

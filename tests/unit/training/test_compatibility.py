@@ -67,7 +67,7 @@ def test_a_torch_state_tells_what_must_be_the_same():
     assert usual not in [form_number(other._form()) for other in others]
 
 
-def test_what_training_changes_does_not_change_the_form():
+def test_form_stays_the_same_during_training():
     made = state(best=1)
     before = made._form()
     made.model(torch.ones(3)).sum().backward()
@@ -108,7 +108,7 @@ def verdict(store, rank, *forms, **more):
     return None
 
 
-def test_nobody_is_stopped_where_all_are_alike():
+def test_check_of_equal_forms_stops_no_worker():
     store = HashStore()
     assert [verdict(store, rank, LINEAR, LINEAR, LINEAR) for rank in range(3)] == [None] * 3
     assert store.num_keys() == 0
@@ -116,7 +116,7 @@ def test_nobody_is_stopped_where_all_are_alike():
 
 
 @pytest.mark.parametrize("holder", [0, 1, 2])
-def test_who_is_unlike_the_freshest_fails_and_the_others_wait_for_the_next_world(holder):
+def test_check_fails_the_worker_that_differs_from_the_freshest(holder):
     store, odd = HashStore(), (holder + 1) % 3
     forms = [WIDE if rank == odd else LINEAR for rank in range(3)]
     found = {}
@@ -127,14 +127,14 @@ def test_who_is_unlike_the_freshest_fails_and_the_others_wait_for_the_next_world
     assert [str(error) for error in found.values()] == [said, said]
 
 
-def test_it_is_the_few_who_have_trained_that_count():
+def test_check_compares_with_trained_workers_even_if_they_are_few():
     """Three newcomers with another model do not outvote the one who has the training."""
     store = HashStore()
     found = [verdict(store, rank, LINEAR, WIDE, WIDE, WIDE) for rank in range(4)]
     assert [type(error) for error in found] == [GenerationOver, *[UnfitError] * 3]
 
 
-def test_it_says_which_parameter_is_different():
+def test_check_names_the_different_parameter():
     store = HashStore()
     verdict(store, 0, LINEAR, WIDE)
     assert str(verdict(store, 1, LINEAR, WIDE)) == (
@@ -144,7 +144,7 @@ def test_it_says_which_parameter_is_different():
     )
 
 
-def test_it_fails_too_where_nobody_is_left_to_say_how_the_others_are(monkeypatch):
+def test_check_without_the_form_of_others_fails_all_the_same(monkeypatch):
     monkeypatch.setattr(compatibility, "FORM_TIMEOUT", timedelta(milliseconds=1))
     error = verdict(HashStore(), 1, LINEAR, WIDE)
     assert isinstance(error, UnfitError)
