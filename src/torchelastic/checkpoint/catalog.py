@@ -357,11 +357,11 @@ def removable(
     """
     if keep_last is None:
         return []
-    return [one for one in newest_first[max(keep_last, 1) :] if not _is_marked(one, keep_every)]
-
-
-def _is_marked(one: CheckpointRecord, keep_every: int | None) -> bool:
-    return keep_every is not None and one.step is not None and one.step % keep_every == 0
+    return [
+        one
+        for one in newest_first[max(keep_last, 1) :]
+        if keep_every is None or one.step is None or one.step % keep_every
+    ]
 
 
 # --- the claim of a world to write checkpoints: takes the fence in the background -----------------

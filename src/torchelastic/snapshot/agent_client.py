@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from torchelastic.errors import ChannelLost, SnapshotError
 from torchelastic.snapshot.layout import Memory, Version
@@ -48,34 +48,6 @@ LEAST_ALLOCATION_RATE = 50e6
 
 class Unanswered(SnapshotError):
     """The agent has not answered yet; it may be busy."""
-
-
-class SnapshotHolder(Protocol):
-    """The agent as the holder of snapshots."""
-
-    def inventory(self) -> NodeInventory: ...
-
-    def request_memory(self, piece: str, size: int, skeleton: int) -> Memory: ...
-
-    def open(self, piece: str, version: Version, peer: str) -> Memory: ...
-
-    def drop(self, piece: str, version: Version) -> None: ...
-
-    def tell(self, message: Sealed | Settled | Outdated) -> None: ...
-
-
-class SnapshotAgent(SnapshotHolder, Protocol):
-    """The agent as a keeper of snapshots uses it."""
-
-    def progress(self, version: Version, rank: int) -> None: ...
-
-    def begins(self, begins: orders.Begins) -> None: ...
-
-    def listen(
-        self, on_leave: Callable[[orders.Leave], None], *, together: bool = False
-    ) -> None: ...
-
-    def saved(self) -> None: ...
 
 
 class SnapshotRequests(ABC):

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torchelastic import checkpoint, env, faults
 from torchelastic.checkpoint.manager import Saved
 from torchelastic.checkpoint.saving import store_for_shards
-from torchelastic.snapshot.agent_client import SnapshotAgent
+from torchelastic.snapshot.agent_client import AgentClient
 from torchelastic.snapshot.layout import Version
 from torchelastic.snapshot.leave import LeaveAlone, LeaveTogether, MakeContent
 from torchelastic.snapshot.messages import Settled
@@ -53,7 +53,7 @@ class Keeper:
         tree: Tree,
         buffers: Buffers,
         optimizers: Sequence[Optimizer],
-        agent: SnapshotAgent | None,
+        agent: AgentClient | None,
         *,
         shards: Shards,
         stored: MakeContent,

@@ -43,7 +43,7 @@ import torch
 from torchelastic import checkpoint
 from torchelastic.checkpoint.saving import store_for_shards
 from torchelastic.errors import EXIT_SIGNAL_BASE, SnapshotError
-from torchelastic.snapshot.agent_client import SnapshotAgent
+from torchelastic.snapshot.agent_client import AgentClient
 from torchelastic.snapshot.layout import (
     SHARED,
     Memory,
@@ -94,7 +94,7 @@ class LeaveAlone:
 
     def __init__(
         self,
-        agent: SnapshotAgent,
+        agent: AgentClient,
         tree: Tree,
         stored: MakeContent,
         generation: int,
@@ -252,7 +252,7 @@ STOP_OF_ALL_NODES = 1.0
 class LeaveTogether:
     """The leave of one worker of a sharded state, in one generation."""
 
-    def __init__(self, agent: SnapshotAgent | None, rank: int) -> None:
+    def __init__(self, agent: AgentClient | None, rank: int) -> None:
         self._agent, self._rank = agent, rank
         self._order: Leave | None = None
         self._ordered, self._released = threading.Event(), threading.Event()

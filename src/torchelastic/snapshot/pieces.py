@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchelastic.errors import SnapshotError
-from torchelastic.snapshot.agent_client import FETCH_TIMEOUT, SnapshotHolder
+from torchelastic.snapshot.agent_client import FETCH_TIMEOUT, SnapshotRequests
 from torchelastic.snapshot.layout import SHARED, Memory, SealedVersion, Version, own, shard
 from torchelastic.snapshot.search import Nodes, Outcome, SearchReport, lost_shards, source, tellers
 from torchelastic.snapshot.shards import (
@@ -69,7 +69,7 @@ class Searcher:
 
     def __init__(
         self,
-        agent: SnapshotHolder | None,
+        agent: SnapshotRequests | None,
         tree: Tree,
         rank: int,
         here: str,

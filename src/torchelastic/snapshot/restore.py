@@ -23,7 +23,7 @@ from typing import Any
 from torchelastic import checkpoint, env
 from torchelastic.checkpoint.manager import Saved
 from torchelastic.errors import CheckpointError, SnapshotError
-from torchelastic.snapshot.agent_client import SnapshotAgent
+from torchelastic.snapshot.agent_client import AgentClient
 from torchelastic.snapshot.layout import Version
 from torchelastic.snapshot.messages import NodeInventory
 from torchelastic.snapshot.own_checkpoints import Loaded, different_starts, unsaid_start
@@ -63,7 +63,7 @@ class Kept:
     tree: Tree
     buffers: Buffers
     shards: Shards
-    agent: SnapshotAgent | None
+    agent: AgentClient | None
     rank: int
     size: int
 

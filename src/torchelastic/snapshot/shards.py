@@ -29,8 +29,6 @@ from torchelastic.tensors.shard_layout import Box, Index, Region, Take, TensorSh
 from torchelastic.tensors.tensor_bytes import SMALL, Flat, Layout
 from torchelastic.tensors.tensor_tree import Spec
 
-#: Errors of reading JSON of a different form.
-_INVALID = (LookupError, ValueError, TypeError, AttributeError, RuntimeError)
 #: DTensors by name. (The type is not named here: importing it takes a second.)
 Sharded = Mapping[str, Any]
 

@@ -25,7 +25,7 @@ import torch
 
 from torchelastic import faults
 from torchelastic.errors import SnapshotError
-from torchelastic.snapshot.agent_client import SnapshotHolder, Unanswered
+from torchelastic.snapshot.agent_client import SnapshotRequests, Unanswered
 from torchelastic.snapshot.layout import (
     SHARED,
     Memory,
@@ -134,7 +134,7 @@ class Writer:
 
     def __init__(
         self,
-        agent: SnapshotHolder,
+        agent: SnapshotRequests,
         place: WriterPlace,
         before_seal: Callable[[float], bool] | None = None,
         *,
@@ -365,7 +365,7 @@ class _PieceMemory:
     def __init__(
         self,
         piece: str,
-        agent: SnapshotHolder,
+        agent: SnapshotRequests,
         place: WriterPlace,
         pool: ThreadPoolExecutor,
         timeout: float,

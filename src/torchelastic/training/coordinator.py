@@ -26,9 +26,8 @@ log = logging.getLogger(__name__)
 #: Whether this process has already trained under its agent, which allows one training.
 _enlisted = False
 
-#: Timeouts of collectives, in milliseconds.
+#: The timeout of collectives, in milliseconds.
 PROCESS_GROUP_TIMEOUT = 30 * 60 * 1000
-COORDINATOR_TIMEOUT = 600_000
 
 #: A worker whose progress rate is below this share of the best is a straggler.
 STRAGGLER_THRESHOLD = 0.8

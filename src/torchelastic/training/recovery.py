@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from torchelastic.snapshot.layout import Version, shard
@@ -94,11 +93,11 @@ class StateRecovery:
 
     def _gather(self, said: Any) -> list[Any]:
         joint: Any = self._here.group.joint
-        return agreement.gather(said, self._here.size, partial(_all_gather, joint))
 
+        def all_gather(everybodys: Any, mine: Any) -> None:
+            joint.allgather([everybodys], [mine]).wait()
 
-def _all_gather(joint: Any, everybodys: Any, mine: Any) -> None:
-    joint.allgather([everybodys], [mine]).wait()
+        return agreement.gather(said, self._here.size, all_gather)
 
 
 def loss(here: Session) -> str:

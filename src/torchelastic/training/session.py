@@ -12,7 +12,7 @@ from torchelastic.data import own_rank
 from torchelastic.training.state import Version, base_of
 
 if TYPE_CHECKING:
-    from torchelastic.snapshot.agent_client import SnapshotHolder
+    from torchelastic.snapshot.agent_client import SnapshotRequests
     from torchelastic.torch_private import Store
     from torchelastic.training.group.group import Group
     from torchelastic.training.group.replica import Replica
@@ -50,7 +50,7 @@ class Session:
     #: Whether steps of this world copy before they write (`undo.writes`); None if no worker knows.
     copying: bool | None = None
     #: In a sharded training: the agent, which holds snapshots.
-    agent: SnapshotHolder | None = None
+    agent: SnapshotRequests | None = None
     #: Returns the size of the world that follows this one; 0 if none was announced.
     next_size: Callable[[], int] = lambda: 0
     #: Called after each step, before it is committed; set by the state in `sync`.

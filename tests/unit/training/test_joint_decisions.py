@@ -96,9 +96,9 @@ CALLERS = {
     "training/group/gloo.py": {"allreduce": SENDS},
     "training/group/group.py": {"tell_all": SENDS},
     "training/recovery.py": {
-        "_all_gather": SENDS,
         "_candidates": FACTS,
         "_gather": FACTS,
+        "all_gather": SENDS,
         "run": FACTS,
     },
     "training/session.py": {"exchange": ENTRY},

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchelastic.snapshot.agent_client import SnapshotHolder
+from torchelastic.snapshot.agent_client import SnapshotRequests
 from torchelastic.snapshot.layout import Version
 from torchelastic.snapshot.messages import Outdated
 from torchelastic.snapshot.state_tree import Lasting, Stored, Tree
@@ -86,7 +86,7 @@ class PartSnapshots:
         #: Returns whether the world that follows has several replicas.
         self._is_growing: Callable[[], bool] = lambda: False
         #: The agent that may free its memory after the next step.
-        self._freed_by: SnapshotHolder | None = None
+        self._freed_by: SnapshotRequests | None = None
         #: Whether all workers keep the step that is under way.
         self._is_wanted = False
 
