@@ -141,7 +141,7 @@ def test_control_dumps_the_stacks_of_all_threads(agent, control):
     assert hear(agent) == Pong(waiting=False)  # one by one: it is written
     text = os.pread(descriptor, 1 << 16, 0).decode()
     os.close(descriptor)
-    assert "test_it_writes_the_stacks" in text
+    assert "test_control_dumps_the_stacks" in text
     assert "_hear" in text
 
 
