@@ -33,6 +33,7 @@ def no_thread(monkeypatch):
 
 
 def test_groups_are_dropped_when_there_is_a_thread_again(no_thread):
+    poll_for(lambda: parked.parked() == 0, what="the end of earlier tests' groups")
     parked.park([object()], Waits(), silent=[], rank=0, aborted=True)
     assert parked.parked() == 1
     no_thread()
