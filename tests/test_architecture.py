@@ -80,7 +80,7 @@ PURE = {
         "compat/torchrun/": "launcher_node_state",
         "dashboard/": "access",
         "data/": "shares verdict",
-        "doctor/": "finding network_rules variables",
+        "doctor/": "finding",
         "events/": "merge record words",
         "events/analysis/": (
             "goodput hangs node_time ranks recoveries series step_time stragglers trace_export view"

@@ -1,6 +1,7 @@
 """Every environment variable that torchelastic reads or writes, and the only code that reads them.
 
-`docs/reference/environment.md` is generated from `VARIABLES`.
+Those that set a flag's default are declared with the flag (`config.flag`), all others here;
+`docs/reference/environment.md` is generated from both.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ class Variable:
     """One variable: its side and its meaning."""
 
     name: str
-    #: `worker`: given to workers. `agent`: read by the agent. `flag`: a flag's default.
+    #: `worker`: given to workers. `agent`: read by the agent.
     side: str
     meaning: str
 
@@ -108,12 +109,6 @@ VARIABLES: tuple[Variable, ...] = (
         "with TORCHELASTIC_ENABLE_FILE_TIMER, the pipe for torch's FileTimerClient",
     ),
     Variable("PYTHON_EXEC", "agent", "the Python that runs scripts"),
-    Variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "agent", "default of --shutdown-timeout"),
-    Variable(
-        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
-        "agent",
-        "default of --log-line-prefix-template",
-    ),
     Variable(
         "TORCHELASTIC_SECRET",
         "agent",

@@ -24,9 +24,9 @@ from tests.etcd import Etcd, any_etcd
 from tests.ports import free_port
 from tests.process.jobs import Job, Node, job
 from tests.support import poll_for
-from torchelastic.cli.options.command_table import DISTRIBUTED_RUN
-from torchelastic.cli.options.launch_config import launch_config
-from torchelastic.cli.options.parser import parse
+from torchelastic.cli.command_table import DISTRIBUTED_RUN
+from torchelastic.cli.parser import parse
+from torchelastic.cli.planned_job import launch_config
 
 #: Several nodes import torch at the same time, on however few cores.
 pytestmark = pytest.mark.timeout(300)

@@ -16,12 +16,14 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from torchelastic.config import LaunchConfig
+
 MACHINES = "abcde"
 NEWCOMERS = "fg"
 #: Seconds of the first fault and of the last, and when everything is healed.
 FIRST_AT, LAST_AT, HEALED_AT = 4.0, 36.0, 40.0
 #: Seconds of a simulated job, and of a lease in it.
-END, LEASE = 60.0, 3.0
+END, LEASE = 60.0, LaunchConfig.lease
 #: Seconds for one round without obstacles: an election, the settle time, starts of workers, and a
 #: step.
 ROUND = 7.0

@@ -147,7 +147,7 @@ def test_words_are_read(parser):
     assert {text: parser(text) for text in READ[parser]} == READ[parser]
 
 
-def test_what_was_read_is_written_alike():
+def test_parsed_value_prints_as_it_was_written():
     assert [str(grow) for grow in READ[Grow.parse].values()] == list(READ[Grow.parse])
     for endpoints in READ[parse_endpoints].values():
         spelled = ",".join(format_endpoint(*endpoint) for endpoint in endpoints)

@@ -8,8 +8,8 @@ import pytest
 
 import torchelastic
 from torchelastic.cli import reference
-from torchelastic.cli.options.command_table import BY_NAME
-from torchelastic.cli.options.parser import parse
+from torchelastic.cli.command_table import BY_NAME
+from torchelastic.cli.parser import parse
 from torchelastic.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

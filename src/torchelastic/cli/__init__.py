@@ -1,9 +1,12 @@
 """Command line: turn argv into a job, or into a query about one.
 
-options/   the flags of every command; parser (argv and PET_* -> values) -> launch_config
-           (LaunchConfig, Entry) -> checks
-commands/  one module per command, imported only to run it, so that `--help` is fast; none imports
-           torch
+command_table  every command with its flags; flags: those of a launch, most of them settings of
+               `config.LaunchConfig`
+parser         argv and PET_* variables to values -> planned_job (LaunchConfig, Entry) -> checks
+help           the text of `--help`; completion: shell completion; reference: pages of the docs
+commands/      the code of the commands, imported only to run it, so that `--help` is fast; none
+               imports torch
+python_launch  a launch from Python, with the functions of torch's launcher
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchelastic.cli.options.command import Command
+    from torchelastic.cli.command_table import Command
 
-#: Name and summary of every command; `options.command_table` has their flags.
+#: Name and summary of every command; `command_table` has their flags.
 COMMANDS = {
     "run": "run a script in every worker of an elastic job",
     "status": "show the jobs of this machine",
@@ -65,10 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_program(name: str, argv: Sequence[str] | None) -> int:
     """Run a module entry point with the flags of `run`; `name` is in `command_table`."""
     try:
-        from torchelastic.cli.options import command_table
+        from torchelastic.cli import command_table
 
         command: Command = getattr(command_table, name)
-        return _perform(command, "run", "main", sys.argv[1:] if argv is None else argv)
+        return _perform(command, sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
         return interrupted()
 
@@ -94,26 +97,26 @@ def _main(words: list[str]) -> int:
     for length in (2, 1):
         name = " ".join(words[:length])
         if name in COMMANDS:
-            from torchelastic.cli.options.command_table import BY_NAME
+            from torchelastic.cli.command_table import BY_NAME
 
-            module, _, function = name.partition(" ")
-            return _perform(BY_NAME[name], module, function or "main", words[length:])
+            return _perform(BY_NAME[name], words[length:])
     return _no_such_command(first, words[1:])
 
 
-def _perform(command: Command, module: str, function: str, argv: Sequence[str]) -> int:
-    """Parse the arguments and run a function of `commands`; print what is wrong with them."""
+def _perform(command: Command, argv: Sequence[str]) -> int:
+    """Parse the arguments and run the command; print what is wrong with them."""
     from torchelastic import env
-    from torchelastic.cli.options.parser import parse
+    from torchelastic.cli.parser import parse
     from torchelastic.errors import ConfigError
 
     try:
         parsed = parse(argv, command, env.snapshot())
         if parsed["help"]:
-            from torchelastic.cli.options.help import help_text, terminal_width
+            from torchelastic.cli.help import help_text, terminal_width
 
             print(help_text(command, terminal_width()), end="")
             return EXIT_OK
+        module, _, function = command.code.partition(".")
         perform = getattr(import_module(f"torchelastic.cli.commands.{module}"), function)
         return int(perform(parsed))
     except ConfigError as error:

@@ -18,19 +18,19 @@ from torchelastic import env
 from torchelastic.agent import node_loop
 from torchelastic.agent.lifecycle import in_process, script
 from torchelastic.cli import COMMANDS
-from torchelastic.cli.old_apis_page import old_apis_page
-from torchelastic.cli.options.command import Command
-from torchelastic.cli.options.command_table import (
+from torchelastic.cli.command_table import (
     BY_NAME,
     DISTRIBUTED_LAUNCH,
     DISTRIBUTED_RUN,
     LAUNCHERS,
     RUN,
+    Command,
 )
-from torchelastic.cli.options.flag import GROUPS, Flag
-from torchelastic.cli.options.flags import FLAGS
-from torchelastic.cli.options.help import default_words, spellings
-from torchelastic.config import LaunchConfig
+from torchelastic.cli.flags import FLAGS, fields_of
+from torchelastic.cli.help import default_words, spellings
+from torchelastic.cli.old_apis_page import old_apis_page
+from torchelastic.config import Grow, LaunchConfig, WorldSizes
+from torchelastic.config.flag import GROUPS, Flag
 from torchelastic.rendezvous import decide as rounds
 
 _GENERATED = "<!-- Written by `python -m torchelastic.cli.reference docs`; do not edit. -->\n"
@@ -216,30 +216,6 @@ each flag. Fields without a flag are set by torchelastic.
 _WITHOUT_HEAD = """\
 ## Flags without a field
 """
-#: Fields that flags of another name set.
-OTHER_FIELDS = {
-    "shape": ("min_nodes", "max_nodes", "nproc_per_node"),
-    "nnodes": ("min_nodes", "max_nodes"),
-    "rdzv_id": ("run_id",),
-    "rdzv_conf": ("rdzv_configs",),
-    "no_zygote": ("zygote",),
-    "no_log_copy": ("log_copy",),
-}
-_WITHOUT_FIELD = {
-    "hosts": "the command itself: it starts an agent on each host",
-    "hosts_from": "the command itself: it starts an agent on each host",
-    "standalone": "`max_nodes=1` and an empty `rdzv_endpoint`",
-    "master_addr": 'the host of `rdzv_endpoint`, with `rdzv_backend="static"`',
-    "master_port": 'the port of `rdzv_endpoint`, with `rdzv_backend="static"`',
-    "module": "the entry point, not the configuration",
-    "no_python": "the entry point, not the configuration",
-    "run_path": "the entry point, not the configuration",
-    "use_env": "the arguments of the script",
-    "no_use_env": "the arguments of the script",
-    "logs_specs": "nowhere: only `default` is supported",
-    "print_completion": "nowhere: prints a script and exits",
-}
-
 _SIDES = (
     ("worker", "Set for workers"),
     ("agent", "Read by the agent"),
@@ -283,7 +259,6 @@ def environment_page() -> str:
                 (f"`{name}`", f"default of `{flag.name}`")
                 for flag in FLAGS
                 for name in flag.variables
-                if name != flag.also_read
             ]
         parts += [f"## {title}\n", _table(("variable", "meaning"), rows)]
     return "\n".join(parts)
@@ -294,24 +269,14 @@ def configuration_page() -> str:
     comments = _field_comments()
     rows = []
     for field in dataclasses.fields(LaunchConfig):
-        flags = [flag for flag in FLAGS if field.name in _fields_of(flag)]
+        flags = [flag for flag in FLAGS if field.name in fields_of(flag)]
         meaning = comments.get(field.name) or (flags[-1].help if flags else "")
         names = ", ".join(f"`{flag.name}`" for flag in flags)
         rows.append((f"`{field.name}`", f"`{field.type}`", f"`{_default(field)}`", names, meaning))
-    without = [flag for flag in FLAGS if not _fields_of(flag) and not flag.ignored]
-    others = _table(
-        ("flag", "where its value goes"), ((f"`{f.name}`", _WITHOUT_FIELD[f.dest]) for f in without)
-    )
+    without = ((f"`{flag.name}`", flag.goes_to) for flag in FLAGS if flag.goes_to)
+    others = _table(("flag", "where its value goes"), without)
     fields = _table(("field", "type", "default", "flag", "meaning"), rows)
     return f"{_CONFIGURATION_HEAD}\n{fields}\n{_WITHOUT_HEAD}\n{others}"
-
-
-def _fields_of(flag: Flag) -> tuple[str, ...]:
-    """Return the fields of `LaunchConfig` that a flag sets."""
-    if flag.dest in OTHER_FIELDS:
-        return OTHER_FIELDS[flag.dest]
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    return (flag.dest,) if flag.dest in known else ()
 
 
 def _field_comments() -> dict[str, str]:
@@ -329,8 +294,10 @@ def _field_comments() -> dict[str, str]:
 
 def _default(field: dataclasses.Field[Any]) -> str:
     if field.default_factory is not dataclasses.MISSING:
-        return f"{getattr(field.default_factory, '__name__', '')}()"
+        return repr(field.default_factory())
     value = field.default
+    if isinstance(value, Grow | WorldSizes):
+        return f"{type(value).__name__}()"
     return f"{type(value).__name__}.{value.name}" if isinstance(value, enum.Enum) else repr(value)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torchelastic import env
 from torchelastic.cli import python_launch, run_program
-from torchelastic.cli.options.command_table import DISTRIBUTED_LAUNCH
+from torchelastic.cli.command_table import DISTRIBUTED_LAUNCH
 from torchelastic.compat.old_names import __getattr__  # noqa: F401
 from torchelastic.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
@@ -25,16 +25,12 @@ __all__ = ["determine_local_world_size", "launch", "main", "parse_args", "parse_
 
 def parse_args(args: Sequence[str] | None) -> Namespace:
     """Parse a command line; its errors end the program, as always with argparse."""
-    from torchelastic.cli.options.arguments import arguments_parser
-
-    return arguments_parser(DISTRIBUTED_LAUNCH, env.snapshot()).parse_args(args)
+    return python_launch.arguments_parser(DISTRIBUTED_LAUNCH, env.snapshot()).parse_args(args)
 
 
 def launch(args: Namespace) -> None:
     """Run the job of a namespace."""
-    from torchelastic.cli.options.arguments import parsed_from
-
-    python_launch.run(parsed_from(args, DISTRIBUTED_LAUNCH))
+    python_launch.run(python_launch.parsed_from(args, DISTRIBUTED_LAUNCH))
 
 
 def main(args: Sequence[str] | None = None) -> None:

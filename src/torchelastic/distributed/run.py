@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torchelastic import env
 from torchelastic.cli import python_launch, run_program
-from torchelastic.cli.options.command_table import DISTRIBUTED_RUN
+from torchelastic.cli.command_table import DISTRIBUTED_RUN
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,9 +32,7 @@ __all__ = [
 
 def get_args_parser() -> ArgumentParser:
     """Return a parser of all flags; PET_* variables set its defaults."""
-    from torchelastic.cli.options.arguments import arguments_parser
-
-    return arguments_parser(DISTRIBUTED_RUN, env.snapshot())
+    return python_launch.arguments_parser(DISTRIBUTED_RUN, env.snapshot())
 
 
 def parse_args(args: Sequence[str] | None) -> Namespace:
@@ -44,16 +42,12 @@ def parse_args(args: Sequence[str] | None) -> Namespace:
 
 def config_from_args(args: Namespace) -> tuple[LaunchConfig, str, list[str]]:
     """Return the config, the program and its arguments for `elastic_launch`."""
-    from torchelastic.cli.options.arguments import parsed_from
-
-    return python_launch.config_and_command(parsed_from(args, DISTRIBUTED_RUN))
+    return python_launch.config_and_command(python_launch.parsed_from(args, DISTRIBUTED_RUN))
 
 
 def run(args: Namespace) -> None:
     """Run the job of a namespace, from `parse_args` here or in torch."""
-    from torchelastic.cli.options.arguments import parsed_from
-
-    python_launch.run(parsed_from(args, DISTRIBUTED_RUN))
+    python_launch.run(python_launch.parsed_from(args, DISTRIBUTED_RUN))
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -74,7 +68,7 @@ def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
 
 def determine_local_world_size(nproc_per_node: str) -> int:
     """Return the number of workers for a number, `auto`, `cpu`, `gpu` or `xpu`."""
-    from torchelastic.cli.options.values import workers
+    from torchelastic.config.values import workers
     from torchelastic.system.devices import workers_for
 
     return workers_for(workers(nproc_per_node), env.snapshot())

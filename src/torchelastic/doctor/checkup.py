@@ -14,18 +14,7 @@ from functools import partial
 from torchelastic.agent.spawn.processes import default_python
 from torchelastic.agent.workers.environment import node_env
 from torchelastic.config import ETCD_BACKENDS, Entry, LaunchConfig
-from torchelastic.doctor import (
-    etcd_check,
-    machine_facts,
-    machine_rules,
-    network_facts,
-    network_rules,
-    port_checks,
-    rendezvous_check,
-    timeout_rules,
-    torch_check,
-    variables,
-)
+from torchelastic.doctor import endpoints, launch_rules, machine, network, torch_check
 from torchelastic.doctor.finding import Finding, fault, not_checked, ok, warning
 
 #: Seconds for a check that waits for something.
@@ -60,14 +49,14 @@ def examine(subject: Subject) -> list[Finding]:
 
     Call it while this process has one thread.
     """
-    watch = machine_facts.ClockWatch()
-    here = machine_facts.gather()
+    watch = machine.ClockWatch()
+    here = machine.gather()
     asked = side_by_side(
         {
             "ports": (partial(_ports, here, subject), CHECK_TIMEOUT),
-            "directories": (partial(_directories, subject.config), CHECK_TIMEOUT),
+            "directories": (partial(directories, subject.config), CHECK_TIMEOUT),
             "name": (partial(_names, subject), CHECK_TIMEOUT),
-            "endpoints": (partial(port_checks.check, subject.config), CHECK_TIMEOUT),
+            "endpoints": (partial(endpoints.listeners, subject.config), CHECK_TIMEOUT),
             "rendezvous": (partial(_backend, subject), CHECK_TIMEOUT),
             "torch": (partial(_torch, subject), torch_check.IMPORT_TIMEOUT + CHECK_TIMEOUT),
         }
@@ -77,7 +66,7 @@ def examine(subject: Subject) -> list[Finding]:
         *_on_machine(here, subject),
         *asked,
         # Last: it compares the clocks over the whole time.
-        machine_rules.clock(watch.read(), subject.config),
+        machine.clock(watch.read(), subject.config),
     ]
 
 
@@ -117,21 +106,21 @@ def _launch(subject: Subject) -> list[Finding]:
         return found
     found += [warning("launch", note) for note in config.notes]
     if subject.entry is not None:
-        found += _beside(subject.entry)
-    found += _grow(config)
-    found += variables.variables(
+        found += beside_script(subject.entry)
+    found += grow_path(config)
+    found += launch_rules.variables(
         subject.environ, config, subject.used, subject.overridden, subject.known
     )
-    return found + timeout_rules.contradictions(config, subject.environ)
+    return found + launch_rules.contradictions(config, subject.environ)
 
 
-def _beside(entry: Entry) -> list[Finding]:
+def beside_script(entry: Entry) -> list[Finding]:
     """Find modules next to the script that hide others."""
     if entry.kind == "program":
         return []
     script = entry.kind == "script" and not os.path.isdir(entry.target)
     directory = os.path.dirname(os.path.abspath(entry.target)) if script else os.getcwd()
-    found = variables.shadows(_modules_in(directory), directory)
+    found = launch_rules.shadows(_modules_in(directory), directory)
     if script and os.path.isfile(entry.target) and not found:
         return [ok("script", f"{entry.target} exists, and no file next to it hides a module.")]
     return found
@@ -149,7 +138,7 @@ def _modules_in(directory: str) -> list[str]:
     return packages + [name[:-3] for name in entries if name.endswith(".py")]
 
 
-def _grow(config: LaunchConfig) -> list[Finding]:
+def grow_path(config: LaunchConfig) -> list[Finding]:
     where = _checkpoints(config)
     if where is None or glob.glob(where):
         return []
@@ -163,38 +152,34 @@ def _grow(config: LaunchConfig) -> list[Finding]:
     ]
 
 
-def _on_machine(here: machine_rules.MachineFacts, subject: Subject) -> list[Finding]:
+def _on_machine(here: machine.MachineFacts, subject: Subject) -> list[Finding]:
     config = subject.config
     threads = subject.environ.get("OMP_NUM_THREADS", "")
     return [
-        machine_rules.kernel(here),
-        machine_rules.cpus(here, config, int(threads) if threads.isdigit() else None),
-        machine_rules.memory(here, config),
-        machine_rules.shared_memory(here),
-        machine_rules.limits(here, config),
-        *machine_rules.devices(subject.gpus, config),
+        machine.kernel(here),
+        machine.cpus(here, config, int(threads) if threads.isdigit() else None),
+        machine.memory(here, config),
+        machine.shared_memory(here),
+        machine.limits(here, config),
+        *machine.devices(subject.gpus, config),
     ]
 
 
-def _ports(here: machine_rules.MachineFacts, subject: Subject) -> list[Finding]:
+def _ports(here: machine.MachineFacts, subject: Subject) -> list[Finding]:
     embedded = subject.config.rdzv_backend not in ETCD_BACKENDS
-    return [
-        machine_rules.ports(
-            here, subject.config, embedded and rendezvous_check.hosts(subject.config)
-        )
-    ]
+    return [machine.ports(here, subject.config, embedded and endpoints.hosts(subject.config))]
 
 
-def _directories(config: LaunchConfig) -> list[Finding]:
+def directories(config: LaunchConfig) -> list[Finding]:
     """Check the directories known to be written to; the script may write to others."""
     found = []
     logs = config.log_dir or tempfile.gettempdir()
     # If it is not a directory, `run` refuses it, which is another finding.
     if logs != os.devnull and os.path.isdir(logs):
-        found.append(machine_rules.directory(machine_facts.space_in(logs), "log"))
+        found.append(machine.directory(machine.space_in(logs), "log"))
     checkpoints = _checkpoints(config)
     if checkpoints is not None and os.path.isdir(checkpoints):
-        found.append(machine_rules.directory(machine_facts.space_in(checkpoints), "checkpoint"))
+        found.append(machine.directory(machine.space_in(checkpoints), "checkpoint"))
     return found
 
 
@@ -206,10 +191,10 @@ def _checkpoints(config: LaunchConfig) -> str | None:
 
 
 def _names(subject: Subject) -> list[Finding]:
-    there = network_facts.interface_names()
+    there = network.interface_names()
     return [
-        network_rules.name(network_facts.own_name(), subject.config),
-        *network_rules.interfaces(subject.environ, there, subject.config, gpus=subject.gpus > 0),
+        network.name(network.own_name(), subject.config),
+        *network.interfaces(subject.environ, there, subject.config, gpus=subject.gpus > 0),
     ]
 
 
@@ -218,17 +203,17 @@ def _backend(subject: Subject) -> list[Finding]:
     if subject.alone:
         return []
     if config.rdzv_backend in ETCD_BACKENDS:
-        return [*rendezvous_check.secret(config), *etcd_check.check(config)]
-    return [*rendezvous_check.secret(config), *rendezvous_check.check(config)]
+        return [*endpoints.secret(config), *endpoints.etcd(config)]
+    return [*endpoints.secret(config), *endpoints.rendezvous(config)]
 
 
 def _torch(subject: Subject) -> list[Finding]:
     """Check torch in the environment that the agent gives to workers."""
     env = node_env(subject.environ, subject.config)
     if subject.config.max_nodes > 1:
-        address = subject.config.local_addr or network_facts.own_name().outward
-        interface = network_facts.interface_for_gloo(address)
+        address = subject.config.local_addr or network.own_name().outward
+        interface = network.interface_for_gloo(address)
         if interface is not None:
-            env.setdefault(network_rules.GLOO, interface)
+            env.setdefault(network.GLOO, interface)
     python = subject.environ.get("PYTHON_EXEC") or default_python()
     return torch_check.check(python, env, gpus=subject.gpus)

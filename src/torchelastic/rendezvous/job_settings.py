@@ -14,6 +14,7 @@ from typing import Any
 
 from torchelastic import __version__
 from torchelastic.config import LaunchConfig
+from torchelastic.config.flag import flags_of
 
 #: Flags that are left out unless they are given, so that releases without them agree.
 _SENT_IF_GIVEN = ("--replica-size",)
@@ -28,28 +29,21 @@ class JobSettings:
 
     @classmethod
     def from_config(cls, config: LaunchConfig) -> JobSettings:
-        """The flags that decide about worlds. Others belong to a node (`--nproc-per-node`, logs),
-        or the leader's value counts (times and budgets)."""
+        """The flags that decide about worlds: all that are declared `shared`. Others belong to a
+        node (`--nproc-per-node`, logs), or the leader's value counts (times and budgets)."""
         least, most = config.min_nodes, config.max_nodes
-        sharded = {}
+        flags = {"--nnodes": str(most) if least == most else f"{least}:{most}"}
+        for field, flag in flags_of(LaunchConfig).items():
+            if flag.shared:
+                flags[flag.name] = _in_words(getattr(config, field))
         if config.replica_size:
-            sharded["--replica-size"] = str(config.replica_size)
-            sharded["--nproc-per-node"] = (
+            flags["--replica-size"] = str(config.replica_size)
+            flags["--nproc-per-node"] = (
                 str(config.nproc_per_node)
                 if config.nodes_per_replica > 1
                 else f"a multiple of {config.replica_size}"
             )
-        return cls(
-            {
-                **sharded,
-                "--nnodes": str(most) if least == most else f"{least}:{most}",
-                "--world-sizes": str(config.world_sizes),
-                "--grow": str(config.grow),
-                "--quorum": config.quorum,
-                "--two-node-takeover": "yes" if config.two_node_takeover else "no",
-                "--witness": config.witness or "none",
-            }
-        )
+        return cls(flags)
 
     def to_json(self) -> dict[str, Any]:
         return {"release": self.release, "flags": dict(self.flags)}
@@ -83,6 +77,12 @@ class JobSettings:
             f"This node and the job disagree about {' and '.join(differing)}: use the same value "
             "on every node."
         )
+
+
+def _in_words(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value) or "none"
 
 
 def series(release: str) -> str:

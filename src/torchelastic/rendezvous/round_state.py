@@ -26,16 +26,16 @@ class RoundRules:
 
     min_nodes: int
     max_nodes: int
-    settle: float = 1.0
-    wait_for_nodes: float = 3600.0
+    settle: float = LaunchConfig.settle
+    wait_for_nodes: float = LaunchConfig.wait_for_nodes
     grow: Grow = field(default_factory=Grow)
     world_sizes: WorldSizes = field(default_factory=WorldSizes)
-    max_restarts: int = 100
+    max_restarts: int = LaunchConfig.max_restarts
     count_resizes: bool = False
     #: Whether the host of the store needs a majority to continue without the other nodes.
     quorum: bool = True
     #: Seconds after which an unreachable node has stopped its workers.
-    lease: float = 3.0
+    lease: float = LaunchConfig.lease
     #: The number of workers in a replica of a sharded model; 0: the script's mesh says it.
     replica_size: int = 0
     #: Whether members probe each other: with etcd, nodes that cannot reach each other may all reach

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.unit.cli.commands.test_status import HOSTILE
+from tests.unit.cli.cast import HOSTILE
 from tests.unit.events.stories import failure
 from torchelastic.cli.failure_text import in_brief, in_full
 from torchelastic.events.analysis.last_failure import FailureView
@@ -42,7 +42,7 @@ def test_in_full():
     ]
 
 
-def test_what_is_not_known_is_left_out():
+def test_failure_text_leaves_out_unknown_facts():
     told = replace(CAUSE, hint="", log_lines=(), collective="", traceback="T\n  x\nE: boom\n")
     assert in_full(seen(told), 96)[1:] == ["T", "  x", "E: boom"]
 

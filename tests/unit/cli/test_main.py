@@ -1,5 +1,8 @@
 """The commands from outside: exit codes, one line on stderr, the jobs passed to the agent."""
 
+from __future__ import annotations
+
+import io
 import signal
 import subprocess
 import sys
@@ -11,7 +14,8 @@ import pytest
 
 from torchelastic import __version__, cli
 from torchelastic.cli import commands
-from torchelastic.cli.options.command_table import BY_NAME
+from torchelastic.cli.command_table import BY_NAME
+from torchelastic.cli.terminal import show
 from torchelastic.cluster.platform import PlatformFacts
 from torchelastic.config import Entry
 from torchelastic.events import job_registry
@@ -139,7 +143,7 @@ def test_help_lists_the_commands_and_every_command_has_help(capsys):
 def test_every_command_has_flags_and_a_module_that_help_does_not_import():
     assert list(BY_NAME) == list(cli.COMMANDS)
     modules = {path.stem for path in Path(commands.__path__[0]).glob("*.py")} - {"__init__"}
-    assert modules == {name.partition(" ")[0] for name in cli.COMMANDS}
+    assert modules == {command.code.partition(".")[0] for command in BY_NAME.values()}
     asked = "; ".join(f"main({[*name.split(), '--help']})" for name in cli.COMMANDS)
     heavy = "[name for name in sys.modules if 'cli.commands.' in name or name == 'asyncio']"
     program = f"import sys; from torchelastic.cli import main; {asked}; print({heavy})"
@@ -182,3 +186,10 @@ XYZ = (
 def test_an_unknown_command_is_refused(capsys, command, sentence):
     assert cli.main([command]) == 64
     assert capsys.readouterr().err == f"torchelastic: error: {sentence}\n"
+
+
+def test_characters_the_terminal_lacks_are_written_out():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    show("naïve \x1b", stream=stream)
+    assert raw.getvalue() == b"na\\xefve \\x1b\n"

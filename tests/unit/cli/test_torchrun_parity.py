@@ -5,11 +5,11 @@ import argparse
 import pytest
 from torch.distributed import run
 
-from tests.unit.cli.options.test_parser import EXAMPLES
-from torchelastic.cli.options.command import Command
-from torchelastic.cli.options.flags import FLAGS
-from torchelastic.cli.options.launch_config import launch_config
-from torchelastic.cli.options.parser import parse
+from tests.unit.cli.test_parser import EXAMPLES
+from torchelastic.cli.command_table import Command
+from torchelastic.cli.flags import FLAGS
+from torchelastic.cli.parser import parse
+from torchelastic.cli.planned_job import launch_config
 
 #: Our parser with torchrun's defaults.
 TORCHRUN = Command(

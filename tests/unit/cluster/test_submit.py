@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.pods import expanded
-from torchelastic.cli.options.command_table import KUBERNETES_KINDS
+from torchelastic.cli.command_table import KUBERNETES_KINDS
 from torchelastic.cluster.kubernetes.job_summary import nnodes_of
 from torchelastic.cluster.submit import kubernetes_manifests, slurm_script
 from torchelastic.cluster.submit.job_kinds import JOB_KINDS

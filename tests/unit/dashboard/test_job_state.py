@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.cli.commands.test_status import Agent
+from tests.unit.cli.cast import Agent
 from torchelastic.dashboard.job_state import (
     PACKED_HEAD,
     STILL_HERE,

@@ -2,8 +2,16 @@ import pytest
 
 from torchelastic.doctor import gpu_program
 from torchelastic.doctor.finding import Severity, fault, not_checked, ok
-from torchelastic.doctor.gpu_jobs import PATHS, PathResult, WorkerNotes, judge, named, overall, take
-from torchelastic.doctor.gpu_report import text
+from torchelastic.doctor.gpu_jobs import (
+    PATHS,
+    PathResult,
+    WorkerNotes,
+    judge,
+    named,
+    overall,
+    report_text,
+    take,
+)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +86,7 @@ def test_the_report_has_what_an_issue_needs_and_no_secrets():
             {"0/stderr.log": "NCCL WARN"},
         ),
     ]
-    told = text(
+    told = report_text(
         "1.0", "Linux", environ, "0, A100", [ok("torch", "torch 2.13.0 (CUDA 13.0).")], taken
     )
     for words in (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from torchelastic.cli import terminal
-from torchelastic.cli.options.parser import Parsed
+from torchelastic.cli.parser import Parsed
 from torchelastic.dashboard import start
 from torchelastic.dashboard.job_state import StateReader
 from torchelastic.errors import EXIT_OK, ConfigError

@@ -12,17 +12,15 @@ from pathlib import Path
 
 from torchelastic import __version__, env
 from torchelastic.agent.output.terminal_text import one_line
-from torchelastic.cli import terminal
-from torchelastic.cli.options import checks
-from torchelastic.cli.options.command_table import DOCTOR
-from torchelastic.cli.options.flags import FLAGS
-from torchelastic.cli.options.help import terminal_width
-from torchelastic.cli.options.launch_config import entry_of, launch_config
-from torchelastic.cli.options.parser import ARGUMENT, VARIABLE, Parsed, set_variables
-from torchelastic.cli.options.platform_values import read_file
+from torchelastic.cli import checks, terminal
+from torchelastic.cli.command_table import DOCTOR
+from torchelastic.cli.flags import FLAGS
+from torchelastic.cli.help import terminal_width
+from torchelastic.cli.parser import ARGUMENT, VARIABLE, Parsed, set_variables
+from torchelastic.cli.planned_job import entry_of, launch_config, read_file
 from torchelastic.cluster.detect import detect
 from torchelastic.config import Entry, LaunchConfig
-from torchelastic.doctor import gpu_jobs, gpu_report
+from torchelastic.doctor import gpu_jobs
 from torchelastic.doctor.checkup import Subject, examine
 from torchelastic.doctor.finding import Finding, Severity, has_fault, not_checked, summary
 from torchelastic.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, ConfigError
@@ -156,7 +154,7 @@ def _report(
     """Write the report; return its path, or an empty text if there is nothing to report."""
     if not subject.gpus or not taken:
         return ""
-    return str(gpu_report.write(__version__, subject.environ, findings, taken))
+    return str(gpu_jobs.write_report(__version__, subject.environ, findings, taken))
 
 
 def _on_gpus(subject: Subject, asked: bool) -> Iterator[gpu_jobs.PathResult]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from torchelastic.agent.output.terminal_text import one_line
 from torchelastic.cli import terminal
-from torchelastic.cli.options.parser import Parsed
+from torchelastic.cli.parser import Parsed
 from torchelastic.errors import EXIT_OK
 from torchelastic.events import types as events
 from torchelastic.events import words

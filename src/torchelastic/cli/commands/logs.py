@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchelastic.cli import pods, terminal
-from torchelastic.cli.options.parser import Parsed
+from torchelastic.cli import terminal
+from torchelastic.cli.commands import kubernetes
+from torchelastic.cli.parser import Parsed
 from torchelastic.cluster.kubernetes.job_summary import JobHandle
 from torchelastic.errors import EXIT_OK, ConfigError
 from torchelastic.events import log, words
@@ -40,7 +41,7 @@ class WantedLogs:
 def main(parsed: Parsed) -> int:
     """Print the output of workers and, with `--follow`, new output until the job ends or Ctrl-C."""
     if JobHandle.parse(parsed.argument) is not None:
-        return pods.logs(parsed)
+        return kubernetes.logs(parsed)
     wanted = WantedLogs(
         ranks=parsed["rank"],
         generation=parsed["generation"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from torchelastic.cli.options.parser import Parsed
+from torchelastic.cli.parser import Parsed
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import EXIT_OK, EXIT_RENDEZVOUS_LOST, RendezvousLost
 from torchelastic.rendezvous.embedded import service

@@ -8,12 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchelastic import env
-from torchelastic.cli.options import checks, completion
-from torchelastic.cli.options.command_table import RUN
-from torchelastic.cli.options.launch_config import entry_of, launch_config
-from torchelastic.cli.options.parser import Parsed
-from torchelastic.cli.options.platform_values import read_file
-from torchelastic.cli.options.shape import shape_of
+from torchelastic.cli import checks, completion
+from torchelastic.cli.command_table import RUN
+from torchelastic.cli.parser import Parsed
+from torchelastic.cli.planned_job import entry_of, launch_config, read_file, shape_of
 from torchelastic.cluster.detect import detect
 from torchelastic.cluster.job_directory import JobDirectory
 from torchelastic.cluster.platform import PlatformFacts

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torchelastic.agent.watch import inspector
 from torchelastic.agent.watch.inspector import WorldActivity
 from torchelastic.cli import terminal
-from torchelastic.cli.options.parser import Parsed
+from torchelastic.cli.parser import Parsed
 from torchelastic.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from torchelastic.events import job_registry
 from torchelastic.events.analysis import hangs

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torchelastic.agent.output.terminal_text import one_line
-from torchelastic.cli import failure_text, pods, terminal
-from torchelastic.cli.options.parser import Parsed
+from torchelastic.cli import failure_text, terminal
+from torchelastic.cli.commands import kubernetes
+from torchelastic.cli.parser import Parsed
 from torchelastic.cluster.kubernetes.job_summary import JobHandle
 from torchelastic.errors import EXIT_OK, FAILED
 from torchelastic.events import job_registry, log, words
@@ -36,7 +37,7 @@ _STRAGGLERS_SHOWN = 8
 def main(parsed: Parsed) -> int:
     """Run the `status` command; return the exit code."""
     if JobHandle.parse(parsed.argument) is not None:
-        return pods.status(parsed)
+        return kubernetes.status(parsed)
     terminal.show(answer(parsed.argument, parsed["job"], as_data=parsed["json"]))
     return EXIT_OK
 

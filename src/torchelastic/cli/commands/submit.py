@@ -19,11 +19,9 @@ from secrets import token_hex
 from typing import Any
 
 from torchelastic import env
-from torchelastic.cli import interrupted
-from torchelastic.cli.options import checks
-from torchelastic.cli.options.launch_config import entry_of, launch_config
-from torchelastic.cli.options.parser import ARGUMENT, Parsed
-from torchelastic.cli.options.shape import shape_of
+from torchelastic.cli import checks, interrupted
+from torchelastic.cli.parser import ARGUMENT, Parsed
+from torchelastic.cli.planned_job import entry_of, launch_config, shape_of
 from torchelastic.cluster.job_directory import JobDirectory
 from torchelastic.cluster.kubernetes.cluster_api import ClusterApi
 from torchelastic.cluster.kubernetes.job_control import JobControl

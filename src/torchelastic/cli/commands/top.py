@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torchelastic.agent.output.terminal_text import one_line
 from torchelastic.cli import failure_text
-from torchelastic.cli.options.parser import Parsed
+from torchelastic.cli.parser import Parsed
 from torchelastic.errors import EXIT_OK, ConfigError
 from torchelastic.events import words
 from torchelastic.events.analysis.find_job import choose

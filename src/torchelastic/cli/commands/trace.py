@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torchelastic.cli.options.parser import Parsed
+from torchelastic.cli.parser import Parsed
 from torchelastic.errors import EXIT_FAILED, EXIT_OK
 from torchelastic.events.analysis.find_job import choose
 from torchelastic.events.analysis.trace_export import trace

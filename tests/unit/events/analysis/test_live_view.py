@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tests.unit.cli.commands.test_status import Agent, trained
+from tests.unit.cli.cast import Agent, trained
 from torchelastic.events import types as events
 from torchelastic.events.analysis.find_job import JobLogs, choose
 from torchelastic.events.analysis.live_view import LiveView
