@@ -19,11 +19,9 @@ from tests.process.test_etcd_cluster import PASSWORD, want_logins
 from tests.support import poll_for
 from torchelastic.config import LaunchConfig
 from torchelastic.doctor import (
-    etcd_check,
+    endpoints,
     gpu_jobs,
-    machine_facts,
-    port_checks,
-    rendezvous_check,
+    machine,
     torch_check,
 )
 from torchelastic.doctor.finding import Severity
@@ -48,7 +46,7 @@ def launch(endpoint, **more):
 
 def test_a_free_port_of_this_machine_is_free_afterwards():
     port = free_port()
-    (found,) = rendezvous_check.check(launch(f"localhost:{port}"))
+    (found,) = endpoints.rendezvous(launch(f"localhost:{port}"))
     assert found.verdict is Severity.OK
     assert "this node will host" in found.found
     with socket.create_server(("127.0.0.1", port)):
@@ -58,13 +56,12 @@ def test_a_free_port_of_this_machine_is_free_afterwards():
 @pytest.fixture
 def patient(monkeypatch):
     """Where an answer comes, a busy machine may take its time."""
-    monkeypatch.setattr(rendezvous_check, "ANSWER_TIMEOUT", 60.0)
-    monkeypatch.setattr(etcd_check, "ANSWER_TIMEOUT", 60.0)
+    monkeypatch.setattr(endpoints, "ANSWER_TIMEOUT", 60.0)
 
 
 def test_a_port_that_something_silent_has():
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        (found,) = rendezvous_check.check(launch(f"127.0.0.1:{listener.getsockname()[1]}"))
+        (found,) = endpoints.rendezvous(launch(f"127.0.0.1:{listener.getsockname()[1]}"))
     assert found.verdict is Severity.FAULT
     assert "does not answer as a rendezvous" in found.found
 
@@ -81,21 +78,21 @@ def test_a_port_of_another_protocol(patient):
 
         speaker = threading.Thread(target=speak)
         speaker.start()
-        (found,) = rendezvous_check.check(launch(f"127.0.0.1:{listener.getsockname()[1]}"))
+        (found,) = endpoints.rendezvous(launch(f"127.0.0.1:{listener.getsockname()[1]}"))
         speaker.join()
     assert found.verdict is Severity.FAULT
     assert "other than a torchelastic rendezvous" in found.found
 
 
 def test_another_machine_where_nobody_listens_yet_is_not_checked(patient):
-    found = rendezvous_check.check(
+    found = endpoints.rendezvous(
         launch(f"127.0.0.1:{free_port()}", rdzv_configs={"is_host": "0"})  # as if it were another
     )
     assert [finding.verdict for finding in found] == [Severity.NOT_CHECKED]
 
 
 def test_a_name_that_nobody_knows_is_a_fault():
-    (found,) = rendezvous_check.check(launch("nobody.invalid:29400"))
+    (found,) = endpoints.rendezvous(launch("nobody.invalid:29400"))
     assert found.verdict is Severity.FAULT
     assert "'nobody.invalid'" in found.found
 
@@ -123,28 +120,28 @@ def served(tmp_path):
 
 def test_a_rendezvous_lets_us_in_by_the_secret_and_the_job(served, tmp_path, monkeypatch, patient):
     file = str(tmp_path / "secret")
-    (found,) = rendezvous_check.check(launch(served, rdzv_secret_file=file))
+    (found,) = endpoints.rendezvous(launch(served, rdzv_secret_file=file))
     assert (found.verdict, "Job 'job' at" in found.found) == (Severity.OK, True)
-    (found,) = rendezvous_check.check(launch(served, rdzv_secret_file=file, run_id="other"))
+    (found,) = endpoints.rendezvous(launch(served, rdzv_secret_file=file, run_id="other"))
     assert (found.verdict, "belongs to job 'job'" in found.found) == (Severity.FAULT, True)
-    (found,) = rendezvous_check.check(launch(served))
+    (found,) = endpoints.rendezvous(launch(served))
     assert (found.verdict, "this node has none" in found.found) == (Severity.FAULT, True)
     monkeypatch.setenv("TORCHELASTIC_SECRET", OTHER)
-    (found,) = rendezvous_check.check(launch(served))
+    (found,) = endpoints.rendezvous(launch(served))
     assert (found.verdict, "different secret" in found.found) == (Severity.FAULT, True)
 
 
 def test_a_secret_is_judged_as_the_agent_judges_it(tmp_path):
     file = tmp_path / "secret"
     config = launch("node1:29400", rdzv_secret_file=str(file))
-    assert [found.verdict for found in rendezvous_check.secret(config)] == [Severity.FAULT]
+    assert [found.verdict for found in endpoints.secret(config)] == [Severity.FAULT]
     file.write_text(SECRET)
     file.chmod(0o644)
-    (found,) = rendezvous_check.secret(config)
+    (found,) = endpoints.secret(config)
     assert (found.verdict, "chmod 600" in found.found) == (Severity.WARNING, True)
     file.chmod(0o600)
-    assert [found.verdict for found in rendezvous_check.secret(config)] == [Severity.OK]
-    (found,) = rendezvous_check.secret(launch("node1:29400"))
+    assert [found.verdict for found in endpoints.secret(config)] == [Severity.OK]
+    (found,) = endpoints.secret(launch("node1:29400"))
     assert (found.verdict, "no secret" in found.found) == (Severity.WARNING, True)
 
 
@@ -157,7 +154,7 @@ def at(endpoint, **conf):
 
 def test_a_real_etcd_keeps_a_lease_and_has_nothing_of_us_afterwards(etcd, patient):
     prefix = "/doctor-of-tests"
-    (found,) = etcd_check.check(at(etcd.endpoint, etcd_prefix=prefix))
+    (found,) = endpoints.etcd(at(etcd.endpoint, etcd_prefix=prefix))
     # How long it takes is the machine's affair.
     assert found.verdict in (Severity.OK, Severity.WARNING)
     assert f"etcd at {etcd.endpoint}" in found.found
@@ -172,27 +169,27 @@ def test_an_etcd_that_asks_who_we_are(patient, tmp_path):
     who = {"etcd_user": "trainer", "etcd_password_file": str(password)}
     with running(*FAST) as etcd:
         want_logins(etcd, "trainer")
-        (found,) = etcd_check.check(at(etcd.endpoint, **who))
+        (found,) = endpoints.etcd(at(etcd.endpoint, **who))
         assert found.verdict in (Severity.OK, Severity.WARNING)
-        found = etcd_check.check(at(etcd.endpoint, **who, etcd_prefix="/elsewhere"))[-1]
+        found = endpoints.etcd(at(etcd.endpoint, **who, etcd_prefix="/elsewhere"))[-1]
         assert (found.verdict, "the user needs a role" in found.found) == (Severity.FAULT, True)
         password.write_text("wrong")
-        found = etcd_check.check(at(etcd.endpoint, **who))[-1]
+        found = endpoints.etcd(at(etcd.endpoint, **who))[-1]
         assert (found.verdict, "rejected user 'trainer'" in found.found) == (Severity.FAULT, True)
 
 
 def test_an_etcd_that_is_not_there_or_is_none(monkeypatch):
-    monkeypatch.setattr(etcd_check, "ANSWER_TIMEOUT", 0.1)
-    (found,) = etcd_check.check(at(f"127.0.0.1:{free_port()}"))
+    monkeypatch.setattr(endpoints, "ANSWER_TIMEOUT", 0.1)
+    (found,) = endpoints.etcd(at(f"127.0.0.1:{free_port()}"))
     assert (found.verdict, "No etcd answered" in found.found) == (Severity.FAULT, True)
 
 
 def test_an_etcd_of_the_jobs_own(etcd_on_path, monkeypatch):
     config = LaunchConfig(rdzv_backend="etcd", rdzv_endpoint="localhost:0", run_id="job")
-    (found,) = etcd_check.check(config)
+    (found,) = endpoints.etcd(config)
     assert (found.verdict, etcd_on_path in found.found) == (Severity.OK, True)
     monkeypatch.setenv("TORCHELASTIC_ETCD_BINARY_PATH", "/nowhere/etcd")
-    assert [found.verdict for found in etcd_check.check(config)] == [Severity.FAULT]
+    assert [found.verdict for found in endpoints.etcd(config)] == [Severity.FAULT]
 
 
 # --- what the agent opens besides ----------------------------------------------------------------
@@ -201,18 +198,18 @@ def test_an_etcd_of_the_jobs_own(etcd_on_path, monkeypatch):
 def test_an_address_that_is_taken_is_a_warning_since_the_job_goes_on():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = f"127.0.0.1:{listener.getsockname()[1]}"
-        (found,) = port_checks.check(LaunchConfig(dashboard=taken))
+        (found,) = endpoints.listeners(LaunchConfig(dashboard=taken))
         assert (found.verdict, taken in found.found) == (Severity.WARNING, True)
-    (found,) = port_checks.check(LaunchConfig(dashboard=f"localhost:{free_port()}"))
+    (found,) = endpoints.listeners(LaunchConfig(dashboard=f"localhost:{free_port()}"))
     assert found.verdict is Severity.OK
-    assert port_checks.check(LaunchConfig(dashboard="auto")) == []
+    assert endpoints.listeners(LaunchConfig(dashboard="auto")) == []
 
 
-def test_what_the_agent_would_refuse_is_told_in_its_words(tmp_path):
-    (found,) = port_checks.check(LaunchConfig(event_log_handler="nobody"))
+def test_doctor_reports_refusals_in_the_words_of_the_agent(tmp_path):
+    (found,) = endpoints.listeners(LaunchConfig(event_log_handler="nobody"))
     assert (found.verdict, "does not know 'nobody'" in found.found) == (Severity.FAULT, True)
     missing = LaunchConfig(dashboard="auto", dashboard_token_file=str(tmp_path / "none"))
-    (found,) = port_checks.check(missing)
+    (found,) = endpoints.listeners(missing)
     assert (found.verdict, "--dashboard-token-file" in found.found) == (Severity.FAULT, True)
 
 
@@ -230,15 +227,15 @@ def in_python(source, *command):
 def test_a_full_disk_is_a_fault(tmp_path):
     source = f"""
 import json, subprocess
-from torchelastic.doctor import machine_facts, machine_rules
+from torchelastic.doctor import machine
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", {str(tmp_path)!r}], check=True)
-empty = machine_rules.directory(machine_facts.space_in({str(tmp_path)!r}), "log")
+empty = machine.directory(machine.space_in({str(tmp_path)!r}), "log")
 with open({str(tmp_path / "big")!r}, "wb") as file:
     try:
         file.write(bytes(8 << 20))
     except OSError:
         pass
-full = machine_rules.directory(machine_facts.space_in({str(tmp_path)!r}), "log")
+full = machine.directory(machine.space_in({str(tmp_path)!r}), "log")
 print(json.dumps([empty.to_json(), full.to_json()]))
 """
     empty, full = in_python(source, "unshare", "--mount")
@@ -251,11 +248,11 @@ def test_a_machine_without_a_network_cannot_be_one_of_two():
     source = """
 import json
 from torchelastic.config import LaunchConfig
-from torchelastic.doctor import network_facts, network_rules
-name = network_facts.own_name()
+from torchelastic.doctor import network
+name = network.own_name()
 verdicts = [
-    network_rules.name(name, LaunchConfig(2, 2, rdzv_endpoint="node1")).verdict.value,
-    network_rules.interfaces({"GLOO_SOCKET_IFNAME": "eth0"}, network_facts.interface_names(),
+    network.name(name, LaunchConfig(2, 2, rdzv_endpoint="node1")).verdict.value,
+    network.interfaces({"GLOO_SOCKET_IFNAME": "eth0"}, network.interface_names(),
                        LaunchConfig(), gpus=False)[0].verdict.value,
 ]
 print(json.dumps([name.outward, *verdicts]))
@@ -264,8 +261,8 @@ print(json.dumps([name.outward, *verdicts]))
 
 
 def test_a_directory_that_cannot_be_written(tmp_path):
-    assert machine_facts.space_in(str(tmp_path)).trouble == ""
-    assert "No such file" in machine_facts.space_in(str(tmp_path / "none")).trouble
+    assert machine.space_in(str(tmp_path)).trouble == ""
+    assert "No such file" in machine.space_in(str(tmp_path / "none")).trouble
     assert list(tmp_path.glob("[!.]*")) == []
 
 
