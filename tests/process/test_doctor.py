@@ -21,7 +21,7 @@ from torchelastic.config import LaunchConfig
 from torchelastic.doctor import (
     endpoints,
     gpu_jobs,
-    machine,
+    this_machine,
     torch_check,
 )
 from torchelastic.doctor.finding import Severity
@@ -227,15 +227,15 @@ def in_python(source, *command):
 def test_a_full_disk_is_a_fault(tmp_path):
     source = f"""
 import json, subprocess
-from torchelastic.doctor import machine
+from torchelastic.doctor import this_machine
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", {str(tmp_path)!r}], check=True)
-empty = machine.directory(machine.space_in({str(tmp_path)!r}), "log")
+empty = this_machine.directory(this_machine.space_in({str(tmp_path)!r}), "log")
 with open({str(tmp_path / "big")!r}, "wb") as file:
     try:
         file.write(bytes(8 << 20))
     except OSError:
         pass
-full = machine.directory(machine.space_in({str(tmp_path)!r}), "log")
+full = this_machine.directory(this_machine.space_in({str(tmp_path)!r}), "log")
 print(json.dumps([empty.to_json(), full.to_json()]))
 """
     empty, full = in_python(source, "unshare", "--mount")
@@ -261,8 +261,8 @@ print(json.dumps([name.outward, *verdicts]))
 
 
 def test_a_directory_that_cannot_be_written(tmp_path):
-    assert machine.space_in(str(tmp_path)).trouble == ""
-    assert "No such file" in machine.space_in(str(tmp_path / "none")).trouble
+    assert this_machine.space_in(str(tmp_path)).trouble == ""
+    assert "No such file" in this_machine.space_in(str(tmp_path / "none")).trouble
     assert list(tmp_path.glob("[!.]*")) == []
 
 

@@ -2,7 +2,7 @@
 
 checkup              runs all checks side by side, each with a time limit
 finding              the result of a check: a verdict, a sentence, and what to do; pure
-machine              kernel, CPUs, memory, limits, ports, clock, disks
+this_machine         kernel, CPUs, memory, limits, ports, clock, disks
 network              names, addresses and interfaces
 launch_rules         settings and variables that contradict each other or do harm; pure
 endpoints            the rendezvous and etcd: can they be bound or reached; and what else the agent

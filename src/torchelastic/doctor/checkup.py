@@ -14,7 +14,7 @@ from functools import partial
 from torchelastic.agent.spawn.processes import default_python
 from torchelastic.agent.workers.environment import node_env
 from torchelastic.config import ETCD_BACKENDS, Entry, LaunchConfig
-from torchelastic.doctor import endpoints, launch_rules, machine, network, torch_check
+from torchelastic.doctor import endpoints, launch_rules, network, this_machine, torch_check
 from torchelastic.doctor.finding import Finding, fault, not_checked, ok, warning
 
 #: Seconds for a check that waits for something.
@@ -49,8 +49,8 @@ def examine(subject: Subject) -> list[Finding]:
 
     Call it while this process has one thread.
     """
-    watch = machine.ClockWatch()
-    here = machine.gather()
+    watch = this_machine.ClockWatch()
+    here = this_machine.gather()
     asked = side_by_side(
         {
             "ports": (partial(_ports, here, subject), CHECK_TIMEOUT),
@@ -66,7 +66,7 @@ def examine(subject: Subject) -> list[Finding]:
         *_on_machine(here, subject),
         *asked,
         # Last: it compares the clocks over the whole time.
-        machine.clock(watch.read(), subject.config),
+        this_machine.clock(watch.read(), subject.config),
     ]
 
 
@@ -152,22 +152,22 @@ def grow_path(config: LaunchConfig) -> list[Finding]:
     ]
 
 
-def _on_machine(here: machine.MachineFacts, subject: Subject) -> list[Finding]:
+def _on_machine(here: this_machine.MachineFacts, subject: Subject) -> list[Finding]:
     config = subject.config
     threads = subject.environ.get("OMP_NUM_THREADS", "")
     return [
-        machine.kernel(here),
-        machine.cpus(here, config, int(threads) if threads.isdigit() else None),
-        machine.memory(here, config),
-        machine.shared_memory(here),
-        machine.limits(here, config),
-        *machine.devices(subject.gpus, config),
+        this_machine.kernel(here),
+        this_machine.cpus(here, config, int(threads) if threads.isdigit() else None),
+        this_machine.memory(here, config),
+        this_machine.shared_memory(here),
+        this_machine.limits(here, config),
+        *this_machine.devices(subject.gpus, config),
     ]
 
 
-def _ports(here: machine.MachineFacts, subject: Subject) -> list[Finding]:
+def _ports(here: this_machine.MachineFacts, subject: Subject) -> list[Finding]:
     embedded = subject.config.rdzv_backend not in ETCD_BACKENDS
-    return [machine.ports(here, subject.config, embedded and endpoints.hosts(subject.config))]
+    return [this_machine.ports(here, subject.config, embedded and endpoints.hosts(subject.config))]
 
 
 def directories(config: LaunchConfig) -> list[Finding]:
@@ -176,10 +176,10 @@ def directories(config: LaunchConfig) -> list[Finding]:
     logs = config.log_dir or tempfile.gettempdir()
     # If it is not a directory, `run` refuses it, which is another finding.
     if logs != os.devnull and os.path.isdir(logs):
-        found.append(machine.directory(machine.space_in(logs), "log"))
+        found.append(this_machine.directory(this_machine.space_in(logs), "log"))
     checkpoints = _checkpoints(config)
     if checkpoints is not None and os.path.isdir(checkpoints):
-        found.append(machine.directory(machine.space_in(checkpoints), "checkpoint"))
+        found.append(this_machine.directory(this_machine.space_in(checkpoints), "checkpoint"))
     return found
 
 

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 from tests.unit.cli.tables import wrong
 from torchelastic.config import LaunchConfig
-from torchelastic.doctor import machine, network
+from torchelastic.doctor import network, this_machine
 from torchelastic.doctor.finding import Severity
-from torchelastic.doctor.machine import (
+from torchelastic.doctor.network import Name, nccl_matches
+from torchelastic.doctor.this_machine import (
     GIB,
     MIB,
     Clocks,
@@ -15,7 +16,6 @@ from torchelastic.doctor.machine import (
     MachineFacts,
     Space,
 )
-from torchelastic.doctor.network import Name, nccl_matches
 from torchelastic.system.memory_limit import Limit
 
 OK, WARNING, FAULT = Severity.OK, Severity.WARNING, Severity.FAULT
@@ -37,14 +37,14 @@ MANY = LaunchConfig(4, 16, 8, rdzv_endpoint="node1:29400")
 
 def test_a_good_machine_is_good_for_a_job_of_its_size():
     findings = [
-        machine.kernel(GOOD),
-        machine.cpus(GOOD, MANY, None),
-        machine.memory(GOOD, MANY),
-        machine.shared_memory(GOOD),
-        machine.limits(GOOD, MANY),
-        machine.ports(GOOD, MANY, True),
-        machine.clock(Clocks(True, 0.0, 0.0), MANY),
-        *machine.devices(8, MANY),
+        this_machine.kernel(GOOD),
+        this_machine.cpus(GOOD, MANY, None),
+        this_machine.memory(GOOD, MANY),
+        this_machine.shared_memory(GOOD),
+        this_machine.limits(GOOD, MANY),
+        this_machine.ports(GOOD, MANY, True),
+        this_machine.clock(Clocks(True, 0.0, 0.0), MANY),
+        *this_machine.devices(8, MANY),
     ]
     assert {finding.verdict for finding in findings} == {OK}
     assert not any(finding.advice for finding in findings)
@@ -52,19 +52,19 @@ def test_a_good_machine_is_good_for_a_job_of_its_size():
 
 def test_a_kernel_without_something_is_a_fault_and_without_cgroups_none():
     lacking = replace(GOOD, features={"pidfd": False, "memfd": True, "/proc": False})
-    found = machine.kernel(lacking)
+    found = this_machine.kernel(lacking)
     assert found.verdict is FAULT
     assert "pidfd, /proc" in found.found
-    assert machine.kernel(replace(GOOD, cgroup=False)).verdict is OK
+    assert this_machine.kernel(replace(GOOD, cgroup=False)).verdict is OK
 
 
 def test_the_tightest_limit_of_memory_decides():
     tight = [*GOOD.memory, Limit("its cgroup", 4 * GIB, GIB)]
-    few = machine.memory(replace(GOOD, memory=tight), ONE)
-    many = machine.memory(replace(GOOD, memory=tight), MANY)
+    few = this_machine.memory(replace(GOOD, memory=tight), ONE)
+    many = this_machine.memory(replace(GOOD, memory=tight), MANY)
     assert (few.verdict, many.verdict) == (OK, WARNING)
     assert "of 4.0 GiB available (its cgroup)" in many.found
-    assert machine.memory(replace(GOOD, memory=[]), MANY).verdict is OK
+    assert this_machine.memory(replace(GOOD, memory=[]), MANY).verdict is OK
 
 
 def test_cpus_against_workers_and_threads():
@@ -79,7 +79,7 @@ def test_cpus_against_workers_and_threads():
     ]
 
     def judged(workers, threads):
-        return machine.cpus(GOOD, LaunchConfig(nproc_per_node=workers), threads).verdict
+        return this_machine.cpus(GOOD, LaunchConfig(nproc_per_node=workers), threads).verdict
 
     assert wrong(judged, cases) == []
 
@@ -91,7 +91,7 @@ def test_shared_memory():
         (Space("/dev/shm", 8 * GIB, 2 * GIB), OK),
         (Space("/dev/shm", trouble="No such file or directory"), WARNING),
     ):
-        found = machine.shared_memory(replace(GOOD, shared_memory=space))
+        found = this_machine.shared_memory(replace(GOOD, shared_memory=space))
         assert (found.verdict, bool(found.advice)) == (verdict, verdict is WARNING), space
 
 
@@ -102,12 +102,12 @@ def test_low_limits_that_matter_to_the_job_are_reported_with_what_to_do():
         (Limits(65536, None, None, None), False, "writes its memory to disk"),
         (Limits(65536, None, 8 * MIB, 0), True, "8.0 MiB of memory may be locked"),
     ):
-        found = machine.limits(replace(GOOD, limits=limits, infiniband=infiniband), MANY)
+        found = this_machine.limits(replace(GOOD, limits=limits, infiniband=infiniband), MANY)
         assert found.verdict is WARNING, limits
         assert words in found.found
         assert "ulimit" in found.advice, limits
     low = replace(GOOD, limits=Limits(256, 4096, 8 * MIB, 0))
-    assert machine.limits(low, ONE).verdict is OK
+    assert this_machine.limits(low, ONE).verdict is OK
 
 
 def test_ports():
@@ -121,7 +121,7 @@ def test_ports():
     ]
 
     def judged(ports, hosts):
-        return machine.ports(replace(GOOD, ports=ports), MANY, hosts).verdict
+        return this_machine.ports(replace(GOOD, ports=ports), MANY, hosts).verdict
 
     assert wrong(judged, cases) == []
 
@@ -135,7 +135,7 @@ def test_clocks_are_a_warning_at_most():
         (Clocks(True, -3.0, 0.0), ONE, WARNING),
         (Clocks(True, 0.0, 3600.0), ONE, WARNING),
     ]
-    assert wrong(lambda clocks, config: machine.clock(clocks, config).verdict, cases) == []
+    assert wrong(lambda clocks, config: this_machine.clock(clocks, config).verdict, cases) == []
 
 
 def test_a_directory_for_logs():
@@ -147,13 +147,13 @@ def test_a_directory_for_logs():
         (Space("/logs", 100 * GIB, MIB, 10**6), FAULT),
         (Space("/logs", trouble="Read-only file system"), FAULT),
     ):
-        found = machine.directory(space, "log")
+        found = this_machine.directory(space, "log")
         assert (found.verdict, "/logs" in found.found) == (verdict, True), space
 
 
 def test_more_workers_than_gpus():
-    assert machine.devices(0, MANY) == []
-    (found,) = machine.devices(4, MANY)
+    assert this_machine.devices(0, MANY) == []
+    (found,) = this_machine.devices(4, MANY)
     assert found.verdict is WARNING
 
 
