@@ -25,41 +25,76 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 PACKAGE = "torchelastic."
-#: Modules that matter most when nodes do not reach each other. The simulation of the whole stack
-#: with etcd runs them, that of the deciders only some.
-WITH_ETCD = (
-    "rendezvous.choosing",
-    "rendezvous.suspects",
-    "rendezvous.held_out",
-    "rendezvous.leader",
-    "rendezvous.membership.suspicion",
-    "transport.ring",
-)
-MODULES = (
-    *WITH_ETCD,
-    "rendezvous.decide",
-    "rendezvous.round_state",
-    "rendezvous.forming",
-    "rendezvous.majority",
-    "rendezvous.embedded.election",
-    "agent.lifecycle.script",
-    "agent.lifecycle.in_process",
-    "agent.lifecycle.machine",
-)
 #: How many schedules of the deciders take as long as one of the whole stack.
 STACK_COST = 10
-#: The tables of the deciders.
-TABLES = [
+
+
+class Group(NamedTuple):
+    """Modules whose mutants the same tests look for."""
+
+    #: Names below `torchelastic`; `x.*`: all modules of a package.
+    modules: tuple[str, ...]
+    #: The table tests.
+    tables: tuple[str, ...]
+    #: The simulation that runs them: `bus` (the deciders), `etcd` (the whole stack), or none.
+    simulation: Literal["bus", "etcd", ""] = ""
+
+
+#: The tables of the control plane.
+CONTROL = (
     *(f"tests/unit/rendezvous/test_{name}.py" for name in (
-        "decide", "decide_in_process", "forming", "quorum", "majority", "suspects", "leader",
-        "membership", "election",
+        "connectivity", "decide", "decide_causes", "decide_growth", "decide_in_process",
+        "decide_stragglers", "round_state", "forming", "quorum", "majority", "held_out",
+        "suspects", "incurable", "leader",
     )),
+    "tests/unit/rendezvous/membership",
+    "tests/unit/rendezvous/embedded/test_election.py",
     "tests/unit/transport/test_ring.py",
-    *(f"tests/unit/agent/lifecycle/test_{name}.py" for name in ("script", "in_process", "machine")),
-]  # fmt: skip
+    "tests/unit/agent/lifecycle",
+)  # fmt: skip
+GROUPS = (
+    # They matter most when nodes do not reach each other.
+    Group(
+        (
+            "rendezvous.choosing",
+            "rendezvous.connectivity",
+            "rendezvous.suspects",
+            "rendezvous.held_out",
+            "rendezvous.leader",
+            "rendezvous.membership.suspicion",
+            "transport.ring",
+        ),
+        CONTROL,
+        "etcd",
+    ),
+    Group(
+        (
+            "rendezvous.decide",
+            "rendezvous.round_state",
+            "rendezvous.forming",
+            "rendezvous.majority",
+            "rendezvous.embedded.election",
+            "agent.lifecycle.*",
+        ),
+        CONTROL,
+        "bus",
+    ),
+    Group(
+        (
+            "snapshot.layout",
+            "snapshot.leave",
+            "snapshot.pieces",
+            "snapshot.search",
+            "snapshot.shard_boxes",
+            "snapshot.node.memory",
+        ),
+        ("tests/unit/snapshot",),
+    ),
+    Group(("events.merge", "events.analysis.*"), ("tests/unit/events",)),
+)
 #: Functions that only make words for people: tests look at some of them, the laws at none.
 LEFT_OUT = {
     "names_of": "words",
@@ -247,8 +282,23 @@ def source_of(module: str) -> tuple[str, ast.Module]:
     return text, ast.parse(text)
 
 
+def modules() -> dict[str, Group]:
+    """All modules, and the tests that look for their mutants."""
+    return {module: group for group in GROUPS for name in group.modules for module in _named(name)}
+
+
+def _named(name: str) -> list[str]:
+    package, every, _ = name.partition(".*")
+    if not every:
+        return [name]
+    spec = importlib.util.find_spec(PACKAGE + package)
+    assert spec is not None
+    assert spec.origin is not None
+    return [f"{package}.{path.stem}" for path in sorted(Path(spec.origin).parent.glob("[!_]*.py"))]
+
+
 def all_mutants() -> Iterator[Mutant]:
-    for module in MODULES:
+    for module in modules():
         text, tree = source_of(module)
         lines = text.splitlines()
         for name, function in functions_of(tree):
@@ -326,21 +376,24 @@ def _noticed(mutant: Mutant, schedules: int) -> int:
     os.dup2(null, 2)
     resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT))
     apply(mutant)
-    if _breaks_a_law(mutant.module, range(schedules // 4)):
+    group = modules()[mutant.module]
+    if _breaks_a_law(group, range(schedules // 4)):
         return BY_SIMULATION
-    if pytest.main(["-x", "-q", "-n0", "-p", "no:cacheprovider", *TABLES]):
+    if pytest.main(["-x", "-q", "-n0", "-p", "no:cacheprovider", *group.tables]):
         return BY_TABLES
     rest = range(schedules // 4, schedules)
-    return BY_SIMULATION if _breaks_a_law(mutant.module, rest) else SURVIVED
+    return BY_SIMULATION if _breaks_a_law(group, rest) else SURVIVED
 
 
-def _breaks_a_law(module: str, seeds: range) -> bool:
+def _breaks_a_law(group: Group, seeds: range) -> bool:
     from tests.simulation import stack_simulation
     from tests.simulation.bus import bus_simulation
     from tests.simulation.fault_schedule import made_from, peers_from
 
     try:
-        if module in WITH_ETCD:
+        if not group.simulation:
+            return False
+        if group.simulation == "etcd":
             fewer = range(seeds.start // STACK_COST, seeds.stop // STACK_COST)
             return any(stack_simulation.violations(peers_from(seed)) for seed in fewer)
         return any(bus_simulation.violations(made_from(seed)) for seed in seeds)
