@@ -519,6 +519,7 @@ class VirtualWorkers:
                     exitcode=exitcode,
                     message=message,
                     alive=alive,
+                    before=0 <= worker.generation < generation,
                 )
             )
         )

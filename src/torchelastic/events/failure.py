@@ -80,6 +80,8 @@ class Failure:
     waited: bool = False
     #: Neither the first failure nor a consequence of it, according to `root_cause.pick`.
     by_itself: bool = False
+    #: It happened in the last step of the generation before: the worker had not entered this one.
+    before: bool = False
 
     @property
     def told(self) -> bool:

@@ -90,7 +90,8 @@ def find(
     decision = None
     if cause is not None and _may_be_caused_by_node(cause):
         failed_alone = _failed_alone(cause, others)
-        early = failed_early(state)
+        # Newcomers have no part in the last step of the generation before.
+        early = failed_early(state) and not cause.before
         pairs = _pairs(state, cause, others, early=early)
         if rules.probes and _is_explained_by_cut(state, cause, pairs):
             # The sides of the cut decide who continues (`connectivity.sides`), as long as it lasts.

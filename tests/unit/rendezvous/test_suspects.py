@@ -69,6 +69,14 @@ def test_a_join_that_fails_before_its_first_step_is_undone_and_costs_nothing():
     assert job.world.restarts.used == 0
 
 
+def test_failure_in_step_before_newcomer_entered_holds_nobody_out():
+    """A leaver was lost in the last step of the generation before, which the others ran through."""
+    job = grown(max_restarts=3)
+    fails(job, "a", before=True)
+    assert (job.world.generation, job.names) == (2, ["a", "b"])
+    assert out(job) == {}
+
+
 def test_newcomer_that_fails_is_retried_after_growing_holds():
     job = grown(max_restarts=3)
     began = []

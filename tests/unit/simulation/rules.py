@@ -7,7 +7,7 @@ from typing import Any
 
 from torchelastic.agent.lifecycle import script
 from torchelastic.agent.lifecycle.node_state import Phase, Rejoin, ReportMember, WorkersGone
-from torchelastic.rendezvous import choosing, forming, majority, round_state
+from torchelastic.rendezvous import choosing, decide, forming, majority, round_state
 from torchelastic.rendezvous.embedded.ask_peers import Returns
 from torchelastic.rendezvous.embedded.election import Poll, Search
 from torchelastic.rendezvous.embedded.failover_state import Failover, FailoverState
@@ -86,7 +86,7 @@ def who_has_the_state_may_be_left_out(change: Set) -> None:
 
 
 def who_has_the_state_may_be_held_out(change: Set) -> None:
-    for module in (choosing, forming):
+    for module in (choosing, forming, decide):
         change(module, "holders_left_out", lambda rules, state, chosen: [])
 
 

@@ -71,6 +71,13 @@ def test_the_larger_side_of_a_cut_trains_and_all_after_it_heals(minority, reside
     )
 
 
+@pytest.mark.parametrize("seed", [1163, 1172])
+def test_newcomer_is_not_blamed_for_step_before_it_entered(seed):
+    """It was held out for a minute, because a leaver was lost in the last step without it."""
+    schedule = peers_from(seed)
+    assert not violations(schedule), simulate.explained(schedule, StackSimulation)
+
+
 def test_leaver_behind_cut_is_given_up_by_its_peers():
     """Seed 888: its agent says that its worker is gone, and nothing from the worker gets through.
     Only the silence between workers shows that the last step cannot end."""

@@ -470,6 +470,7 @@ class WorkerPool:
             message=(f"lost a peer: {erred.message}" if lost else erred.message)[:TOLD_MESSAGE],
             traceback="" if isinstance(erred, orders.PeerLost) else erred.traceback,
             place="" if isinstance(erred, orders.PeerLost) else erred.place,
+            before=erred.generation < self._records[local_rank].generation,
             alive=True,
             fatal=isinstance(erred, orders.Erred) and not erred.retry,
             # Every survivor of a failure reports a lost peer, and the next world waits for that.
@@ -484,8 +485,12 @@ class WorkerPool:
 
     def _failure(self, local_rank: int, **what: Any) -> Failure | None:
         """None if we stopped it and it reported nothing."""
-        generation, rank = self._records[local_rank].place
-        shown: dict[str, Any] = {"wall_time": time.time()}
+        record = self._records[local_rank]
+        generation, rank = record.place
+        shown: dict[str, Any] = {
+            "wall_time": time.time(),
+            "before": record.trains_in is not None and record.trains_in < generation,
+        }
         with observing("Reading the last step of a worker"):
             shown["step"] = self._step(local_rank)
             if (doing := self.doing(local_rank, generation)) is not None:
