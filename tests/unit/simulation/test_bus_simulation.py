@@ -71,7 +71,6 @@ FOUND_BY = {
     rules.who_asks_never_asks_for_a_later_term: 3079,
     rules.who_has_voted_stands_all_the_same: 23994,
     rules.who_has_the_state_may_be_left_out: 15978,
-    rules.who_has_the_state_may_be_held_out: 99452,
     rules.only_the_winner_knows_that_its_world_is_confirmed: 39515,
     rules.who_resumes_forgets_where_others_are: 74220,
 }

@@ -9,6 +9,7 @@ from tests.simulation import simulate
 from tests.simulation.fault_schedule import ENDLESS, Schedule, ScheduledFault, peers_from
 from tests.simulation.stack_simulation import StackSimulation, violations
 from tests.support import SOAK
+from tests.unit.simulation import rules
 from torchelastic.agent.agent import Agent
 from torchelastic.chaos import laws
 
@@ -32,6 +33,12 @@ def test_no_law_is_broken(first):
 def test_no_step_of_a_living_node_is_dropped(seed):
     schedule = peers_from(seed)
     assert not violations(schedule), simulate.explained(schedule, StackSimulation)
+
+
+def test_holder_of_state_that_may_be_held_out_is_missed(monkeypatch):
+    """The rule that nodes which alone have the newest state are in the next world."""
+    rules.who_has_the_state_may_be_held_out(monkeypatch.setattr)
+    assert {broken.law for broken in violations(peers_from(19))} == {3}
 
 
 def job(seed: int, *faults: ScheduledFault, resident: bool = True) -> Schedule:
