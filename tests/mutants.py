@@ -88,12 +88,11 @@ GROUPS = (
             "snapshot.leave",
             "snapshot.pieces",
             "snapshot.search",
-            "snapshot.shard_boxes",
             "snapshot.node.memory",
         ),
         ("tests/unit/snapshot",),
     ),
-    Group(("events.merge", "events.analysis.*"), ("tests/unit/events",)),
+    Group(("events.merge", "events.timeline", "events.analysis.*"), ("tests/unit/events",)),
 )
 #: Functions that only make words for people: tests look at some of them, the laws at none.
 LEFT_OUT = {
@@ -276,7 +275,7 @@ def places_in(function: Function) -> list[ast.AST]:
 
 def source_of(module: str) -> tuple[str, ast.Module]:
     spec = importlib.util.find_spec(PACKAGE + module)
-    assert spec is not None
+    assert spec is not None, f"{module} is in GROUPS, and not in the package"
     assert spec.origin is not None
     text = Path(spec.origin).read_text()
     return text, ast.parse(text)

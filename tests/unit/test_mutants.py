@@ -6,7 +6,7 @@ from tests import mutants
 from torchelastic.rendezvous import majority
 
 
-def test_all_operators_find_something_in_the_deciders():
+def test_operators_all_find_mutants():
     every = list(mutants.all_mutants())
     assert {one.operator for one in every} == {one.__name__ for one in mutants.OPERATORS}
     assert {one.module for one in every} == set(mutants.modules())
@@ -18,7 +18,7 @@ def the_mutant(function: str, operator: str) -> mutants.Mutant:
     return next(one for one in made if one.operator == operator)
 
 
-def test_whoever_has_the_function_has_the_mutant():
+def test_mutant_is_applied_to_imported_function():
     must_step_down = majority.must_step_down
     code = must_step_down.__code__
     assert not must_step_down(3, 3)
@@ -29,5 +29,5 @@ def test_whoever_has_the_function_has_the_mutant():
         must_step_down.__code__ = code
 
 
-def test_a_mutant_is_noticed_in_a_process_of_its_own():
+def test_mutant_is_noticed_in_its_own_process():
     assert mutants.tried(the_mutant("_begin", "field"), 40) == mutants.BY_SIMULATION

@@ -115,7 +115,7 @@ IN_ORDER = {
 
 
 @pytest.mark.parametrize("name", IN_ORDER)
-def test_what_is_in_order(name):
+def test_laws_allow_history_in_order(name):
     assert check(IN_ORDER[name], RULES) == []
 
 
@@ -172,18 +172,18 @@ def test_what_is_in_order(name):
         ),
     ],
 )
-def test_what_breaks_a_law_is_named(law, said, events):
+def test_laws_name_event_that_breaks_one(law, said, events):
     found = check(events, RULES)
     assert any(one.law == law and said in one.sentence for one in found), found
 
 
-def test_so_many_steps_may_be_done_again():
+def test_laws_allow_as_many_repeated_steps_as_the_rules():
     events = [*job(), *steps(1.1, "abc", 0, 1), *following("ab", step=1)]
     assert check(events, Rules(redone=1)) == []
     assert {one.law for one in check(events, Rules())} == {3}
 
 
-def test_before_the_first_world_its_founders_must_be_there():
+def test_laws_need_founders_before_the_first_world():
     founders = [LawElectorate(frozenset("a"))]
     laws = Laws(Rules(min_nodes=1, within=5.0, founders=founders))
     laws.note(NodeUp(0.0, "b"))
@@ -203,7 +203,7 @@ def test_before_the_first_world_its_founders_must_be_there():
         ([NodeFrozen(2.0, "a")], []),  # it could not say so, and one of three is no majority
     ],
 )
-def test_who_leaves_agrees_to_what_the_others_do_if_it_can_say_so(more, laws):
+def test_laws_count_vote_of_leaver_that_is_reached(more, laws):
     rules = Rules(min_nodes=1, within=5.0)
     events = [*job(), NodeDown(1.5, "b"), NodeLeaves(2.0, "a"), *more]
     assert [one.law for one in check([*events, JobDisturbed(9.0, "")], rules)] == laws

@@ -17,7 +17,7 @@ from torchelastic.rendezvous.world import World
 Set = Callable[[Any, str, Any], None]
 
 
-def nobody_reports_a_world_that_waits(change: Set) -> None:
+def waiting_world_is_not_reported(change: Set) -> None:
     """V1: an idle node that sees a waiting world says nothing."""
     change(World, "has_ended", property(lambda world: world.phase == "over"))
 
@@ -51,20 +51,20 @@ def a_spare_node_cannot_host(change: Set) -> None:
     change(Failover, "_is_to_hold", lambda failover, world: failover._node in world.candidates)
 
 
-def who_asks_never_asks_for_a_later_term(change: Set) -> None:
+def candidate_never_asks_for_later_term(change: Set) -> None:
     """Than the one in which somebody has voted for itself. Seldom noticed where nobody stands right
     after it has voted."""
     change(Returns, "latest_term", property(lambda returns: 0))
-    who_has_voted_stands_all_the_same(change)
+    voter_stands_all_the_same(change)
 
 
-def those_who_stood_in_vain_stand_again_at_once(change: Set) -> None:
+def candidate_in_vain_stands_again_at_once(change: Set) -> None:
     """And with slow answers at the same time, for ever."""
     turn = Poll.turn
     change(Poll, "turn", lambda poll, in_vain=0: turn(poll))
 
 
-def who_has_voted_stands_all_the_same(change: Set) -> None:
+def voter_stands_all_the_same(change: Set) -> None:
     """In a later term, to which the host that it has elected yields."""
     is_our_turn = Search.is_our_turn
     change(Search, "is_our_turn", lambda it, poll, term, now: is_our_turn(it, poll, 1 << 30, now))
@@ -75,17 +75,17 @@ def only_the_winner_knows_that_its_world_is_confirmed(change: Set) -> None:
     change(FailoverState, "told", lambda holding, asked: holding)
 
 
-def who_resumes_forgets_where_others_are(change: Set) -> None:
+def resumed_node_forgets_addresses_of_others(change: Set) -> None:
     """Those who must agree, and are in no world that a host shows it: it never asks them."""
     change(FailoverState, "following", lambda holding, last: holding)
 
 
-def who_has_the_state_may_be_left_out(change: Set) -> None:
+def holder_of_state_may_be_left_out(change: Set) -> None:
     """Of a world after one that never began."""
     change(choosing, "_prefer_holders", choosing._prefer_fast)
 
 
-def who_has_the_state_may_be_held_out(change: Set) -> None:
+def holder_of_state_may_be_held_out(change: Set) -> None:
     for module in (choosing, forming, decide):
         change(module, "holders_left_out", lambda rules, state, chosen: [])
 

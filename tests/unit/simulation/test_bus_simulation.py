@@ -31,21 +31,21 @@ SEEDS, TESTS = 25, 4
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS * TESTS * SOAK, SEEDS))
-def test_no_law_is_broken(first):
+def test_bus_breaks_no_law(first):
     for seed in range(first, first + SEEDS):
         schedule = made_from(seed)
         assert not violations(schedule), simulate.explained(schedule)
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS * TESTS * SOAK, SEEDS))
-def test_no_law_is_broken_with_replicas(first):
+def test_bus_breaks_no_law_with_replicas(first):
     for seed in range(first, first + SEEDS):
         schedule = sharded_from(seed)
         assert not violations(schedule), simulate.explained(schedule)
 
 
 @pytest.mark.parametrize("seed", [397, 590, 736, 1900, 2415])
-def test_seeds_that_replicas_were_wrong_about(seed):
+def test_bus_breaks_no_law_in_seeds_that_replicas_failed(seed):
     """A worker that was starting when its node moved to another place; a replaced worker that
     counted as if it had the state; a record that was old when its node voted; the only node with a
     shard, which moved."""
@@ -53,7 +53,7 @@ def test_seeds_that_replicas_were_wrong_about(seed):
 
 
 @pytest.mark.parametrize("seed", [88644, 88941])
-def test_seeds_that_the_simulation_was_wrong_about(seed):
+def test_bus_breaks_no_law_in_seeds_it_modeled_wrongly(seed):
     """A client that had said hello often to a frozen host heard of no world; the agent after one
     that had handed over and frozen had its vote."""
     assert not violations(made_from(seed))
@@ -63,30 +63,30 @@ def test_seeds_that_the_simulation_was_wrong_about(seed):
 
 #: What finds that a rule is missing: the seed that did first, or nearly.
 FOUND_BY = {
-    rules.nobody_reports_a_world_that_waits: 428,
+    rules.waiting_world_is_not_reported: 428,
     rules.a_host_that_does_not_train_has_no_vote: 246,
     rules.a_leader_forgets_what_was_confirmed: 427,
     rules.newcomers_do_not_see_the_world_of_an_earlier_host: 344,
-    rules.those_who_stood_in_vain_stand_again_at_once: 256,
-    rules.who_asks_never_asks_for_a_later_term: 3079,
-    rules.who_has_voted_stands_all_the_same: 23994,
-    rules.who_has_the_state_may_be_left_out: 15978,
+    rules.candidate_in_vain_stands_again_at_once: 256,
+    rules.candidate_never_asks_for_later_term: 3079,
+    rules.voter_stands_all_the_same: 23994,
+    rules.holder_of_state_may_be_left_out: 15978,
     rules.only_the_winner_knows_that_its_world_is_confirmed: 39515,
-    rules.who_resumes_forgets_where_others_are: 74220,
+    rules.resumed_node_forgets_addresses_of_others: 74220,
 }
 #: How many seeds may be tried, from a bit before the one that is known.
 TRIED, BEFORE = 20, 5
 
 
 @pytest.mark.parametrize("rule", FOUND_BY, ids=lambda rule: rule.__name__)
-def test_a_rule_taken_away_is_found_within_some_seeds(rule, monkeypatch):
+def test_bus_breaks_law_without_one_rule(rule, monkeypatch):
     first = FOUND_BY[rule] - BEFORE
     seeds = range(first, first + TRIED)
     assert not any(violations(made_from(seed)) for seed in (FOUND_BY[rule],))
     rule(monkeypatch.setattr)
     broken = next((found for seed in seeds if (found := violations(made_from(seed)))), None)
     assert broken is not None
-    assert broken[0].law == (3 if rule.__name__.startswith("who_has_the_state") else 8)
+    assert broken[0].law == (3 if rule.__name__.startswith("holder_of_state") else 8)
 
 
 #: The same for replicas: the seed, and the law that is broken.
@@ -99,7 +99,7 @@ REPLICAS_FOUND_BY = {
 
 
 @pytest.mark.parametrize("rule", REPLICAS_FOUND_BY, ids=lambda rule: rule.__name__)
-def test_a_rule_about_replicas_taken_away_is_found_within_some_seeds(rule, monkeypatch):
+def test_bus_breaks_law_without_one_rule_about_replicas(rule, monkeypatch):
     first, law = REPLICAS_FOUND_BY[rule]
     rule(monkeypatch.setattr)
     found = (violations(sharded_from(seed)) for seed in range(first, first + TRIED))
@@ -164,7 +164,7 @@ SHORT = {
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_short_schedules_that_were_found(name, monkeypatch):
+def test_bus_breaks_law_8_in_short_schedule_without_one_rule(name, monkeypatch):
     rule, schedule = SHORT[name]
     assert violations(schedule) == []
     rule(monkeypatch.setattr)
@@ -174,14 +174,14 @@ def test_short_schedules_that_were_found(name, monkeypatch):
 # --- replay, and shorter ones --------------------------------------------------------------------
 
 
-def test_a_seed_is_replayed_exactly_in_another_process():
+def test_bus_replays_seed_exactly_in_another_process():
     argv = [sys.executable, "-m", "tests.simulation.simulate", "--seed", "5"]
     env = {**os.environ, "PYTHONHASHSEED": "1"}  # sets have another order than here
     other = subprocess.run(argv, env=env, capture_output=True, check=True).stdout
     assert other.rpartition(b"\n1 schedule,")[0] == simulate.told(made_from(5)).encode()
 
 
-def test_a_failure_is_reported_with_its_seed_and_a_short_schedule(monkeypatch):
+def test_failure_is_reported_with_seed_and_short_schedule(monkeypatch):
     rules.a_host_that_does_not_train_has_no_vote(monkeypatch.setattr)
     told = simulate.explained(made_from(246))
     assert "replay: --seed 246" in told
@@ -189,13 +189,13 @@ def test_a_failure_is_reported_with_its_seed_and_a_short_schedule(monkeypatch):
     assert len(told.splitlines()) < 12
 
 
-def test_a_schedule_is_made_as_short_as_it_can_be():
+def test_schedule_is_shrunk_to_needed_faults():
     schedule = made_from(7, faults=12, machines=5)
     needed = {schedule.faults[3], schedule.faults[9]}
     short = shrunk(schedule, lambda other: needed <= set(other.faults))
     assert set(short.faults) == needed
 
 
-def test_seeds_have_schedules_of_their_own():
+def test_seed_makes_its_own_schedule():
     assert made_from(3) == made_from(3)
     assert made_from(3).faults != made_from(4).faults

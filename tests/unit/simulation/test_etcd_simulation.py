@@ -23,21 +23,21 @@ CUT_AT, HEALED_AT = 10.0, 25.0
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS * TESTS * SOAK, SEEDS))
-def test_no_law_is_broken(first):
+def test_etcd_stack_breaks_no_law(first):
     for seed in range(first, first + SEEDS):
         schedule = peers_from(seed)
         assert not violations(schedule), simulate.explained(schedule, StackSimulation)
 
 
 @pytest.mark.parametrize("seed", STEPS_DROPPED)
-def test_no_step_of_a_living_node_is_dropped(seed):
+def test_etcd_stack_drops_no_step_of_living_node(seed):
     schedule = peers_from(seed)
     assert not violations(schedule), simulate.explained(schedule, StackSimulation)
 
 
 def test_holder_of_state_that_may_be_held_out_is_missed(monkeypatch):
     """The rule that nodes which alone have the newest state are in the next world."""
-    rules.who_has_the_state_may_be_held_out(monkeypatch.setattr)
+    rules.holder_of_state_may_be_held_out(monkeypatch.setattr)
     assert {broken.law for broken in violations(peers_from(19))} == {3}
 
 
@@ -65,7 +65,7 @@ def steps_of(stack: StackSimulation, begin: float, end: float) -> list[laws.Step
 
 @pytest.mark.parametrize("resident", [True, False], ids=["train", "script"])
 @pytest.mark.parametrize("minority", ["a", "ab", "e", "de"])
-def test_the_larger_side_of_a_cut_trains_and_all_after_it_heals(minority, resident):
+def test_cut_lets_larger_side_train_and_all_after_it_heals(minority, resident):
     """The first node, a, leads."""
     majority = "".join(node for node in "abcde" if node not in minority)
     cut = ScheduledFault(CUT_AT, "cut", minority, majority)
@@ -103,13 +103,13 @@ def test_agent_that_raises_is_a_violation(monkeypatch):
     assert "a bug in the agent" in found[-1].sentence
 
 
-def test_the_job_trains_when_nothing_goes_wrong():
+def test_etcd_job_trains_without_faults():
     stack = StackSimulation(job(0))
     assert stack.run() == []
     assert {step.node for step in steps_of(stack, 50.0, 60.0)} == set("abcde")
 
 
-def test_a_lost_node_is_replaced_at_once():
+def test_etcd_job_goes_on_at_once_after_lost_node():
     """The ring notices its end, long before its lease does."""
     stack = StackSimulation(job(0, ScheduledFault(CUT_AT, "kill", "c")))
     assert stack.run() == []

@@ -35,14 +35,14 @@ SEEDS, TESTS = 4, 2
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS * TESTS * SOAK, SEEDS))
-def test_no_law_is_broken(first):
+def test_stack_breaks_no_law(first):
     for seed in range(first, first + SEEDS):
         schedule = made_from(seed)
         assert not violations(schedule), simulate.explained(schedule, StackSimulation)
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS * TESTS * SOAK, SEEDS))
-def test_no_law_is_broken_with_replicas(first):
+def test_stack_breaks_no_law_with_replicas(first):
     for seed in range(first, first + SEEDS):
         schedule = sharded_from(seed)
         assert not violations(schedule), simulate.explained(schedule, StackSimulation)
@@ -116,7 +116,7 @@ def an_agent_has_as_long_for_three_answers_as_for_one(change: rules.Set) -> None
 
 #: The law that is broken without the rule, by one of some schedules.
 FOUND_BY = {
-    rules.nobody_reports_a_world_that_waits: (healed_cut, 8, 20),
+    rules.waiting_world_is_not_reported: (healed_cut, 8, 20),
     rules.a_host_that_does_not_train_has_no_vote: (spare_host, 8, 10),
     an_agent_has_as_long_for_three_answers_as_for_one: (slow_links, 8, 5),
     nobody_enters_a_world_that_pauses: (growth_at_once, 8, 10),
@@ -124,7 +124,7 @@ FOUND_BY = {
 
 
 @pytest.mark.parametrize("rule", FOUND_BY, ids=lambda rule: rule.__name__)
-def test_a_rule_taken_away_is_found_within_some_seeds(rule, monkeypatch):
+def test_stack_breaks_law_without_one_rule(rule, monkeypatch):
     made, law, seeds = FOUND_BY[rule]
     rule(monkeypatch.setattr)
     broken = ((seed, violations(made(seed))) for seed in range(seeds))
@@ -137,7 +137,7 @@ def test_a_rule_taken_away_is_found_within_some_seeds(rule, monkeypatch):
 # --- replay --------------------------------------------------------------------------------------
 
 
-def test_a_schedule_has_the_same_history_in_another_process():
+def test_stack_has_same_history_in_another_process():
     stack = StackSimulation(made_from(5))
     stack.run()
     code = "from tests.simulation.stack_simulation import *; "
@@ -149,14 +149,14 @@ def test_a_schedule_has_the_same_history_in_another_process():
     assert len(stack.history) > 100
 
 
-def test_a_failure_is_reported_with_its_seed_and_a_short_schedule(monkeypatch):
+def test_stack_failure_is_reported_with_seed_and_short_schedule(monkeypatch):
     rules.a_host_that_does_not_train_has_no_vote(monkeypatch.setattr)
     told = simulate.explained(spare_host(0)._replace(seed=0), StackSimulation)
     assert "replay: --seed 0 --stack" in told
     assert told.count("worker a") == 1
 
 
-def test_what_nobody_catches_is_a_failure(monkeypatch):
+def test_uncaught_exception_is_a_violation(monkeypatch):
     def broken(*_: object) -> None:
         raise ZeroDivisionError("a bug in a callback")
 
@@ -167,7 +167,7 @@ def test_what_nobody_catches_is_a_failure(monkeypatch):
 
 
 @pytest.mark.parametrize(("resident", "most"), [(True, 1.0), (False, 2.0)], ids=["train", "script"])
-def test_whoever_its_host_leaves_goes_on_at_once(resident, most):
+def test_node_goes_on_at_once_after_its_host_leaves(resident, most):
     """Not after a lease, or a settle time: a goodbye is consent."""
     stack = StackSimulation(job(1, "ab", ScheduledFault(8.0, "leave", "a"), resident=resident))
     assert stack.run() == []
@@ -176,7 +176,7 @@ def test_whoever_its_host_leaves_goes_on_at_once(resident, most):
     assert max(after - before for before, after in pairwise(around)) < most
 
 
-def test_the_job_trains_when_nothing_goes_wrong():
+def test_stack_job_trains_without_faults():
     stack = StackSimulation(job(0, "abc"))
     assert stack.run() == []
     assert {type(event) for event in stack.history} >= {

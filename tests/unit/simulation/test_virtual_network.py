@@ -82,7 +82,7 @@ def test_bytes_arrive_in_order_after_the_latency(pair):
     assert pair.far.heard == b"hello, world"
 
 
-def test_what_is_dropped_arrives_when_the_way_is_free_again(pair):
+def test_dropped_bytes_arrive_when_the_cut_is_mended(pair):
     pair.cut()
     pair.near.transport.write(b"late")
     pair.wait(5.0)
@@ -137,7 +137,7 @@ def test_a_connection_through_a_cut_is_made_when_it_is_mended():
     pair.scheduler.close(pair.loops)
 
 
-def test_hours_pass_in_no_time():
+def test_virtual_hours_take_no_time():
     scheduler = Scheduler()
     loop = ProcessLoop(scheduler, VirtualMachine(VirtualNetwork(scheduler), "10.0.0.1"))
     slept: list[float] = []
