@@ -375,6 +375,13 @@ def test_an_error_of_a_worker_that_lives_on(in_world, told):
     assert [(one.hint, one.alive) for one in told] == [(refused, True), ("", True)]
 
 
+def test_error_in_last_step_of_generation_before_says_so(in_world, told):
+    """The worker was told to enter generation 3, and had not: its newcomers are not to blame."""
+    in_world._erred(0, PeerLost(2, 7, "Connection closed by peer"))
+    in_world._erred(0, PeerLost(3, 7, "Connection closed by peer"))
+    assert [one.before for one in told] == [True, False]
+
+
 def test_a_peer_that_left_because_training_is_done_is_not_lost(in_world, told):
     lost = orders.to_json(PeerLost(3, 7, "Connection closed by peer"))
     in_world.tell(0, orders.Over(3, "the training is done", finished=True, through=7))
