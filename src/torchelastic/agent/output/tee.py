@@ -96,9 +96,8 @@ class CppStackFilter:
             if not ended and any(start.startswith(line) for start in _CPP_STACK):
                 return b""
             was_in_stack, self._below_warning, self._in_stack = self._in_stack, False, False
-            if was_in_stack and line == b"\n":  # an empty line ends a stack
-                return b""
-            return line
+            # An empty line ends a stack.
+            piece = b"" if was_in_stack and line == b"\n" else line
         self._below_warning = ended and _CPP_WARNING.search(line[:_HEAD]) is not None
         return piece
 

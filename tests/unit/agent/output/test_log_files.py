@@ -226,11 +226,17 @@ CPP_ERROR = b"terminate called after throwing an instance of 'c10::Error'\n" + S
     [
         (b"loss 3\n" + WARNING + STACK + b"\nloss 2\n", b"loss 3\n" + WARNING + b"loss 2\n"),
         (2 * (WARNING + STACK + b"\n"), 2 * WARNING),
+        (2 * WARNING + STACK + b"\ndone", 2 * WARNING + b"done"),
+        (WARNING + STACK + WARNING + STACK + b"\n", 2 * WARNING),
         (b"\r 10%\r" + WARNING + STACK + b"\r 20%", b"\r 10%\r" + WARNING + b"\r 20%"),
         (WARNING + b"\nframe #1 of the video\n", WARNING + b"\nframe #1 of the video\n"),
         (WARNING + b"frame", WARNING + b"frame"),
         (WARNING + STACK[:-9], WARNING),
         (CPP_ERROR, CPP_ERROR),
+    ],
+    ids=[
+        *("between-lines", "two", "below-another-warning", "no-empty-line", "progress-bar"),
+        *("empty-line", "unfinished-line", "unfinished-stack", "error"),
     ],
 )
 def test_stack_filter_removes_only_stacks_below_warnings(said, shown, size):
