@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.training.keep_support import FakeSnapshotAgent, build, finish, train
-from tests.unit.training.rank_support import Ranks
+from tests.unit.training.keep_support import FakeSnapshotAgent, Ranks, build, finish, train
 from torchelastic.checkpoint import finish as finish_checkpoints
 from torchelastic.errors import ConfigError, SnapshotError
 from torchelastic.snapshot import pieces, plain_parameters

@@ -10,8 +10,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam
 from torch.optim.lr_scheduler import StepLR
 
-from tests.unit.training.keep_support import FakeSnapshotAgent, build, finish, step, train
-from tests.unit.training.rank_support import Ranks
+from tests.unit.training.keep_support import FakeSnapshotAgent, Ranks, build, finish, step, train
 from torchelastic.checkpoint import CheckpointStore, save, set_checkpoint_manager
 from torchelastic.checkpoint import finish as finish_checkpoints
 from torchelastic.errors import CheckpointError

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from tests.unit.training.fake_agent import Coordinator
-from tests.unit.training.loop_support import (
+from tests.unit.training.fake_agent import (
     STEPS,
+    Coordinator,
     Steps,
     again,
     begin,

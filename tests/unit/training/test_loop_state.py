@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import torchelastic
-from tests.unit.training.loop_support import (
+from tests.unit.training.fake_agent import (
     STEPS,
     Counting,
     Steps,

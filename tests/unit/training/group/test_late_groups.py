@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests import late_backend
 from tests.late_backend import GARBAGE, LateGroup, device
 from tests.support import poll_for
-from tests.unit.training.fake_agent import Coordinator
-from tests.unit.training.loop_support import Counting, Steps, begin, finish
+from tests.unit.training.fake_agent import Coordinator, Counting, Steps, begin, finish
 from torchelastic import TorchState, torch_backends, torch_private
 from torchelastic.compat import collectives
 from torchelastic.errors import ConfigError, StopException
