@@ -129,9 +129,8 @@ class Runner:
     def _told(self, task: Task, error: Exception) -> CheckpointError:
         """Log that a checkpoint could not be written."""
         to = f" to {self._place}" if self._place else ""
-        told = CheckpointError(
-            f"Could not write the checkpoint of step {task.step}{to}: {_words(error)}"
-        )
+        why = str(error) if isinstance(error, CheckpointError | OSError) else repr(error)
+        told = CheckpointError(f"Could not write the checkpoint of step {task.step}{to}: {why}")
         told.__cause__ = error
         again = f" ({len(self.failures) + 1} failures in a row)" if self.failures else ""
         log.error("%s%s. Training continues; earlier checkpoints stay.", str(told), again)
@@ -144,7 +143,3 @@ def _finish_before_the_end() -> None:
     failing = hasattr(sys, "last_type")
     for runner in list(_runners):
         runner.wait(TIMEOUT_AFTER_AN_ERROR if failing else None)
-
-
-def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError | OSError) else repr(error)

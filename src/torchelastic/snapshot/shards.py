@@ -185,7 +185,7 @@ class Shards:
         owners = self._owners()
         return {
             name: live[name]
-            if name in live and _has_shape(live[name], shape)
+            if name in live and shape_of(live[name].shape, live[name].dtype) == shape
             else _made(name, shape, owners.get(_owner_of(name)))
             for name, shape in shapes.items()
         }
@@ -201,11 +201,6 @@ def _is_like(tensor: Any, owner: Any) -> bool:
     if tensor.shape == owner.shape:
         return bool(tensor.placements == owner.placements)
     return all(placement.is_replicate() for placement in tensor.placements)
-
-
-def _has_shape(tensor: Any, shape: TensorShape) -> bool:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorShape(dtype, tuple(tensor.shape)) == shape
 
 
 def _made(name: str, shape: TensorShape, owner: Any) -> Any:

@@ -154,18 +154,15 @@ def _send(moving: _Moving, tree: Any, share: _Share, lacking: Sequence[int]) -> 
     peers = [*lacking[first:], *lacking[:first]]
     for peer in peers:
         if lacking.index(peer) % share.of == share.index:
-            _send_skeleton(moving, peer, skeleton.encode(), sum(sizes))
+            text = skeleton.encode()
+            moving.send(torch.tensor([MAGIC, len(text), zlib.crc32(text), sum(sizes)]), peer)
+            moving.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), peer)
     for message in messages(sizes, share.index, share.of):
         pieces = [flat[span.tensor][span.begin : span.end] for span in message]
         joined = pieces[0] if len(pieces) == 1 else torch.cat([one.cpu() for one in pieces])
         for peer in peers:
             moving.send(joined, peer)
     moving.finish()
-
-
-def _send_skeleton(moving: _Moving, peer: int, text: bytes, total: int) -> None:
-    moving.send(torch.tensor([MAGIC, len(text), zlib.crc32(text), total]), peer)
-    moving.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), peer)
 
 
 # --- those who lack it ----------------------------------------------------------------------------

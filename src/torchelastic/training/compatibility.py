@@ -54,12 +54,9 @@ def _told(world: Session, key: str) -> Form | None:
 
 
 def _sentence(own: Form, others: Form | None) -> str:
+    found = iter(()) if others is None else differences(own, others, "this worker", "the others")
     return (
-        f"This worker's state differs from the other workers': {_difference(own, others)}. "
+        "This worker's state differs from the other workers': "
+        f"{next(found, 'the difference is unknown')}. "
         "Start all workers with the same script and arguments."
     )
-
-
-def _difference(own: Form, others: Form | None) -> str:
-    found = iter(()) if others is None else differences(own, others, "this worker", "the others")
-    return next(found, "the difference is unknown")

@@ -139,7 +139,7 @@ class CoordinatorP2P(Coordinator):
         #: Whether this worker is much slower than the fastest, if train_step reports its progress.
         self.is_worker_straggler = False
         self._link = _agents_link() if init_method is None else None
-        if overridden := [name for name in _NEVER_CALLED if _is_overridden(type(self), name)]:
+        if overridden := [name for name in _NEVER_CALLED if overrides(self, name)]:
             log.warning(
                 "torchelastic.train ignores %s: the agent runs the rendezvous. Move the code to "
                 "State.sync.",
@@ -253,8 +253,9 @@ class CoordinatorP2P(Coordinator):
             return -1
 
 
-def _is_overridden(kind: type[CoordinatorP2P], name: str) -> bool:
-    return getattr(kind, name) is not getattr(CoordinatorP2P, name)
+def overrides(coordinator: CoordinatorP2P, name: str) -> bool:
+    """Return whether a user's class overrides this method."""
+    return getattr(type(coordinator), name) is not getattr(CoordinatorP2P, name)
 
 
 def _check_times(process_group: int, coordinator: int | None) -> None:

@@ -39,7 +39,7 @@ from torchelastic.errors import (
 from torchelastic.tensors.module_state import form_number
 from torchelastic.training import compatibility, session, stored_state
 from torchelastic.training.control import Control, InProcessRequests
-from torchelastic.training.coordinator import Coordinator, CoordinatorP2P
+from torchelastic.training.coordinator import Coordinator, CoordinatorP2P, overrides
 from torchelastic.training.gate import Gate, GateDecision
 from torchelastic.training.group.group import GenerationOver, Group, enter
 from torchelastic.training.outcome import (
@@ -495,11 +495,11 @@ class _Between:
         self._coordinator, self._here = coordinator, here
         self._is_writer = stored_state.is_writer(here)
         self._every, self._paced = options.checkpoint_every, checkpoint.is_paced()
-        self._monitored = _overrides(coordinator, "monitor_progress")
-        self._reported = _overrides(coordinator, "report_progress")
-        self._told_when = _overrides(coordinator, "should_save_checkpoint")
-        self._told_to_stop = _overrides(coordinator, "should_stop_training")
-        self._told_to_meet = _overrides(coordinator, "should_rendezvous")
+        self._monitored = overrides(coordinator, "monitor_progress")
+        self._reported = overrides(coordinator, "report_progress")
+        self._told_when = overrides(coordinator, "should_save_checkpoint")
+        self._told_to_stop = overrides(coordinator, "should_stop_training")
+        self._told_to_meet = overrides(coordinator, "should_rendezvous")
         #: Whether user code may ask for checkpoints.
         self._told_by_user = self._told_when or _wants_to_be_asked(state)
         hooks = self._monitored, self._reported, self._told_by_user, self._told_to_stop
@@ -541,10 +541,6 @@ def _wants_to_be_asked(state: State) -> bool:
     """Return whether the state overrides `should_save_checkpoint`."""
     name = "should_save_checkpoint"
     return name in vars(state) or getattr(type(state), name) is not State.should_save_checkpoint
-
-
-def _overrides(coordinator: CoordinatorP2P, name: str) -> bool:
-    return getattr(type(coordinator), name) is not getattr(CoordinatorP2P, name)
 
 
 def _one_line(error: BaseException) -> str:

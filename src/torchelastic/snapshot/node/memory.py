@@ -169,7 +169,7 @@ class SnapshotMemory:
             with self._lock:
                 entry = self._fitting(piece, origin, wanted)
                 if entry is None:
-                    self._drop(self._empty(piece, origin))
+                    self._drop([one for one in self._of(piece, origin) if one.freshest() is None])
                     memory_limit.check(
                         wanted.total, f"snapshots of '{piece}'", promised=self._promised
                     )
@@ -244,9 +244,6 @@ class SnapshotMemory:
 
     def _of(self, piece: str, origin: str) -> list[MemoryEntry]:
         return [entry for entry in self._kept if (entry.piece, entry.origin) == (piece, origin)]
-
-    def _empty(self, piece: str, origin: str) -> list[MemoryEntry]:
-        return [entry for entry in self._of(piece, origin) if entry.freshest() is None]
 
     # --- looking ---------------------------------------------------------------------------------
 
@@ -367,7 +364,8 @@ class SnapshotMemory:
         Once per generation: this reads all memories, and is called for every piece of every step.
         """
         done = self._outdated >= (generation, -1)
-        if done or max(self._in(generation), default=0) < COMMITS_UNTIL_SAFE:
+        counts = (count for (number, _), count in self._sealed.items() if number == generation)
+        if done or max(counts, default=0) < COMMITS_UNTIL_SAFE:
             return
         noted = [entry.memory.replicated() for entry in self._kept if not entry.origin]
         safe = not self.awaits_replicas or any(item and item[0] >= generation for item in noted)
@@ -376,9 +374,6 @@ class SnapshotMemory:
         self._outdated = max(self._outdated, (needed, -1))
         for key in [key for key in self._sealed if key[0] < generation]:
             del self._sealed[key]
-
-    def _in(self, generation: int) -> list[int]:
-        return [count for (number, _), count in self._sealed.items() if number == generation]
 
     def _stale(self, generation: int) -> list[MemoryEntry]:
         """Return memories with nothing of this or a later generation: they are not needed."""

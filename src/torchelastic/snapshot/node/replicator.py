@@ -199,8 +199,10 @@ class Replicator:
 
     def admit(self, link: Link, hello: frames.Hello) -> None:
         """Take a connection from the listener."""
-        if len(self._visitors) >= MOST_VISITORS:
-            self._send_one_away()
+        if len(self._visitors) >= MOST_VISITORS:  # close one that is at rest, if there is one
+            for visitor in list(self._resting)[:1]:
+                asyncio.get_running_loop().remove_reader(visitor)
+                self._end(visitor)
         if self._closing or len(self._visitors) >= MOST_VISITORS:
             link.send(frames.Refusal("This agent has too many snapshot connections; retry later."))
             link.close()
@@ -213,11 +215,6 @@ class Replicator:
             return
         self._visitors.add(visitor)
         self._listen(visitor)
-
-    def _send_one_away(self) -> None:
-        for visitor in list(self._resting)[:1]:
-            asyncio.get_running_loop().remove_reader(visitor)
-            self._end(visitor)
 
     def _listen(self, visitor: SnapshotStream) -> None:
         """Wait, without a thread, until the visitor sends something."""
