@@ -197,6 +197,8 @@ DIFFERENT = {
     "RendezvousHandlerFactory": "Errors are `ConfigError`, which is a `ValueError`.",
     "RendezvousParameters": "A range of nodes that is not valid raises `ConfigError` (a "
     "`ValueError`), not `AssertionError`.",
+    "RunProcsResult": "torch's own: of programs, `failures` also has those that were stopped "
+    "because another one failed.",
     "SubprocessContext": "torch's own: its constructor takes `logs_specs`.",
     "TailLog": "torch's own: pass `interval_sec` by name, it is not the fourth argument.",
     "Worker": "`id` is always None: the processes belong to the agent.",

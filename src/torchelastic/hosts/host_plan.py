@@ -91,7 +91,10 @@ def plan(
         for target, state in states.items()
         if state.status in _ACTIVE and target not in targets
     ]
-    commands += [Connect(host) for host in wanted if _may_start(states.get(host.target), now)]
+    for host in wanted:
+        state = states.get(host.target)
+        if state is None or (state.status == "failed" and now >= state.retry_at):
+            commands.append(Connect(host))
     ready = [host for host in wanted if _status(host, states) == "ready"]
     if endpoints := _endpoints(wanted, met_at):
         commands += [StartAgent(host, endpoints) for host in ready]
@@ -119,10 +122,6 @@ def _must_wait(
 def _status(host: HostSlots, states: Mapping[str, HostState]) -> Status | None:
     state = states.get(host.target)
     return state.status if state is not None else None
-
-
-def _may_start(state: HostState | None, now: float) -> bool:
-    return state is None or (state.status == "failed" and now >= state.retry_at)
 
 
 def _endpoints(wanted: Sequence[HostSlots], met_at: Sequence[str]) -> tuple[str, ...]:

@@ -235,11 +235,11 @@ class Controller:
         self._agents[name] = replace(agent, removed=True)
 
     def _ended(self, finish: Finish) -> JobEnd:
-        ends = list(self._ends.values())
+        ends, agents = list(self._ends.values()), self._agents.values()
         return JobEnd(
             exitcode=finish.exitcode,
             reason=finish.why,
-            nodes=_last_codes(self._agents.values()),
+            nodes={one.node: one.exitcode for one in sorted(agents, key=lambda one: one.since)},
             error=_error(ends, finish),
             results={
                 rank: value
@@ -273,10 +273,6 @@ def _leaves_at(deadline_ms: int | None, now: float) -> float | None:
     if deadline_ms is None:
         return None
     return now + deadline_ms / 1000 - time.time() if deadline_ms else math.inf
-
-
-def _last_codes(agents: Iterable[NodeAgent]) -> dict[str, int | None]:
-    return {agent.node: agent.exitcode for agent in sorted(agents, key=lambda a: a.since)}
 
 
 def _error(ends: Iterable[NodeEnd], finish: Finish) -> TorchElasticError | None:

@@ -182,7 +182,8 @@ def pod(job: ElasticJob, index: int) -> Json:
     }
     trainer = {TRAINER: spec["containers"][0]["name"]}
     own["annotations"] = {**metadata.get("annotations", {}), **trainer}
-    spec["restartPolicy"] = _pod_restart_policy(job.restart_policy)
+    # If we look at exit codes, the kubelet starts nothing again.
+    spec["restartPolicy"] = "Never" if job.restart_policy in ("ExitCode", "Never") else "OnFailure"
     # The subdomain gives the pod its name in DNS.
     spec |= {"hostname": own["name"], "subdomain": job.run_id}
     container = spec["containers"][0]
@@ -201,11 +202,6 @@ def _flags(job: ElasticJob) -> list[str]:
         f"--rdzv_id={job.run_id}",
         f"--nnodes={job.min_nodes}:{job.max_nodes}",
     ]
-
-
-def _pod_restart_policy(policy: str) -> str:
-    """Return what the kubelet does: nothing if we look at exit codes, or after success."""
-    return {"ExitCode": "Never", "Never": "Never"}.get(policy, "OnFailure")
 
 
 def _add_variables(container: Json, secret_name: str, grace: float) -> None:
