@@ -22,7 +22,7 @@ node has confirmed: its number is skipped.
 Terms and generations share one counter. The first world of the host of term t has at least the
 number t - 1, and a term is chosen beyond all numbers that earlier hosts can have used. So no number
 is used twice, "newer" means "by a later host, or later by the same host", and a number identifies a
-world. `docs/decisions/0010-host-election.md` has the whole protocol, and the alternatives.
+world. `docs/concepts/host-election.md` has the whole protocol.
 """
 
 from __future__ import annotations
