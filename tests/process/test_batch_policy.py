@@ -36,11 +36,11 @@ def test_the_gradient_of_ddp_is_that_of_one_process_at_every_size():
         check(answers, range(1, LARGEST + 1))
 
 
-def test_it_is_so_in_a_world_of_resident_workers():
+def test_batch_policy_holds_with_in_process_workers():
     with forked.ranks(in_a_resident_world, [0, 1, 2], 3) as answers:
         check(answers, [3])
 
 
-def test_it_is_so_with_sharded_parameters():
+def test_batch_policy_holds_with_sharded_parameters():
     with forked.ranks(in_a_sharded_world, [0, 1, 2], 3) as answers:
         check(answers, [3])

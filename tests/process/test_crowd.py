@@ -21,7 +21,7 @@ def test_agents_go_on_without_those_that_fail():
     assert all(each.details["received"] > 0 for each in found)
 
 
-def test_what_does_not_finish_has_no_time():
+def test_crowd_that_does_not_finish_has_no_time():
     found = measure_join(EMBEDDED, 4, processes=2, limit=0.0)
     assert found.seconds is None
     assert found.note == "not finished after 0 s"

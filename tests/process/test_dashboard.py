@@ -188,7 +188,7 @@ def test_a_port_that_is_taken_costs_the_page_and_not_the_job(tmp_path):
             finish(it, node)
 
 
-def test_who_has_the_token_is_let_in_and_nobody_else(tmp_path):
+def test_dashboard_admits_only_the_token(tmp_path):
     path = tmp_path / "token"
     path.write_text("0123456789abcdef&=\n")
     with job(tmp_path / "job", f"{ALONE} --dashboard=0 --dashboard-token-file={path}") as it:
@@ -231,7 +231,7 @@ def test_seed_003_line_39_a_page_behind_a_node_port_asks_for_its_token(tmp_path)
         assert status == get(url, "/", Cookie=cookie, **outside)[0] == 200
 
 
-def test_what_is_wrong_is_refused_before_anything_starts(tmp_path):
+def test_dashboard_bad_token_file_or_job_is_refused_before_start(tmp_path):
     with job(tmp_path, f"{ALONE} --dashboard --dashboard-token-file=/no/such/file") as it:
         node = it.start()
         assert node.wait() == 64

@@ -69,7 +69,7 @@ def test_a_lost_connection_is_made_again_unseen(etcd, run_id):
     run(story())
 
 
-def test_what_happens_while_the_connection_is_down_is_reported_afterwards(etcd, run_id):
+def test_etcd_watch_reports_changes_made_while_disconnected(etcd, run_id):
     async def story():
         async with (
             proxied(etcd.port) as proxy,
@@ -301,7 +301,7 @@ def test_an_address_of_ipv6(run_id):
         b'HTTP/1.1 200 OK\r\nContent-Length: 16\r\n\r\n{"hello": "you"}',
     ],
 )
-def test_what_is_not_etcd_is_refused(run_id, answer):
+def test_etcd_client_refuses_a_server_that_is_not_etcd(run_id, answer):
     async def serve(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
         writer.write(answer)
@@ -316,7 +316,7 @@ def test_what_is_not_etcd_is_refused(run_id, answer):
     run(story())
 
 
-def test_where_nobody_is_we_wait_and_say_so(run_id):
+def test_etcd_connect_where_nothing_listens_times_out_with_a_reason(run_id):
     async def story():
         async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
@@ -391,7 +391,7 @@ def test_nodes_of_a_closed_job_that_do_not_go_are_named_as_the_reason(etcd, run_
     run(story())
 
 
-def test_who_was_away_while_its_job_ended_does_not_meddle_with_the_next(etcd, run_id):
+def test_node_away_at_the_end_of_its_job_leaves_the_next_job_alone(etcd, run_id):
     async def story():
         clock = FakeClock()
         async with (
@@ -508,7 +508,7 @@ def test_a_lease_outlives_an_outage_longer_than_itself(etcd, run_id):
     run(story())
 
 
-def test_who_stood_still_has_lost_its_lease_though_etcd_keeps_it(etcd, run_id):
+def test_frozen_node_has_lost_its_lease_though_etcd_keeps_it(etcd, run_id):
     async def story():
         clock = FakeClock()
         async with (

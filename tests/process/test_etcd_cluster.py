@@ -218,7 +218,7 @@ def test_tls_with_a_certificate_of_our_own(authority, program, run_id, host):
         asyncio.run(story(etcd.port))
 
 
-def test_who_is_not_trusted_is_rejected_with_a_reason(authority, tmp_path, run_id):
+def test_untrusted_client_is_rejected_with_a_reason(authority, tmp_path, run_id):
     stranger = Authority(tmp_path, "stranger")
     ours = tls_files(authority, "node")
     false = tls_files(stranger, "node")
@@ -271,7 +271,7 @@ def test_a_user_with_a_password(authority, program, run_id, caplog):
     assert PASSWORD not in caplog.text
 
 
-def test_who_may_not_is_rejected_with_a_reason(run_id):
+def test_unauthorized_user_is_rejected_with_a_reason(run_id):
     async def refused(etcd, settings, sentence):
         with pytest.raises(RendezvousRefused, match=sentence):
             await EtcdStore.connect([etcd.address], run_id, timeout=9, settings=settings)

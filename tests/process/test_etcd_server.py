@@ -25,7 +25,7 @@ async def put_something(server: EtcdServer) -> None:
     await store.close()
 
 
-def test_it_serves_until_it_is_stopped(etcd_on_path):
+def test_etcd_server_serves_until_stopped(etcd_on_path):
     server = EtcdServer()
     server.start(timeout=30)
     try:
@@ -57,7 +57,7 @@ def test_a_port_that_another_takes_meanwhile_is_not_the_end(etcd_on_path, monkey
             assert second.get_port() != first.get_port()
 
 
-def test_what_went_wrong_is_reported(monkeypatch, tmp_path):
+def test_etcd_server_that_cannot_start_says_why(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_ETCD_BINARY_PATH", "/bin/false")
     with pytest.raises(RendezvousError, match="did not answer within 5 s: no output"):
         EtcdServer().start(timeout=5, num_retries=1)
@@ -91,7 +91,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("how", ["stay", "exit"])
-def test_it_is_gone_with_its_owner(etcd_on_path, how):
+def test_etcd_server_ends_with_its_owner(etcd_on_path, how):
     with subprocess.Popen(
         [sys.executable, "-c", OWNER, how], stdout=subprocess.PIPE, text=True
     ) as owner:

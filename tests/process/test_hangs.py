@@ -95,7 +95,7 @@ def shown(job_id: str) -> dict:
     return json.loads(asked.stdout)
 
 
-def test_who_keeps_the_others_waiting_in_train_is_reported_with_what_all_of_them_do(tmp_path):
+def test_hung_rank_in_train_is_reported_with_the_stacks_of_all_ranks(tmp_path):
     """Rank 1 of two nodes is asked, sleeps, and calls another collective: then nobody is to blame,
     and the next world takes the step again.
 
@@ -175,7 +175,7 @@ def test_a_plain_script_can_be_asked_and_goes_on(tmp_path):
         assert node.wait() == 0, made.said()
 
 
-def test_nobody_answers_for_a_job_that_is_not_there():
+def test_stacks_of_unknown_job_are_refused():
     asked = stacks("no-such-job")
     assert asked.returncode == 64
     assert "No job 'no-such-job' on this machine" in asked.stderr

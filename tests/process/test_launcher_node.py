@@ -198,7 +198,7 @@ def test_a_launcher_that_gives_up_ends_the_job_for_all(nodes):
     assert ending.result(30) is True
 
 
-def test_it_ends_the_job_though_another_has_asked_for_a_restart_before(nodes):
+def test_end_of_the_job_wins_over_an_earlier_restart_request(nodes):
     job = nodes()
     first, second, _ = both_in(job)
 
@@ -244,7 +244,7 @@ def test_a_handler_of_release_0_2_is_a_node():
         handler.next_rendezvous()
 
 
-def test_its_errors_have_the_names_of_release_0_2():
+def test_launcher_node_errors_have_the_names_of_release_0_2():
     params = RendezvousParameters("c10d", f"127.0.0.1:{free_port()}", "job", 2, 2, timeout=1)
     handler = get_rendezvous_handler(params)
 

@@ -48,7 +48,7 @@ def scrape(url: str) -> dict[str, float]:
     return {name: float(value) for name, value in pairs}
 
 
-def test_what_cannot_be_reported_is_refused_before_anything_starts(tmp_path):
+def test_bad_metrics_settings_are_refused_before_anything_starts(tmp_path):
     with job(tmp_path, "--standalone --no-zygote --metrics-address=0.0.0.0:0") as it:
         node = it.start()
         assert node.wait() == 64

@@ -100,7 +100,7 @@ def test_the_host_is_lost_and_comes_back(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "drop"])
-def test_who_comes_later_finds_the_next_host(tmp_path, how):
+def test_late_node_finds_the_next_host(tmp_path, how):
     """By a list of endpoints, or by the address of any living member."""
     with training(tmp_path, 4) as (network, made):
         before = made.newest()

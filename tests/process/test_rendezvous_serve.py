@@ -175,7 +175,7 @@ def test_without_a_state_file_the_jobs_end_with_it(served, jobs):
 
 @pytest.mark.slow
 @pytest.mark.needs("openssl")
-def test_it_takes_a_secret_and_tls(served, jobs, tmp_path):
+def test_rendezvous_serve_takes_a_secret_and_tls(served, jobs, tmp_path):
     authority = Authority(tmp_path, "ca")
     own = authority.issue("server")
     (tmp_path / "secret").write_text("the secret of these jobs\n")

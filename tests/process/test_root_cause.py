@@ -77,7 +77,7 @@ def fell(report: str) -> str:
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("light_torch")
-def test_who_failed_first_is_the_cause_and_the_others_fell_because_of_it(tmp_path):
+def test_first_failed_worker_is_the_cause_of_the_others(tmp_path):
     """In a row: a worker is killed, a node is killed, a worker fails slowly, a worker raises."""
     with linked(tmp_path, "--nnodes=2:3 --settle=60 --max-restarts=2") as it:
         first, second, third = it.start(), it.start(), it.start()

@@ -118,7 +118,7 @@ def test_a_worker_that_is_slow_is_named_while_it_is(tmp_path):
         assert view.straggler_seconds >= over["lost"] > 0
 
 
-def test_what_a_worker_has_cost_that_is_slow_to_the_end_is_reported_at_the_end(tmp_path):
+def test_straggler_slow_to_the_end_has_its_cost_reported_at_the_end(tmp_path):
     with job(tmp_path, "--standalone --nproc-per-node=2") as it:
         node = start(it, "train", slow="1")
         slow = wait_for_name(it, 1)

@@ -149,7 +149,7 @@ NO_FAILURE = [
 
 
 @pytest.mark.parametrize("source", NO_FAILURE)
-def test_what_is_no_failure_of_the_program_is_not_reported(made, environ, tmp_path, source):
+def test_exit_without_exception_is_not_reported_as_a_failure(made, environ, tmp_path, source):
     environ["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / "error.json")
     made.do(made.supervisor.start(spawns(made, environ, source, 1)))
     made.until(lambda: made.exits, "the end")

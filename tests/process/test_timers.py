@@ -26,7 +26,7 @@ def line_of(text: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if line.strip() == text)
 
 
-def test_whatever_a_worker_hangs_in_it_is_ended_and_says_where(tmp_path, monkeypatch):
+def test_worker_hung_in_anything_is_ended_with_its_stack(tmp_path, monkeypatch):
     """In Python, in another thread, by torch's timers, in C with the GIL: a generation each."""
     monkeypatch.setenv("TORCHELASTIC_ENABLE_FILE_TIMER", "1")
     monkeypatch.setenv("PYTHONPATH", with_light_torch()["PYTHONPATH"])

@@ -145,7 +145,7 @@ def test_workers_that_fail_too_often_end_the_job_on_every_node(tmp_path):
         assert "torchrun gave up restarting its workers" in torchruns.log(second)
 
 
-def test_they_meet_at_etcd_and_one_is_killed(tmp_path, some_etcd: Etcd):
+def test_torchrun_agents_at_etcd_survive_a_killed_one(tmp_path, some_etcd: Etcd):
     with Torchruns(tmp_path, f"etcd://{some_etcd.endpoint}") as torchruns:
         torchruns.start()
         torchruns.start()

@@ -336,7 +336,7 @@ def trains_on(made: Job, size: int) -> None:
     poll_for(lambda: stepped(made, reached + 10, size=size), what=f"steps of {size} workers")
 
 
-def test_who_has_another_model_ends_and_the_others_train_on(tmp_path):
+def test_worker_with_another_model_ends_and_the_others_train_on(tmp_path):
     """A node that does not fit ends; a replacement that does not fit is done without; the last
     error cannot be helped by trying again, and ends the job.
 

@@ -47,7 +47,7 @@ def test_those_who_lack_the_state_get_all_of_it(size, holders):
             assert answer == (None if rank in holders else (expected, whole))
 
 
-def test_it_is_received_where_there_is_room():
+def test_transfer_is_received_in_place_where_there_is_room():
     with forked.ranks(sharing.in_place, [0, 1]) as answers:
         received, kept = answers[1]
     assert received == sharing.digest(sharing.state(1))
@@ -79,6 +79,6 @@ GOOD = b'{"tree":null,"tensors":[]}'
     ],
     ids=["magic", "length", "checksum", "size"],
 )
-def test_what_is_no_state_is_refused(header, text, message):
+def test_transfer_that_is_no_state_is_refused(header, text, message):
     with forked.ranks(sharing.misled, [0, 1], header, text) as answers:
         assert message in answers[1]

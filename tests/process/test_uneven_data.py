@@ -49,7 +49,7 @@ def pair(flag):
 OVER = Over(0, "the training is done", finished=True, through=2)
 
 
-def test_who_is_behind_runs_the_last_step_to_its_end_and_who_is_ahead_is_freed(tmp_path):
+def test_uneven_end_finishes_the_last_step_and_frees_the_rank_ahead(tmp_path):
     flag = tmp_path / "flag"
     with pair(flag) as agents:
         for agent in agents:
@@ -60,7 +60,7 @@ def test_who_is_behind_runs_the_last_step_to_its_end_and_who_is_ahead_is_freed(t
 
 
 @pytest.mark.parametrize("hears_first", [0, 1])
-def test_who_waits_for_a_worker_without_data_is_freed(tmp_path, hears_first):
+def test_rank_waiting_for_a_worker_without_data_is_freed(tmp_path, hears_first):
     """Rank 0 waits in a collective. Where its peer hears first, and leaves, it lost a peer."""
     flag = tmp_path / "flag"
     flag.touch()

@@ -109,7 +109,7 @@ def test_a_module_that_cannot_be_preloaded_is_named_and_left_out(made, script, e
     assert made.run(Entry("script", str(script)), environ).stdout == "ran\n"
 
 
-def test_what_a_preloaded_module_does_to_the_environment_is_kept(made, script, environ, tmp_path):
+def test_preloaded_module_keeps_its_changes_of_the_environment(made, script, environ, tmp_path):
     (tmp_path / "mine.py").write_text(
         "import os; os.environ['MINE'] = '1'; os.environ.pop('YOURS', None)"
     )
@@ -139,7 +139,7 @@ def test_an_error_in_the_users_sitecustomize_is_reported_as_python_does(made, sc
     assert "ZeroDivisionError" in ran.stderr
 
 
-def test_what_triton_has_made_is_given_back_at_the_end(made, script, environ, own):
+def test_forked_worker_frees_the_objects_of_triton_at_its_end(made, script, environ, own):
     """Else nanobind, which is below it, prints a page about leaks."""
     ring = "import os\nclass Ring:\n    __del__ = lambda self: os.write(1, b'given back')\n"
     (own / "triton.py").write_text(ring + "ring = Ring()\nring.self = ring\n")
@@ -147,7 +147,7 @@ def test_what_triton_has_made_is_given_back_at_the_end(made, script, environ, ow
     assert made.run(Entry("script", str(script)), environ).stdout == "ran\ngiven back"
 
 
-def test_it_is_not_taken_for_a_worker(made, script, environ):
+def test_zygote_is_not_taken_for_a_worker(made, script, environ):
     made.start_zygote(Entry("script", str(script), ("--flag",)), environ)
     assert pids_of(str(script)) == []
     assert made.zygote.pid in pids_of("torchelastic-zygote")
@@ -199,7 +199,7 @@ ASIDE = {
 
 
 @pytest.mark.parametrize("source", ASIDE)
-def test_it_steps_aside_when_a_copy_would_be_broken(made, script, environ, tmp_path, source):
+def test_zygote_steps_aside_when_a_copy_would_be_broken(made, script, environ, tmp_path, source):
     (tmp_path / "mine.py").write_text(source)
     entry = Entry("script", str(script))
     assert ASIDE[source] in made.start_zygote(entry, environ, preload=["mine"])
@@ -209,7 +209,7 @@ def test_it_steps_aside_when_a_copy_would_be_broken(made, script, environ, tmp_p
     assert made.run(entry, environ).stdout == "ran\n", "a plain process takes its place"
 
 
-def test_it_looks_before_every_fork(made, script, environ, tmp_path):
+def test_zygote_checks_itself_before_every_fork(made, script, environ, tmp_path):
     (tmp_path / "mine.py").write_text(
         dedent(
             """
@@ -279,7 +279,7 @@ def test_a_python_that_does_not_exist_is_refused(environ):
         Zygote.start(python="/no/python", env=environ, preload=[], command=command)
 
 
-def test_it_refuses_another_script_but_runs_a_helper(made, script, environ, tmp_path):
+def test_zygote_refuses_another_script_but_runs_a_helper(made, script, environ, tmp_path):
     made.start_zygote(Entry("script", str(script)), environ)
     with pytest.raises(SpawnError, match=r"started to run .*train\.py"):
         made.do(made.zygote.fork(spawn_of(Entry("script", "other.py"), environ), None))

@@ -53,7 +53,7 @@ def start(made, environ, count):
     return set(made.do(made.supervisor.start(spawns)).values())
 
 
-def test_they_become_the_workers_and_are_replaced(made, environ, others):
+def test_preforks_become_the_workers_and_are_replaced(made, environ, others):
     for _ in range(3):
         ready = made.zygote.preforks()
         assert start(made, environ, COUNT) == ready
@@ -64,7 +64,7 @@ def test_they_become_the_workers_and_are_replaced(made, environ, others):
 
 
 @pytest.mark.needs("cgroup")
-def test_they_are_where_the_workers_will_be(tmp_path, environ):
+def test_preforks_are_in_the_cgroup_of_the_workers(tmp_path, environ):
     cgroup = Cgroup.create()
     assert cgroup is not None
     (tmp_path / "train.py").write_text("import signal; signal.pause()")
@@ -104,7 +104,7 @@ def state_of(pid):
         return file.read().rpartition(")")[2].split()[0]
 
 
-def test_they_end_with_the_zygote(made, environ, others):
+def test_preforks_end_with_the_zygote(made, environ, others):
     ready = made.zygote.preforks()
     os.kill(made.zygote.pid, signal.SIGKILL)
     poll_for(lambda: all(state_of(pid) == "Z" for pid in ready), what="their end")
@@ -121,7 +121,7 @@ def test_closing_the_zygote_ends_them(made):
     assert made.zygote.preforks() == set()
 
 
-def test_they_show_what_they_are(made):
+def test_preforks_show_in_their_name_what_they_are(made):
     for pid in made.zygote.preforks():
         with open(f"/proc/{pid}/cmdline") as file:
             assert file.read().startswith("torchelastic-zygote\0")
