@@ -86,7 +86,7 @@ def test_the_last_block_names_the_first_failure_of_the_job_and_who_fell_because_
     )
 
 
-def test_who_failed_by_itself_did_not_fall_because_of_the_first():
+def test_independent_failure_is_not_blamed_on_first():
     same = replace(CAUSE, rank=3, by_itself=True)
     text = failure_report.job_failed(replace(WORLD, consequences=(same, *WORLD.consequences)))
     assert "Failed independently:\n  rank 3 on node-b" in text
@@ -108,7 +108,7 @@ def test_a_killed_worker_has_no_traceback_and_says_so():
     assert "No other failures." in text
 
 
-def test_what_the_agent_has_found_out_and_the_worker_s_last_lines():
+def test_report_has_hint_of_agent_and_last_lines_of_worker():
     killed = replace(
         CAUSE,
         exitcode=-9,

@@ -82,7 +82,7 @@ async def fails_at_its_end():
         ("store-host", 6, ["store-host failed 6 times in a row, and this node cannot train"], 6),
     ],
 )
-def test_what_a_failure_costs(name, failures, fatal, started):
+def test_failed_task_is_restarted_or_ends_node_by_policy(name, failures, fatal, started):
     told, said, [task] = play((failing(failures), name))
     assert [text[: len(begin)] for text, begin in zip(told, fatal, strict=True)] == fatal
     assert (fatal or task.result()) == (fatal or started)
@@ -108,7 +108,7 @@ def test_a_task_that_has_run_for_a_while_begins_again(pauses, monkeypatch):
     assert [seconds for seconds in pauses if seconds] == [1] * 7
 
 
-def test_who_is_cancelled_has_not_failed():
+def test_cancelled_task_has_not_failed():
     told, _, tasks = play((for_ever, "join"), (for_ever, "sampling"), cancel=True)
     assert told == []
     assert all(task.cancelled() for task in tasks)

@@ -121,7 +121,7 @@ def test_those_of_a_dead_agent_are_found_by_name(made):
 
 
 @pytest.mark.parametrize("home", [None, "/proc/no/such/place", "/proc"])
-def test_where_none_can_be_made_there_is_none(monkeypatch, home):
+def test_cgroup_is_none_where_none_can_be_made(monkeypatch, home):
     monkeypatch.setattr(cgroup, "own_directory", lambda: home)
     assert Cgroup.create() is None
 

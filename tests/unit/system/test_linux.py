@@ -1,15 +1,25 @@
 """The process tree and the few calls of the kernel, each tried in a process of its own."""
 
+import hashlib
 import os
 import signal
 import subprocess
 import sys
+import time
+from array import array
 from textwrap import dedent
 
 import pytest
 
 from tests.support import poll_for
+from tests.unit.cli.tables import not_refused, wrong
+from torchelastic.metrics.metric_table import MetricTable
+from torchelastic.snapshot import layout
 from torchelastic.system import linux
+from torchelastic.system.devices import workers_for
+from torchelastic.timer.timer_table import TimerTable
+from torchelastic.worker import status_page
+from torchelastic.worker_counters import milestones, stalls
 
 
 def run(source, *args):
@@ -178,3 +188,131 @@ def test_a_kept_child_is_not_reaped(child):
     poll_for(lambda: linux._stat(child)[0] == "Z", what="a zombie")
     linux.reap(keep=linux.children())
     assert child in linux.children()
+
+
+# --- Counting devices in a fake /dev, /proc and /sys ---------------------------------------------
+
+
+NVIDIA = {f"dev/nvidia{index}": "" for index in range(4)} | {
+    "dev/nvidiactl": "",
+    "dev/nvidia-uvm": "",
+}
+DRIVER = {f"proc/driver/nvidia/gpus/0000:0{index}:00.0/information": "" for index in range(2)}
+AMD = {
+    "sys/class/kfd/kfd/topology/nodes/0/gpu_id": "0\n",  # the CPU
+    "sys/class/kfd/kfd/topology/nodes/1/gpu_id": "4711\n",
+    "sys/class/kfd/kfd/topology/nodes/2/gpu_id": "4712\n",
+}
+INTEL = {
+    "sys/class/drm/renderD128/device/vendor": "0x8086\n",
+    "sys/class/drm/renderD129/device/vendor": "0x1002\n",
+}
+CPUS = len(os.sched_getaffinity(0))
+
+
+def plant(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+CASES = [
+    (7, {}, {}, 7),
+    ("cpu", NVIDIA, {}, CPUS),
+    ("auto", {}, {}, CPUS),
+    ("auto", NVIDIA, {}, 4),
+    ("gpu", NVIDIA, {}, 4),
+    ("gpu", DRIVER, {}, 2),
+    ("gpu", NVIDIA | DRIVER, {}, 4),
+    ("gpu", NVIDIA, {"CUDA_VISIBLE_DEVICES": "0,2"}, 2),
+    ("gpu", NVIDIA, {"CUDA_VISIBLE_DEVICES": "3,9,1"}, 1),
+    ("gpu", NVIDIA, {"CUDA_VISIBLE_DEVICES": "0,-1,1"}, 1),
+    ("gpu", NVIDIA, {"CUDA_VISIBLE_DEVICES": "GPU-ab, MIG-cd"}, 2),
+    ("auto", NVIDIA, {"CUDA_VISIBLE_DEVICES": ""}, CPUS),
+    ("auto", {}, {"CUDA_VISIBLE_DEVICES": "0,1"}, CPUS),
+    ("gpu", AMD, {}, 2),
+    ("gpu", AMD, {"HIP_VISIBLE_DEVICES": "1"}, 1),
+    ("gpu", AMD, {"CUDA_VISIBLE_DEVICES": "0"}, 1),
+    ("xpu", INTEL, {}, 1),
+    ("auto", INTEL, {}, CPUS),
+]
+
+
+def test_workers(tmp_path):
+    for number, (_, files, _, _) in enumerate(CASES):
+        plant(tmp_path / str(number), files)
+    cases = [
+        (asked, environ, tmp_path / str(number), workers)
+        for number, (asked, _, environ, workers) in enumerate(CASES)
+    ]
+    assert wrong(workers_for, cases) == []
+    refused = [
+        (asked, {}, tmp_path, f"--nproc-per-node {asked}: this machine has no {asked.upper()}")
+        for asked in ("gpu", "xpu")
+    ]
+    assert not_refused(workers_for, refused) == []
+
+
+# --- The bytes of the memories that processes share: both ends may be of different re ------------
+
+
+def digest(descriptor):
+    size = os.fstat(descriptor).st_size
+    return size, hashlib.sha256(os.pread(descriptor, size, 0)).hexdigest()[:16]
+
+
+def test_a_status_page(monkeypatch):
+    clock = iter(range(1, 100))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(
+        stalls, "seconds", array("d", [0.5 * n for n in range(len(stalls.COUNTED))])
+    )
+    monkeypatch.setattr(milestones, "samples", 640)
+    descriptor = status_page.create()
+    try:
+        page = status_page.StatusPage(descriptor)
+        page.rank = 3
+        page.taken_before(7)
+        page.entered(2, 40)
+        page.entered(2, 41)
+        page.publish(1, (2, 41), b"changing" * 600, b"steady" * 9)
+        page.publish(4, (2, 42), b"brief")
+        page.collectives.enter(2)
+        row = page.collectives.row_of("dp")
+        page.collectives.launched(5, row, 9, b"ALLREDUCE")
+        page.collectives.waits(row, 9, b"ALLREDUCE")
+        page.close()
+        assert digest(descriptor) == (45056, "937eb585a7049feb")
+    finally:
+        os.close(descriptor)
+
+
+def test_a_metric_table():
+    table = MetricTable()
+    for name, value in (("loss", 0.5), ("accuracy", 1.0), ("loss", 0.25), ("é" * 80, 3)):
+        table.put(name, value)
+    assert digest(table.descriptor) == (1024, "c7f6adac2b867496")
+    table.close()
+
+
+def test_a_timer_table():
+    table = TimerTable()
+    first = table.set("a.py:1", 2.5, 100.0)
+    table.set("long/" * 80, 1.0, 200.0)
+    table.clear(first)
+    assert digest(table.descriptor) == (262144, "3d3179dfa5c7d1f6")
+    table.close()
+
+
+def test_a_snapshot_memory():
+    descriptor = layout.create(layout.Sizes(10_000, 100, buffers=3))
+    memory = layout.Memory(descriptor)
+    for step in range(2):
+        memory.begin((1, step))[:8] = b"tensors%d" % step
+        memory.seal((1, step), b'{"tree":1}', 8, 99, rank=2, size=4)
+    memory.pin(memory.freshest())
+    memory.note_replicated((1, 0))
+    assert digest(descriptor) == (53248, "82fc1890ef788f2b")
+    memory.close()
+    os.close(descriptor)

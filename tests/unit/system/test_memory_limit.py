@@ -69,7 +69,7 @@ def test_the_refusal_is_one_sentence_that_says_what_to_do():
         ("", "", []),
     ],
 )
-def test_where_the_limits_are(own, mountinfo, found):
+def test_memory_limits_of_all_parents_are_found(own, mountinfo, found):
     assert [path for path, _ in memory_limit.directories(own, mountinfo)] == found
 
 
@@ -83,7 +83,7 @@ def test_where_the_limits_are(own, mountinfo, found):
         (("1000", "700", "total_inactive_file 100\ncache 5"), Limit("its cgroup", 1000, 600)),
     ],
 )
-def test_what_the_files_of_version_1_say(files, limit):
+def test_cgroup_v1_files_give_limits(files, limit):
     assert (
         memory_limit.of_cgroup(dict(zip(memory_limit._V1, files, strict=True)), is_v2=False)
         == limit

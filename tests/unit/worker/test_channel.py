@@ -1,11 +1,18 @@
 """A process that has no channel loses nothing by sending, and never writes on somebody else's."""
 
+from __future__ import annotations
+
+import json
 import os
 import socket
+from dataclasses import replace
+from typing import get_args
 
 import pytest
 
-from torchelastic.worker import channel
+from tests.unit.worker.entering import enter
+from torchelastic.transport.auth import Secret
+from torchelastic.worker import channel, handed_secret, orders
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +79,7 @@ def test_programs_that_the_worker_starts_do_not_get_it(monkeypatch):
     os.close(writer)
 
 
-def test_nobody_waits_for_who_does_not_read():
+def test_send_to_full_channel_does_not_block():
     """`socket.send_fds` would, in Python 3.11: an agent would hang with its worker."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
@@ -96,3 +103,85 @@ def test_descriptors_are_received_for_this_process_alone():
         os.close(descriptor)
         channel.transmit(ours, b"alone")
         assert channel.receive(theirs)[:2] == (b"alone", [])
+
+
+# --- Orders and reports: each is read as it was written, and nothing else is taken fo ------------
+
+
+ALL = [
+    replace(enter(3, after=17), rank=5, size=8, local_rank=1, local_size=4, node_rank=2, nodes=6),
+    orders.Ask(3),
+    orders.Through(3, 17),
+    orders.Over(3, "a node failed", finished=True, through=17),
+    orders.Leave(15, 1234.5, saves=True),
+    orders.Closed("done"),
+    orders.Ping(),
+    orders.Dump(),
+    orders.StatusPage(),
+    orders.Enlisted(),
+    orders.Keeps(),
+    orders.CanSave(together=True),
+    orders.Saved(),
+    orders.Entered(3, -1),
+    orders.Begins(3, 0, stored=False),
+    orders.Up(3, 17, 4096, 0.25, 1.5),
+    orders.Stopped(3, 17),
+    orders.Erred(3, 17, "ValueError: no", "Traceback", retry=False),
+    orders.PeerLost(3, 17, "gone"),
+    orders.Unfit(),
+    orders.Finished(3, 17),
+    orders.Returned(),
+    orders.Stored(7, 0.5, 1000),
+    orders.Pong(waiting=True, aborted=True),
+]
+
+
+def test_every_message_survives_its_journey():
+    assert {type(one) for one in ALL} == set(get_args(orders.Order | orders.Report))
+    for message in ALL:
+        assert orders.from_json(json.loads(json.dumps(orders.to_json(message)))) == message
+
+
+def test_other_messages_are_none_of_ours_and_a_wrong_field_is_refused():
+    assert orders.from_json({"type": "progress", "step": 3}) is None
+    for data in (
+        {"type": "enter", "generation": 1},
+        {"type": "stopped", "generation": 1, "step": None},
+        {"type": "up", "generation": 1, "step": 2, "built": "long"},
+        {"type": "pong", "waiting": 1},
+    ):
+        with pytest.raises(ValueError, match=f"of a message '{data['type']}' "):
+            orders.from_json(data)
+
+
+# ---  --------------------------------------------------------------------------------------------
+
+
+KEY = b"0123456789abcdef" * 256
+
+
+@pytest.fixture(autouse=True)
+def nothing_handed(monkeypatch):
+    monkeypatch.setattr(handed_secret, "_key", None)
+    monkeypatch.delenv(handed_secret.VARIABLE, raising=False)
+
+
+def test_a_worker_takes_it_once_and_leaves_no_trace(monkeypatch):
+    descriptor = handed_secret.offer(Secret(KEY))
+    monkeypatch.setenv(handed_secret.VARIABLE, str(descriptor))
+    handed_secret.adopt()
+    assert handed_secret.VARIABLE not in os.environ
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    for _ in range(2):
+        secret = handed_secret.secret()
+        assert secret is not None
+        assert secret.reveal() == KEY
+
+
+@pytest.mark.parametrize("text", [None, "", "x"])
+def test_a_worker_of_a_job_without_a_secret_has_none(monkeypatch, text):
+    if text is not None:
+        monkeypatch.setenv(handed_secret.VARIABLE, text)
+    handed_secret.adopt()
+    assert handed_secret.secret() is None

@@ -38,7 +38,7 @@ def test_the_last_of_each_group_the_latest_first(memory, shown):
     assert read(memory) == ShownCollectives(4, None, launched)
 
 
-def test_what_is_waited_for(memory, shown):
+def test_collective_log_shows_collective_waited_for(memory, shown):
     row = shown.row_of("0")
     shown.launched(1, row, 1, b"all_reduce")
     shown.launched(2, row, 2, b"barrier")
@@ -58,7 +58,7 @@ def test_a_world_begins_with_none(memory, shown):
     assert rows == [*range(ROWS), NO_ROW, NO_ROW], "there is room for so many groups"
 
 
-def test_it_stays_within_its_part_of_the_page(memory, shown):
+def test_collective_log_stays_within_its_part_of_page(memory, shown):
     before = os.pread(memory, collective_log.AT, 0)
     for number in range(ROWS):
         shown.launched(number + 1, shown.row_of("g" * 40), 2**60, b"n" * 40)
@@ -68,7 +68,7 @@ def test_it_stays_within_its_part_of_the_page(memory, shown):
     assert not any(page[collective_log.END :])
 
 
-def test_it_stays_when_the_status_page_grows(memory):
+def test_collective_log_survives_growth_of_status_page(memory):
     made = status_page.StatusPage(memory)
     made.collectives.enter(1)
     made.publish(0, (1, 1), b"x" * 100_000)

@@ -8,7 +8,7 @@ from torchelastic.worker import error_file
 from torchelastic.worker.error_file import ErrorRecord
 
 
-def test_what_is_written_can_be_read_and_the_first_to_tell_is_kept(tmp_path):
+def test_error_file_keeps_first_error(tmp_path):
     path = tmp_path / "error.json"
     assert error_file.write(str(path), "ValueError: ü", "Traceback …")
     assert not error_file.write(str(path), "second", "")

@@ -88,7 +88,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize(("order", "steps", "before"), ORDERS.values(), ids=ORDERS)
-def test_what_counts_as_a_step(order, steps, before, counter, torch, handed):
+def test_step_is_counted_across_optimizers(order, steps, before, counter, torch, handed):
     optimizers = {name: optimizer() for name in "abcd"}
     for name in order:
         torch.step(optimizers[name])
@@ -131,9 +131,7 @@ def test_a_cuda_graph_that_is_recorded_is_left_alone(monkeypatch):
     assert steps_before(optimizer(step=Step())) == UNKNOWN
 
 
-def test_what_is_waited_from_the_last_gradient_to_the_step_is_not_its_own(
-    counter, torch, handed, monkeypatch
-):
+def test_wait_after_last_gradient_is_not_own_time(counter, torch, handed, monkeypatch):
     monkeypatch.setattr(stalls, "seconds", stalls.seconds[:])
     first, middle, last = Parameter(), Parameter(), Parameter()
     one = optimizer(first, middle, last)

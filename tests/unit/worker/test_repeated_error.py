@@ -132,5 +132,5 @@ def test_a_lost_peer_takes_one_line_and_its_traceback_is_in_the_error_file(tmp_p
         ("ValueError: boom", False),
     ],
 )
-def test_what_only_tells_of_a_lost_peer(message, expected):
+def test_lost_peer_traceback_is_recognized(message, expected):
     assert failure.says_peer_gone(message) == expected

@@ -41,14 +41,14 @@ def test_an_empty_page_holds_nothing_and_shows_no_generation(descriptor):
     assert status_pages.read_progress(descriptor) == (-1, -1, math.inf)
 
 
-def test_what_is_steady_is_held_before_what_changes(descriptor, status_page):
+def test_status_page_holds_steady_fields_before_changing_ones(descriptor, status_page):
     assert status_page.publish(1, (2, 3), b"cde", b"ab")
     assert seen(descriptor)[1] == ((2, 3), b"abcde")
     assert status_page.publish(1, (2, 4), b"xy")
     assert seen(descriptor)[1] == ((2, 4), b"xy")
 
 
-def test_what_is_there_already_is_not_written_and_is_held(descriptor, status_page):
+def test_status_page_holds_unchanged_bytes(descriptor, status_page):
     steady = [b"same" * 100, b"SAME" * 100]
     for number in range(8):
         same, other = steady[number // 2 % 2], b"%d" % (number // 4 * 1000)

@@ -40,7 +40,7 @@ def test_no_two_generations_meet_at_one_store(stores):
     assert is_there(first)
 
 
-def test_what_no_world_has_taken_is_offered_on_and_nothing_listens_after_the_end(stores):
+def test_untaken_store_stays_offered_until_close(stores):
     port = stores.offer()
     assert not begins(stores, 0, 1, offered=port)
     assert begins(stores, 1, port)

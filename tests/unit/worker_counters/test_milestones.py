@@ -25,7 +25,7 @@ def afresh(monkeypatch):
     monkeypatch.setattr(milestones, "samples", -1)
 
 
-def test_nobody_has_to_listen(monkeypatch):
+def test_milestones_work_without_listener(monkeypatch):
     monkeypatch.setattr(milestones, "_listener", None)
     milestones.checkpoint_stored(1, 2.0, 3)
 

@@ -29,7 +29,7 @@ def test_seconds_are_added_to_their_kind_and_no_other():
         stalls.add("coffee", 1.0)
 
 
-def test_what_is_done_inside_is_counted_also_if_it_fails(monkeypatch):
+def test_stall_is_counted_if_block_fails(monkeypatch):
     times = iter([10.0, 12.5, 20.0, 20.5])
     monkeypatch.setattr(time, "monotonic", lambda: next(times))
     before = counted()["checkpoint"]

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.agent.support import place
 from torchelastic.agent.lifecycle import in_process
 from torchelastic.agent.lifecycle.in_process import InProcessState
-from torchelastic.agent.lifecycle.last_copy import is_waited_for
+from torchelastic.agent.lifecycle.last_copy import LiveCopy, is_usable, is_waited_for, may_be_killed
 from torchelastic.agent.lifecycle.node_state import (
     Command,
     Kill,
@@ -321,7 +321,7 @@ STORIES = {
 
 
 @pytest.mark.parametrize("steps", STORIES.values(), ids=STORIES)
-def test_what_is_done_about_what_happens(steps):
+def test_in_process_table_decides_story(steps):
     node = training()
     for event, expected in steps:
         commands = node.feed(event)
@@ -472,7 +472,7 @@ def test_workers_that_die_before_they_train_are_not_started_for_ever():
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_where_no_worker_fits_a_job_of_one_node_ends_and_a_node_of_many_leaves(alone):
+def test_node_without_fitting_worker_leaves_or_ends_job(alone):
     """Of whom else could the freshest state be? Of workers that are gone by now."""
     node = training()
     if alone:
@@ -568,10 +568,77 @@ def test_the_end_of_the_job_stops_everything(event, code):
     assert (node.state.is_terminal, node.state.exitcode) == (True, code)
 
 
-def test_what_a_worker_told_before_the_next_world_was_seen_is_said_again_of_that():
+def test_report_before_next_world_is_repeated_for_it():
     node = training()
     node.feed(WorkerMessage(0, Finished(0, 8)))
     node.feed(dies(1, alive=True))
     said = reported(node.feed(see(1, after=8)))
     assert (said["finished"], said["finished_after"]) == (1, 8)
     assert said["failures"][-1].generation == 1
+
+
+# --- Who may be killed when its world is over, and who is waited for -----------------------------
+
+
+OVER = 4
+FREE = LiveCopy(generation=OVER, step=7, stopped=True)
+FROZEN = LiveCopy(generation=OVER, step=7, frozen=True)
+
+
+@pytest.mark.parametrize(
+    ("copy", "usable"),
+    [
+        (FREE, True),
+        (LiveCopy(generation=OVER, step=0, stopped=True), True),
+        (LiveCopy(generation=OVER, step=7), False),
+        (LiveCopy(generation=OVER, step=7, stopped=True, frozen=True), False),
+        (LiveCopy(generation=OVER, step=7, stopped=True, doomed=True), False),
+        (LiveCopy(generation=OVER, step=None, stopped=True), False),
+        (LiveCopy(generation=OVER + 1, step=7), True),
+        (LiveCopy(generation=OVER + 1, step=None), False),
+        (LiveCopy(generation=OVER - 1, step=7, stopped=True), False),
+        (LiveCopy(generation=-1, step=None), False),
+    ],
+    ids=[
+        "it has stopped",
+        "before the first step",
+        "it has not stopped yet",
+        "frozen since",
+        "about to be killed",
+        "it came to that world and got no state",
+        "it trains in a later world",
+        "on the way into a later world",
+        "it was left behind in an earlier world",
+        "a replacement",
+    ],
+)
+def test_from_which_copies_the_next_world_can_go_on(copy, usable):
+    assert is_usable(copy, OVER) is usable
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "elsewhere", "waited", "killed"),
+    [
+        (FROZEN, [], False, 0.1, False),
+        (FROZEN, [FROZEN, FROZEN], False, 0.1, False),
+        (FROZEN, [LiveCopy(generation=-1, step=None)], False, 0.1, False),
+        (FROZEN, [FROZEN, FREE], False, 0.1, True),
+        (FROZEN, [FROZEN], True, 0.1, True),
+        (FROZEN, [], False, 60.0, True),
+        (LiveCopy(generation=OVER, step=0, frozen=True), [], False, 0.1, True),
+        (LiveCopy(generation=OVER, step=None, frozen=True), [], False, 0.1, True),
+    ],
+    ids=[
+        "alone",
+        "all are frozen",
+        "beside a replacement",
+        "another one here is free",
+        "another one elsewhere is free",
+        "its time is up",
+        "no step was taken",
+        "it has no state",
+    ],
+)
+def test_worker_may_be_killed_if_its_state_is_elsewhere(own, others, elsewhere, waited, killed):
+    found = may_be_killed(own, others, elsewhere=elsewhere, waited=waited, limit=60.0)
+    assert found is killed

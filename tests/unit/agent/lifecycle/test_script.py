@@ -300,7 +300,7 @@ STORIES = {
 
 
 @pytest.mark.parametrize(("before", "steps", "state"), STORIES.values(), ids=STORIES)
-def test_what_is_done_about_what_happens(before, steps, state):
+def test_script_table_decides_story(before, steps, state):
     node = Node(*before)
     for event, commands in steps:
         found = node.feed(event)

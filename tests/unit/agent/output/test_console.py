@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import logging
 import os
@@ -12,8 +13,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.unit.agent.support import in_loop
 from torchelastic.agent.output import console
-from torchelastic.agent.output.console import Console
+from torchelastic.agent.output.console import Console, WaitingLine, sentence
+from torchelastic.agent.output.terminal_text import one_line, plain
+from torchelastic.clock import FakeClock
 
 
 @pytest.fixture
@@ -72,7 +76,7 @@ def test_a_reader_that_waits_gets_everything_in_its_order(pipe):
     assert os.read(read_end, 100) == b"and at once again\n"
 
 
-def test_what_nobody_reads_is_bounded_and_its_end_is_not_waited_for(pipe, monkeypatch):
+def test_unread_console_is_bounded_and_does_not_delay_exit(pipe, monkeypatch):
     read_end, write_end = pipe
     monkeypatch.setattr(console, "MOST_BYTES", 10_000)
     words = Console(write_end)
@@ -85,7 +89,7 @@ def test_what_nobody_reads_is_bounded_and_its_end_is_not_waited_for(pipe, monkey
     words.drain(60)
 
 
-def test_who_is_gone_or_was_never_there_costs_nothing(pipe):
+def test_console_without_reader_drops_lines(pipe):
     read_end, write_end = pipe
     words = Console(write_end)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -141,3 +145,96 @@ def test_a_status_line_is_redrawn_after_each_message(terminal):
         f"[agent] 100% of 2\r{blank}\r[agent] \\x1b] of\r{' ' * 16}\rsaid\r\n"
         f"[agent] much longer\r{' ' * 19}\rend\r\n"
     )
+
+
+# --- What a job waits for, counted down in place -------------------------------------------------
+
+
+class Screen:
+    def __init__(self, *, is_terminal: bool = True) -> None:
+        self.is_terminal = is_terminal
+        self.drawn: list[str] = []
+
+    def redraw(self, text: str) -> None:
+        self.drawn.append(text)
+
+
+@pytest.mark.parametrize(
+    ("left", "text"),
+    [
+        (None, "1 of 4 there"),
+        (293.0, "1 of 4 there; for 4 min 53 s more"),
+        (12.0, "1 of 4 there; for 12 s more"),
+        (0.4, "1 of 4 there; any moment now"),
+    ],
+)
+def test_how_long_still(left, text):
+    assert sentence("1 of 4 there", left) == text
+
+
+@in_loop
+async def test_waiting_line_counts_down_and_is_cleared(monkeypatch):
+    monkeypatch.setattr(console, "TICK", 0.0)
+    screen, clock = Screen(), FakeClock(100.0)
+    line = WaitingLine(screen, clock)
+    assert line.show("1 of 4 there", 60.0)
+    running = asyncio.create_task(line.run())
+    await asyncio.sleep(0)
+    clock.advance(10.0)
+    while "1 of 4 there; for 50 s more" not in screen.drawn:
+        await asyncio.sleep(0)
+    running.cancel()
+    line.clear()
+    line.clear()
+    assert screen.drawn[0] == "1 of 4 there; for 1 min more"
+    assert screen.drawn.count("") == 1
+    assert screen.drawn[-1] == ""
+
+
+def test_waiting_line_restarts_countdown_for_new_text():
+    screen, clock = Screen(), FakeClock()
+    line = WaitingLine(screen, clock)
+    line.show("1 of 4 there", 60.0)
+    clock.advance(5.0)
+    line.show("2 of 4 there", 55.0)
+    line.show("warming up")
+    assert screen.drawn == [
+        "1 of 4 there; for 1 min more",
+        "2 of 4 there; for 55 s more",
+        "warming up",
+    ]
+
+
+def test_waiting_line_is_off_without_terminal():
+    screen = Screen(is_terminal=False)
+    line = WaitingLine(screen, FakeClock())
+    assert not line.show("1 of 4 there", 60.0)
+    asyncio.run(line.run())
+    line.clear()
+    assert screen.drawn == []
+
+
+# ---  --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain text, with\ttabs\nand lines: äöü 漢字 🙂", None),
+        ("\x1b[31mred\x1b[0m", r"\x1b[31mred\x1b[0m"),
+        ("\x1b]0;title\x07", r"\x1b]0;title\x07"),
+        ("\x9b2J", r"\x9b2J"),
+        ("over\rwritten", r"over\rwritten"),
+        ("back\x08space\x7f", r"back\x08space\x7f"),
+        ("nul\x00", r"nul\x00"),
+        ("\u202egnp.exe", r"\u202egnp.exe"),
+        ("a\u2028b\u2066c\u200f", r"a\u2028b\u2066c\u200f"),
+        ("half \ud800", r"half \ud800"),
+    ],
+)
+def test_terminal_sequences_are_escaped(text, shown):
+    assert plain(text) == (text if shown is None else shown)
+
+
+def test_one_line_is_one_line():
+    assert one_line("a\nb\tc\r\nd") == r"a b c\r d"

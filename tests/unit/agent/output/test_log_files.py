@@ -110,7 +110,7 @@ FILES, NO_FILES = "logs", os.devnull
         (NO_FILES, NONE, OUT, {7}, "discard"),
     ],
 )
-def test_where_stdout_of_local_rank_0_goes(log_dir, redirects, tee, ranks, expected):
+def test_stdout_of_rank_0_goes_to_configured_streams(log_dir, redirects, tee, ranks, expected):
     """An empty filter shows every rank."""
     shown = frozenset(ranks)
     config = config_for(log_dir, redirects=redirects, tee=tee, local_ranks_filter=shown)
@@ -129,9 +129,7 @@ def test_where_stdout_of_local_rank_0_goes(log_dir, redirects, tee, ranks, expec
         (FILES, {"tee": OUT}, True, "tee"),
     ],
 )
-def test_what_nobody_asked_for_is_copied_but_not_from_a_terminal(
-    log_dir, changes, is_terminal, expected
-):
+def test_unredirected_output_is_copied_unless_on_terminal(log_dir, changes, is_terminal, expected):
     config = config_for(log_dir, **{"log_copy": True, **changes})
     assert route(config, 0, Std.OUT, is_terminal=is_terminal) == expected
 
@@ -620,7 +618,7 @@ LINES = ("step 6", "step 7", "terminate called")
         ({ERR: b"\xff broken \x00\n"}, {"redirects": ALL}, ("\ufffd broken \ufffd",)),
     ],
 )
-def test_what_is_seen_of_a_workers_output(tmp_path, said, config, lines):
+def test_last_output_lines_of_worker_are_found(tmp_path, said, config, lines):
     assert last_lines(tmp_path, said, **config) == lines
 
 

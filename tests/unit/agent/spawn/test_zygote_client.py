@@ -62,7 +62,7 @@ def test_a_worker_shows_the_command_a_user_would_have_typed():
     assert {entry: command_line(entry, "py") for entry in COMMANDS} == COMMANDS
 
 
-def test_what_python_will_put_on_its_path(monkeypatch, tmp_path):
+def test_zygote_predicts_path_of_python(monkeypatch, tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "train.py").touch()
     (tmp_path / "link.py").symlink_to(tmp_path / "real" / "train.py")

@@ -50,7 +50,7 @@ def test_the_more_nodes_the_rarer_and_smaller(nodes, seconds, size):
     assert (linger(nodes), batch_size(nodes)) == (pytest.approx(seconds), size)
 
 
-def test_what_all_would_say_alike_the_leader_says_for_many():
+def test_leader_alone_ships_shared_events_of_large_job():
     assert is_shipped("world-formed", 256, leads=False)
     assert not is_shipped("world-formed", 257, leads=False)
     assert is_shipped("world-formed", 257, leads=True)
@@ -94,6 +94,6 @@ def test_a_record_larger_than_a_portion_is_reported_alone_and_a_huge_one_not_at_
     assert (upto, [one.mono for one in records]) == (2.0, [2.0])
 
 
-def test_what_is_not_reported_is_covered_anyway():
+def test_batch_covers_records_that_are_not_shipped():
     assert told([record(1.0, "waiting"), record(2.0, "waiting")], 1000) == (2.0, [])
     assert math.isfinite(told([record(1.0, "waiting")], 1000, leads=True)[1][0].heard)

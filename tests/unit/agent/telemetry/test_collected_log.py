@@ -52,7 +52,7 @@ def test_a_line_that_was_cut_short_is_not_glued_to_the_next(tmp_path, monkeypatc
     assert log.dropped == 1
 
 
-def test_where_there_is_no_room_to_condense_the_older_part_goes(tmp_path, monkeypatch, caplog):
+def test_collected_log_drops_older_part_without_room_to_condense(tmp_path, monkeypatch, caplog):
     log = CollectedLog(tmp_path / "job.jsonl", max_bytes=10)
     log.write(line("note", 1))
 

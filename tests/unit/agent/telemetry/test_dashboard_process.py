@@ -51,7 +51,7 @@ def watched(it):
     return said
 
 
-def test_it_is_off_unless_asked_for_and_a_file_without_a_token_is_refused(tmp_path):
+def test_dashboard_is_off_by_default_and_rejects_file_without_token(tmp_path):
     assert DashboardProcess.wanted(LaunchConfig()) is None
     (tmp_path / "short").write_bytes(b"short")
     for name in ("short", "none"):
@@ -69,9 +69,7 @@ sys.stdout.buffer.write(b'\\xff\\x00{{\\n{URL}\\n\\xff{{')
 @pytest.mark.parametrize(
     ("code", "exitcode"), [(NOISE, 0), ("raise SystemExit(3)", 3)], ids=["noise", "nothing"]
 )
-def test_where_it_is_goes_to_the_terminal_only_whatever_else_is_printed(
-    instead, caplog, code, exitcode
-):
+def test_dashboard_address_goes_to_terminal_only(instead, caplog, code, exitcode):
     caplog.set_level("INFO")
     instead(code)
     assert watched(made()) == [f"the dashboard exited: exit code {exitcode}; the job continues"]
@@ -83,7 +81,7 @@ def test_where_it_is_goes_to_the_terminal_only_whatever_else_is_printed(
     [("import time; time.sleep(600)", 0.1), ("import sys; sys.stdin.read()", 600)],
 )
 @in_loop
-async def test_it_is_asked_to_end_and_then_ended(instead, monkeypatch, code, grace):
+async def test_dashboard_is_asked_to_end_and_then_killed(instead, monkeypatch, code, grace):
     monkeypatch.setattr(dashboard_process, "LAST_PAGE_TIMEOUT", grace)
     instead(code)
     it = made()
@@ -101,7 +99,7 @@ def test_one_that_cannot_be_started_costs_nothing_else(monkeypatch, caplog):
     assert "Could not start the dashboard: no more processes. The job continues." in caplog.text
 
 
-def test_it_runs_out_of_the_way_and_why_it_is_nowhere_is_reported(instead):
+def test_dashboard_runs_niced_and_failed_start_is_reported(instead):
     instead(
         "import os, json; told = [os.nice(0), open('/proc/self/oom_score_adj').read().strip()]\n"
         "print(json.dumps({'error': ' '.join(map(str, told))}))"

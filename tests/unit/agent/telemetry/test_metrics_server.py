@@ -101,7 +101,7 @@ async def test_a_page_is_made_once_however_often_it_is_asked_for(tmp_path, monke
 
 
 @in_loop
-async def test_who_says_nothing_gives_way_to_who_does(tmp_path):
+async def test_silent_connections_give_way_to_new_scraper(tmp_path):
     """Many more silent connections than there is room for."""
     async with Running(tmp_path) as it:
         silent = [await it.connect() for _ in range(http_endpoints.MOST_CONNECTIONS)]
@@ -114,7 +114,7 @@ async def test_who_says_nothing_gives_way_to_who_does(tmp_path):
 
 
 @in_loop
-async def test_who_is_slow_is_shown_out(tmp_path, monkeypatch):
+async def test_slow_scraper_is_disconnected(tmp_path, monkeypatch):
     monkeypatch.setattr(http_endpoints, "REQUEST_TIMEOUT", 0.05)
     async with Running(tmp_path) as it:
         reader, writer = await it.connect()

@@ -61,7 +61,7 @@ def test_workers_are_reported_together_by_rank_with_the_sum_of_their_stalls():
         ([None, 50], None),
     ],
 )
-def test_what_came_before_steps_that_are_counted_is_what_all_say(before, expected):
+def test_time_before_counted_steps_is_agreed_by_all_ranks(before, expected):
     ones = [replace(shown(rank, 60), before=one) for rank, one in enumerate(before)]
     assert progress_of(ones)[0].before == expected
 
@@ -96,7 +96,7 @@ NEXT = [shown(0, 5), shown(1, 5, generation=1)]
     ],
     ids=["nothing new", "one gets on", "not again what is of the generation before"],
 )
-def test_what_is_new_is_reported_once_and_of_all(sampling, told, looks, expected):
+def test_new_progress_is_reported_once_for_all_workers(sampling, told, looks, expected):
     for look in [BOTH_AT_5, *looks]:
         sampling.look(look)
     assert told == [(0, [5, 5]), *expected]
@@ -148,13 +148,13 @@ def reported(generation: int, rank: int, metrics: dict[str, float], fresh: str =
         ),
     ],
 )
-def test_what_workers_report_goes_with_their_progress(seen, told, expected):
+def test_reported_metrics_go_with_progress(seen, told, expected):
     found = progress_of(seen, told)
     got = {key: (list(one.ranks), list(one.steps), one.metrics) for key, one in found.items()}
     assert got == expected
 
 
-def test_what_was_reported_is_news_where_no_step_is(sampling, told):
+def test_reported_metrics_are_news_without_steps(sampling, told):
     sampling.look([shown(0, 5)])
     sampling.look([shown(0, 5)], [reported(0, 0, {"loss": 1.0})])
     sampling.look([shown(0, 5)], [reported(0, 0, {"loss": 1.0}, fresh="")])

@@ -165,7 +165,7 @@ async def test_the_leader_has_what_all_say_and_a_new_one_the_whole_story_of_the_
 
 
 @in_loop
-async def test_what_is_taken_as_soon_as_something_is_written_is_written_too(tmp_path):
+async def test_batch_taken_during_write_is_written_too(tmp_path):
     collector = LogCollector(CollectedLog(tmp_path / "job.jsonl"), SystemClock())
     second = asyncio.get_running_loop().create_future()
 
@@ -197,7 +197,7 @@ async def test_a_leader_that_leads_again_is_told_nothing_twice(tmp_path):
 
 
 @in_loop
-async def test_what_is_no_longer_in_memory_is_told_from_the_file(tmp_path, monkeypatch):
+async def test_events_dropped_from_memory_are_shipped_from_file(tmp_path, monkeypatch):
     monkeypatch.setattr(shipper, "RECENT", 4)
     monkeypatch.setattr(clock_offset, "BATCH", 500)
     monkeypatch.setattr(clock_offset, "SMALLEST_BATCH", 500)
@@ -264,7 +264,7 @@ async def test_a_leader_that_does_not_answer_is_waited_for_by_nobody(tmp_path, m
 
 
 @in_loop
-async def test_nobody_asks_who_leads_where_the_world_says_it(tmp_path):
+async def test_shipper_takes_leader_from_world_without_asking(tmp_path):
     async with nodes(tmp_path, "a", "b") as (store, a, b):
         b.say("1")
         begin(a, b)
@@ -369,7 +369,7 @@ RUDE = {
 
 @pytest.mark.parametrize("frames", RUDE.values(), ids=RUDE)
 @in_loop
-async def test_who_does_not_keep_to_the_rules_is_sent_away(frames, tmp_path):
+async def test_collector_disconnects_misbehaving_agent(frames, tmp_path):
     async with nodes(tmp_path, "a") as (_, a):
         link = await call(a)
         for frame in frames:

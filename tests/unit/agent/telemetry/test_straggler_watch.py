@@ -81,7 +81,7 @@ def test_other_generations_and_junk_say_nothing(watch, said):
     assert len(said) == 1
 
 
-def test_what_it_has_cost_is_reported_when_the_generation_is_over(watch, said, wished):
+def test_cost_of_straggler_is_reported_at_end_of_generation(watch, said, wished):
     hear(watch, 9)
     watch.sum_up(before=3)
     assert len(said) == 2, "it is not over yet"
@@ -98,7 +98,7 @@ def test_what_it_has_cost_is_reported_when_the_generation_is_over(watch, said, w
     assert wished == [(3, {"b"})] * 2, "what is over is nobody's to replace"
 
 
-def test_nobody_need_be_replaced(said):
+def test_stragglers_are_reported_without_replacement(said):
     watch = StragglerWatch(1.5, lambda generation, found: said.extend(found), None)
     watch.turn_to(3, 2)
     hear(watch, 5)

@@ -86,7 +86,7 @@ def test_how_long_a_worker_has(pace, given, frozen, limit):
     assert limit_for(pace, given, frozen=frozen) == limit
 
 
-def test_what_an_answer_means():
+def test_answer_of_worker_is_classified():
     assert _doing(Pong(waiting=True)) == "waiting"
     assert _doing(Pong(waiting=True, aborted=True)) == "stuck"
     assert _doing(Pong(waiting=False)) == _doing(Pong(waiting=False, aborted=True)) == "working"
@@ -211,7 +211,7 @@ ON_THE_WAY = " s on the way into generation 1: "
     ],
     ids=["on the way, silent", "on the way, busy", "in a step", "before it was looked at first"],
 )
-def test_who_hangs_is_killed(way, facts, limit, does, stack):
+def test_hung_worker_is_killed(way, facts, limit, does, stack):
     when = {"since": long_ago()} if way == ON_THE_WAY else {"seen": (1, 7, long_ago())}
     workers = Workers(**when, **facts)
     watch(workers, limit=limit, until=lambda: workers.killed)
@@ -232,7 +232,7 @@ def test_a_mistake_in_explaining_a_hang_spares_nobody(monkeypatch, mistake):
     assert "it does not answer" in why
 
 
-def test_who_answers_late_that_it_waits_for_others_is_innocent():
+def test_worker_that_answers_late_and_waits_is_spared():
     workers = Workers(seen=(1, 7, long_ago()))
     look = workers.look
 
@@ -245,7 +245,7 @@ def test_who_answers_late_that_it_waits_for_others_is_innocent():
     assert workers.killed == []
 
 
-def test_who_waits_for_others_is_innocent_and_it_is_reported_once_that_all_wait():
+def test_waiting_worker_is_spared_and_hang_reported_once():
     workers = Workers(since=long_ago(), answers=Pong(waiting=True))
     watch(workers, until=lambda: workers.told and workers.asked >= 5)
     [event] = workers.told
@@ -285,7 +285,7 @@ def test_the_world_of_ranks_that_wait_for_each_other_ends(monkeypatch, steps, ch
         assert re.match(r"no progress for \d+\.\d s: the ranks call different collectives", why)
 
 
-def test_who_gets_on_while_all_are_looked_at_is_not_killed():
+def test_worker_with_progress_during_inspection_is_spared():
     workers = Workers(seen=(1, 7, long_ago()))
 
     async def look():
@@ -319,7 +319,7 @@ def test_a_frozen_worker_on_the_way_has_the_plain_limit(monkeypatch):
 
 
 @pytest.mark.parametrize("looks", [1, 2])
-def test_who_is_stuck_at_two_looks_after_its_world_was_over_is_killed(monkeypatch, looks):
+def test_worker_stuck_twice_after_end_of_world_is_killed(monkeypatch, looks):
     """On a busy machine a thread may need more than one to run on."""
     monkeypatch.setattr(hang_watchdog, "FREED_TIMEOUT", 0.01)
     workers = Workers(answers=Pong(waiting=True, aborted=True))
@@ -353,7 +353,7 @@ def test_who_is_stuck_at_two_looks_after_its_world_was_over_is_killed(monkeypatc
     ],
     ids=["until another can", "another can", "until its limit", "until it stops", "new", "done"],
 )
-def test_who_alone_has_the_state_is_waited_for(
+def test_worker_with_only_copy_of_state_is_waited_for(
     monkeypatch, step, finished, elsewhere, limit, killed, said
 ):
     monkeypatch.setattr(hang_watchdog, "FREED_TIMEOUT", 0.01)
@@ -386,7 +386,7 @@ def test_who_alone_has_the_state_is_waited_for(
         assert answers == [], "they are asked until one can"
 
 
-def test_who_was_told_to_enter_the_next_world_has_left_the_last_one(monkeypatch):
+def test_worker_told_to_enter_next_world_has_left_the_last(monkeypatch):
     monkeypatch.setattr(hang_watchdog, "FREED_TIMEOUT", 0.01)
     monkeypatch.setattr(hang_watchdog, "is_frozen", lambda pid: True)
     workers, generations = Workers(), [1, 1, 2]
@@ -437,3 +437,47 @@ async def test_a_replacement_waits_only_where_cpus_are_short(monkeypatch, cpus, 
     workers = SimpleNamespace(progress=seen.get)
     await HangWatchdog(workers, report=None).recovered(state)
     assert state.looks == looks
+
+
+# --- What is found out of a hang is told once; and who only looks ends nothing -------------------
+
+
+FOUND = WorldActivity(3, (RankActivity(rank=0, node="a", stack="x"),))
+
+
+def report_of(*seen):
+    """A report that finds these, one after the other, or raises them; what it tells; its looks."""
+    told, left = [], list(seen)
+
+    async def look():
+        found = left.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    return HangReport(look, lambda generation, event: told.append(generation)), told, left
+
+
+@in_loop
+async def test_hang_report_looks_once_and_reports_once():
+    report, told, left = report_of(FOUND, FOUND)
+    for _ in range(2):
+        report.tell(await report.found(3))
+    report.close()
+    assert (left, told) == ([FOUND], [3])
+
+
+@in_loop
+async def test_hang_report_ignores_findings_of_earlier_world():
+    report, _, _ = report_of(FOUND, WorldActivity(4))
+    assert (await report.found(3), await report.found(4)) == (FOUND, WorldActivity(4))
+
+
+@in_loop
+async def test_an_error_in_looking_is_logged_and_nothing_is_reported(caplog):
+    report, told, _ = report_of(RecursionError("too deep"))
+    found = await report.found(0)
+    report.tell(found)
+    assert (found, told) == (WorldActivity(), [])
+    assert "Could not find out" in caplog.text
+    assert "too deep" in caplog.text

@@ -143,7 +143,7 @@ async def test_a_node_that_does_not_answer_cannot_go_on(monkeypatch):
 
 
 @in_loop
-async def test_who_is_gone_or_silent_is_named(monkeypatch):
+async def test_inspection_names_gone_and_silent_nodes(monkeypatch):
     monkeypatch.setattr(inspector, "AGENTS_TIMEOUT", 0.2)
     async with nodes([0], [1], [2]) as (_, a, b, c):
         await b.listener.close()
@@ -192,7 +192,7 @@ JUNK = {
 
 
 @in_loop
-async def test_who_tells_junk_is_not_heard(monkeypatch):
+async def test_inspection_ignores_invalid_answers(monkeypatch):
     async with nodes([0], [1]) as (_, a, _b):
         for name, line in JUNK.items():
             monkeypatch.setattr(inspector, "lines_of", lambda _, line=line: line.encode())
@@ -220,7 +220,7 @@ async def connect(node):
 
 
 @in_loop
-async def test_who_says_nothing_is_counted(monkeypatch):
+async def test_inspection_counts_unnamed_silent_nodes(monkeypatch):
     monkeypatch.setattr(inspector, "MOST_PEERS", 2)
     async with nodes([0]) as (_, a):
         first, second = await connect(a), await connect(a)
@@ -234,7 +234,7 @@ async def test_who_says_nothing_is_counted(monkeypatch):
 
 
 @in_loop
-async def test_who_says_nothing_is_sent_away(monkeypatch):
+async def test_silent_connection_to_inspector_is_closed(monkeypatch):
     monkeypatch.setattr(inspector, "AGENTS_TIMEOUT", 0.05)
     async with nodes([0]) as (_, a):
         await (await connect(a)).ended
@@ -243,7 +243,7 @@ async def test_who_says_nothing_is_sent_away(monkeypatch):
 
 
 @in_loop
-async def test_who_asks_again_is_sent_away_without_an_answer():
+async def test_second_question_on_connection_closes_it():
     async with nodes([0]) as (_, a):
         a.slow.add(0)
         link = await connect(a)
@@ -263,7 +263,7 @@ async def test_junk_ends_the_connection_and_so_does_the_end_of_the_agent():
     await link.ended
 
 
-def test_what_was_found_survives_a_journey_and_junk_is_no_finding():
+def test_findings_survive_json_and_junk_is_rejected():
     found = WorldActivity(3, (RankActivity(rank=0, node="a", stack="x"),), ("b",))
     assert from_json(to_json(found)) == found
     for junk in ({}, {"activities": [], "unheard": []}, {"activities": [{}]}):

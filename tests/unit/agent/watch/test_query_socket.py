@@ -52,7 +52,7 @@ def deep(tmp_path):
     return made
 
 
-def test_what_is_asked_is_answered_again_and_again(deep):
+def test_query_socket_answers_repeated_queries(deep):
     with answering(deep):
         assert ask(deep) == FOUND
         assert ask(deep) == FOUND
@@ -60,7 +60,7 @@ def test_what_is_asked_is_answered_again_and_again(deep):
     assert not (deep / SOCKET_FILE).exists()
 
 
-def test_what_a_killed_agent_has_left_is_in_nobodys_way(deep):
+def test_query_socket_replaces_leftover_of_killed_agent(deep):
     with socket.socket(socket.AF_UNIX) as left, inspector._short(deep / SOCKET_FILE) as address:
         left.bind(address)
     with pytest.raises(ConnectionRefusedError):
@@ -69,7 +69,7 @@ def test_what_a_killed_agent_has_left_is_in_nobodys_way(deep):
         assert ask(deep) == FOUND
 
 
-def test_nobody_else_is_answered(deep, monkeypatch):
+def test_query_socket_rejects_other_users(deep, monkeypatch):
     one, other = socket.socketpair()
     with one, other:
         assert inspector._is_ours(one)

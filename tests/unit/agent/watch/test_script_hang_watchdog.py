@@ -90,7 +90,7 @@ ENDED = {
 
 
 @pytest.mark.parametrize(("activities", "first", "killed", "told"), ENDED.values(), ids=ENDED)
-def test_who_is_ended(activities, first, killed, told, monkeypatch):
+def test_script_worker_that_causes_hang_is_killed(activities, first, killed, told, monkeypatch):
     workers = Workers(*activities, first=first)
     watch(workers, 50, monkeypatch)
     assert [rank for rank, *_ in workers.killed] == killed
@@ -117,7 +117,7 @@ TOLD = {
 
 
 @pytest.mark.parametrize(("activities", "limit", "told"), TOLD.values(), ids=TOLD)
-def test_nobody_is_ended_by_the_steps_of_an_optimizer(activities, limit, told, monkeypatch):
+def test_optimizer_steps_report_hang_and_kill_no_worker(activities, limit, told, monkeypatch):
     monkeypatch.setattr(hang_watchdog, "FRESH", 0.0)
     workers = Workers(*activities, since=10_000.0)
     workers.commits = False
@@ -125,7 +125,7 @@ def test_nobody_is_ended_by_the_steps_of_an_optimizer(activities, limit, told, m
     assert (workers.killed, len(workers.told)) == ([], told)
 
 
-def test_who_could_not_be_seen_is_looked_at_again(monkeypatch):
+def test_unreadable_rank_is_inspected_again(monkeypatch):
     monkeypatch.setattr(hang_watchdog, "FRESH", 0.0)
     workers = Workers(waits(0), unread(1))
     looks = iter([[waits(0), unread(1)]] * 3)
@@ -142,7 +142,7 @@ def test_who_could_not_be_seen_is_looked_at_again(monkeypatch):
 @pytest.mark.parametrize(
     ("limit", "since"), [(500, 100.0), (0, 100.0), (None, 100_000.0)], ids=["given", "off", "auto"]
 )
-def test_who_has_time_is_left_alone(limit, since, monkeypatch):
+def test_script_worker_within_limit_is_left_alone(limit, since, monkeypatch):
     workers = Workers(waits(0), works(1), since=since)
     watch(workers, limit, monkeypatch)
     assert (workers.killed, workers.told) == ([], [])
@@ -155,7 +155,7 @@ def test_a_learned_limit_counts_for_who_is_frozen(monkeypatch):
     assert [rank for rank, *_ in workers.killed] == [1]
 
 
-def test_what_shows_no_steps_of_this_world_is_not_watched(monkeypatch):
+def test_worker_without_steps_in_this_world_is_not_watched(monkeypatch):
     workers = Workers(waits(0), works(1))
     workers.generation = lambda local_rank: 2
     watch(workers, 50, monkeypatch)
@@ -169,7 +169,7 @@ def test_workers_that_are_being_stopped_do_not_hang(monkeypatch):
     assert workers.killed == []
 
 
-def test_who_is_the_cause():
+def test_cause_of_hang_is_frozen_or_missing_rank():
     certain = HangDiagnosis("", (1,), True)
     assert is_cause(works(1), certain)
     assert is_cause(works(1, frozen=True), HangDiagnosis("", (), False))

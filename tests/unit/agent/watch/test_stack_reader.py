@@ -243,7 +243,7 @@ async def its_pid(told):
 
 
 @in_loop
-async def test_what_reads_from_outside_is_not_reaped_as_an_orphan(reader):
+async def test_stack_reader_process_is_not_reaped_as_orphan(reader):
     go, told = reader
     workers = Workers()
     reading = asyncio.create_task(stack_reader.stack_of(os.getpid(), workers.helpers))
@@ -260,7 +260,7 @@ async def test_what_reads_from_outside_is_not_reaped_as_an_orphan(reader):
 
 @pytest.mark.parametrize("cancelled", [False, True], ids=["too slow", "cancelled"])
 @in_loop
-async def test_what_reads_from_outside_for_too_long_is_killed(cancelled, reader, monkeypatch):
+async def test_stack_reader_process_is_killed_after_time_limit(cancelled, reader, monkeypatch):
     _, told = reader
     waited, wait = [], asyncio.wait
 

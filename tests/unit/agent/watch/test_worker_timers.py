@@ -13,7 +13,15 @@ import pytest
 from tests.support import poll_for
 from tests.unit.agent.support import in_loop
 from torchelastic.agent.watch import stack_reader, worker_timers
-from torchelastic.agent.watch.worker_timers import FileTimers, Timers, first, pause
+from torchelastic.agent.watch.worker_timers import (
+    FileTimers,
+    PipeRequest,
+    Timers,
+    first,
+    parse_request,
+    pause,
+)
+from torchelastic.errors import ConfigError
 from torchelastic.timer.timer_table import STACKS_AT, Timer, TimerTable, read
 
 SIGNUM = signal.SIGRTMIN + 7
@@ -268,7 +276,7 @@ def test_one_that_is_always_busy_is_not_waited_for_in_vain(stack, monkeypatch):
     assert stack(b"a line\n") == "a line"
 
 
-def test_who_is_busy(sleeper):
+def test_busy_worker_is_told_by_its_threads(sleeper):
     def sleeps():
         return not stack_reader.is_busy(sleeper.pid)
 
@@ -285,3 +293,97 @@ def test_of_a_long_stack_the_end_is_shown(stack, monkeypatch):
 def test_a_stack_is_shown_as_those_of_a_hang(stack):
     written = b'Current thread 0x7f00 (most recent call first):\n  File "t.py", line 12 in load\n'
     assert stack(written) == 'main thread, most recent call first:\n  File "t.py", line 12 in load'
+
+
+# --- Torch's own timers by a named pipe ----------------------------------------------------------
+
+
+@pytest.fixture
+def made(tmp_path):
+    it = FileTimers(tmp_path / "pipe")
+    yield it
+    asyncio.run(closed(it))
+
+
+async def closed(it):
+    it.close()
+
+
+def ask(pid=1, scope="load", at=1060.0, signum=9):
+    fields = {"pid": pid, "scope_id": scope, "expiration_time": at, "signal": signum}
+    return json.dumps({"version": 1, **fields}).encode() + b"\n"
+
+
+def test_request_of_torch_timer_is_parsed():
+    from torch.distributed.elastic import timer
+
+    request = timer.FileTimerRequest(17, "load", 1060.5, signal.SIGKILL)
+    assert parse_request(request.to_json().encode()) == PipeRequest(17, "load", 1060.5, 9)
+
+
+def test_junk_in_timer_pipe_is_no_request():
+    junk = [b"", b"{}", b"[]", b"7", b"\xff", ask()[:20], ask(pid="x"), ask(at=None), b"[" * 9999]
+    assert [parse_request(line) for line in junk] == [None] * len(junk)
+
+
+def test_the_wall_clock_is_left_behind(made):
+    made._take(ask(at=1060.0), wall=1000.0, now=50.0)
+    (timer,) = made.of(1)
+    assert (timer.expires_at, timer.after, timer.scope) == (110.0, 60.0, "load")
+    made._take(ask(at=990.0), wall=1000.0, now=50.0)
+    assert made.of(1)[0].expires_at == 50.0, "a late one is due at once"
+
+
+def test_timers_are_acquired_and_released_by_process_and_scope(made):
+    """One without a signal ends nobody."""
+    released, harmless = ask(1, "a", -1, 0), ask(2, "c", signum=0)
+    made._take(ask(1, "a") + ask(1, "b") + ask(2, "a") + released + harmless, 1000.0, 50.0)
+    assert [timer.scope for timer in made.of(1)] == ["b"]
+    assert [timer.scope for timer in made.of(2)] == ["a"]
+    made.keep({2})
+    assert made.of(1) == []
+    made.forget(2)
+    assert made.of(2) == []
+
+
+def test_lines_come_in_pieces_and_with_junk(made):
+    made._take(b"junk\n" + ask()[:10], 1000.0, 50.0)
+    assert made.of(1) == []
+    made._take(ask()[10:] + b"x" * 5000, 1000.0, 50.0)
+    assert [timer.scope for timer in made.of(1)] == ["load"]
+    made._take(b"\n" + ask(2), 1000.0, 50.0)
+    assert len(made.of(2)) == 1, "a line without an end is given up"
+
+
+def test_scopes_are_bounded_and_can_be_shown(made, monkeypatch):
+    monkeypatch.setattr(worker_timers, "MOST_TIMERS", 2)
+    made._take(ask(1, "a\nb") + ask(1, "c") + ask(1, "d") + ask(1, "c", 1070.0), 1000.0, 50.0)
+    assert [(timer.scope, timer.after) for timer in made.of(1)] == [("a?b", 60.0), ("c", 70.0)]
+
+
+@in_loop
+async def test_a_client_that_opens_the_pipe_as_torchs_does_is_heard(tmp_path):
+    it, heard = FileTimers(tmp_path / "pipe"), asyncio.Event()
+    it.listen(heard.set)
+    pipe = os.open(it.path, os.O_WRONLY | os.O_NONBLOCK)
+    os.write(pipe, ask(at=time.time() + 60))
+    os.close(pipe)
+    await heard.wait()
+    (timer,) = it.of(1)
+    it.close()
+    assert timer.after <= 60
+    assert not (tmp_path / "pipe").exists()
+
+
+def test_file_timers_exist_if_environment_asks(tmp_path):
+    for environ in ({}, {"TORCHELASTIC_TIMER_FILE": "x"}, {"TORCHELASTIC_ENABLE_FILE_TIMER": "0"}):
+        assert FileTimers.wanted(environ, tmp_path) is None
+    enabled = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
+    it = FileTimers.wanted(enabled, tmp_path)
+    assert it.path == tmp_path / "timers"
+    asyncio.run(closed(it))
+    nowhere = {"TORCHELASTIC_TIMER_FILE": str(tmp_path / "no" / "where")}
+    with pytest.raises(
+        ConfigError, match=r"cannot be used as a named pipe .*: choose another path"
+    ):
+        FileTimers.wanted(enabled | nowhere, tmp_path)

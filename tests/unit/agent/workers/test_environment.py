@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
+from torch.distributed import TCPStore
 
-from tests.unit.agent.support import place
+from tests.ports import free_port
+from tests.unit.agent.support import in_loop, place
+from tests.unit.rendezvous.cast import story, within
+from tests.unit.transport.listener_support import stranger
 from torchelastic.agent.workers.environment import entry_for, node_env, standby_env, worker_env
+from torchelastic.agent.workers.numa import Cpu, choose, gpu_nodes, machine
+from torchelastic.clock import SystemClock
 from torchelastic.config import Entry, LaunchConfig
-from torchelastic.rendezvous.world import World
+from torchelastic.rendezvous.membership.backend import meet
+from torchelastic.rendezvous.world import WORLD_KEY, World
+from torchelastic.transport.listener import TORCH_STORE
 
 NODES = (
     place("a", 0, 1, role="actor"),
@@ -106,3 +117,97 @@ def test_a_virtual_local_rank_sees_one_device(visible, device):
 def test_local_rank_in_arguments():
     entry = Entry("script", "t.py", ("--gpu=${local_rank}", "x"))
     assert entry_for(entry, 3).args == ("--gpu=3", "x")
+
+
+# --- Which CPUs a worker gets, on a machine of two sockets, two nodes each, two threa ------------
+
+
+# 16 logical CPUs: 8 cores; core c = cpus c and c + 8; node = c // 2; socket = c // 4.
+MACHINE = [
+    Cpu(number=n, core=n % 8 % 4, socket=n % 8 // 4, node=n % 8 // 2, complex=n % 8 // 2 * 2)
+    for n in range(16)
+]
+
+
+@pytest.mark.parametrize(
+    ("binding", "local_rank", "nproc", "cpus"),
+    [
+        ("node", 0, 4, {0, 1, 8, 9}),
+        ("node", 3, 4, {6, 7, 14, 15}),
+        ("node", 1, 2, {4, 5, 12, 13}),
+        ("socket", 0, 4, {0, 1, 2, 3, 8, 9, 10, 11}),
+        ("exclusive", 0, 8, {0, 8}),
+        ("exclusive", 15, 16, {7, 15}),
+        ("core-complex", 1, 8, {0, 1, 8, 9}),
+    ],
+)
+def test_choice(binding, local_rank, nproc, cpus):
+    assert choose(binding, MACHINE, local_rank, nproc) == cpus
+
+
+def test_a_gpu_decides_the_node_and_nobody_is_left_without_a_cpu():
+    assert choose("node", MACHINE, 0, 2, gpu_nodes=[3, 0]) == {6, 7, 14, 15}
+    assert all(choose("exclusive", MACHINE, rank, 40) for rank in range(40))
+
+
+def test_this_machine_is_read_and_its_gpus_in_bus_order(tmp_path):
+    assert {cpu.number for cpu in machine()} == os.sched_getaffinity(0)
+    for bus, node in (("0000:81:00.0", 1), ("0000:01:00.0", 0)):
+        (tmp_path / "gpus" / bus).mkdir(parents=True)
+        device = tmp_path / "sys/bus/pci/devices" / bus
+        device.mkdir(parents=True)
+        (device / "numa_node").write_text(f"{node}\n")
+    assert gpu_nodes(tmp_path / "sys", tmp_path / "gpus") == [0, 1]
+    assert gpu_nodes(tmp_path / "sys", tmp_path / "none") == []
+
+
+# --- Torch's own store, found at the port of a static rendezvous ---------------------------------
+
+
+PATIENCE = 20.0
+
+
+def one_node(backend: str) -> LaunchConfig:
+    endpoint = f"127.0.0.1:{free_port()}"
+    return LaunchConfig(run_id="job", rdzv_backend=backend, rdzv_endpoint=endpoint)
+
+
+def client(port: int) -> TCPStore:
+    patience = timedelta(seconds=PATIENCE)
+    return TCPStore("127.0.0.1", port, is_master=False, timeout=patience)
+
+
+@in_loop  # torch keeps descriptors open for as long as it likes
+async def test_a_script_that_has_the_port_written_down_meets_the_store_of_its_generation():
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in "12"]
+    config = one_node("static")
+    node = await meet(config, "a", SystemClock(), print)
+    try:
+        for generation, store in enumerate(stores):
+            world = {"generation": generation, "store": f"127.0.0.1:{store.port}"}
+            await node.store.put(WORLD_KEY, world)
+            port = int(config.rdzv_endpoint.rpartition(":")[2])
+            worker = await within(PATIENCE, asyncio.to_thread(client, port))
+            value = f"{generation}" + "x" * 1_000_000
+            await asyncio.to_thread(worker.set, "key", value)
+            # In a thread: this loop is between the two.
+            for end in (worker, store):
+                found = await within(PATIENCE, asyncio.to_thread(end.get, "key"))
+                assert found == value.encode()
+    finally:
+        await node.close(0.0)
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+@story
+async def test_without_a_world_or_elsewhere_it_is_a_stranger(backend):
+    config = one_node(backend)
+    node = await meet(config, "a", SystemClock(), print)
+    try:
+        if backend == "c10d":
+            await node.store.put(WORLD_KEY, {"store": config.rdzv_endpoint})
+        async with stranger(int(config.rdzv_endpoint.rpartition(":")[2])) as torch:
+            torch.say(TORCH_STORE)
+            assert await torch.end() == b""
+    finally:
+        await node.close(0.0)

@@ -69,7 +69,7 @@ def test_memory_hint(exitcode, facts, words):
         ("ValueError: CUDA out of memory is what I expected", ""),
     ],
 )
-def test_what_an_error_says_itself(message, words):
+def test_error_text_gives_memory_hint(message, words):
     assert memory_hint(Facts(exitcode=1, message=message)) == words
 
 
@@ -105,7 +105,7 @@ def test_one_kill_explains_the_end_of_one_worker(kernel):
     memory.close()
 
 
-def test_who_was_not_killed_explains_nothing(kernel):
+def test_other_exits_give_no_memory_hint(kernel):
     memory = OomKills(kernel.sources)
     kernel.tell(container=4, machine=11)
     assert memory.look(7, -11, "").in_container is None

@@ -79,7 +79,7 @@ def worker(workers):
     made.close()
 
 
-def test_who_adds_a_helper_keeps_it_from_being_reaped(workers):
+def test_added_helper_is_not_reaped(workers):
     workers.helpers.add(os.getpid())
     assert os.getpid() in workers._supervisor.exempt
 
@@ -142,7 +142,7 @@ def test_an_unhurried_last_step_of_the_world_before_may_take_any_time(workers, w
         (PeerLost(0, 3, "gone"), True),
     ],
 )
-def test_who_tells_that_it_does_not_go_there_is_not_on_the_way(workers, report, on_the_way):
+def test_worker_that_stopped_is_not_entering(workers, report, on_the_way):
     enter(workers, 1)
     workers._heard(0, orders.to_json(report))
     assert (workers.entering_since(0) is not None) is on_the_way
@@ -233,7 +233,7 @@ def test_steps_of_a_plain_script_are_reported_and_named_and_give_no_restarts(
     assert workers.counted.seen(1)[:2] == (3, 47)
 
 
-def test_who_tells_its_steps_is_not_counted(workers, counting, told):
+def test_worker_that_reports_steps_is_not_counted(workers, counting, told):
     workers._heard(1, orders.to_json(Keeps()))
     workers.look()
     assert told == []
@@ -262,7 +262,7 @@ def test_a_script_with_snapshots_gets_a_status_page_and_shows_its_step(workers):
 
 
 @in_loop
-async def test_who_looks_after_the_end_reads_no_closed_descriptor(workers, worker, caplog):
+async def test_closed_pool_reads_no_closed_descriptor(workers, worker, caplog):
     """The sampler's task is cancelled later, and another file may have the number by then."""
     worker.entered(3, 7)
     page = workers._records[0].page
@@ -341,13 +341,13 @@ def test_of_who_crashes_before_we_kill_it_our_word_stands(in_world, told):
     assert (told[0].message, told[0].exitcode) == ("timer 'data' expired after 3 s", -11)
 
 
-def test_who_is_killed_because_its_world_is_over_was_stopped(in_world, told):
+def test_worker_killed_after_end_of_world_counts_as_stopped(in_world, told):
     in_world.kill(0, "not free 100 ms after its world was over", over=True)
     ends(in_world, -9)
     assert told[0].stopped
 
 
-def test_who_ends_after_the_order_to_stop_was_stopped(in_world, told):
+def test_exit_after_order_to_stop_counts_as_stopped(in_world, told):
     in_world.begin_to_stop()
     in_world._records[0].sent_error = EARLY
     ends(in_world, 1)
@@ -355,7 +355,7 @@ def test_who_ends_after_the_order_to_stop_was_stopped(in_world, told):
     assert [(one.rank, one.stopped) for one in told] == [(4, True)]
 
 
-def test_who_told_why_or_was_dead_before_the_order_to_stop_was_not_stopped(in_world, killed, told):
+def test_failure_before_order_to_stop_counts_as_failure(in_world, killed, told):
     in_world._records[0].sent_error = EARLY
     in_world.ended.add(1)
     killed(1)

@@ -28,7 +28,7 @@ def metric_tables():
     made.close()
 
 
-def test_what_was_reported_since_the_last_look_is_news(metric_tables, worker):
+def test_metrics_since_last_look_are_fresh(metric_tables, worker):
     metric_tables.handed(0, (4, 2), os.dup(worker.descriptor))
     assert metric_tables.look({}) == [reported(4, 2, {})]
     worker.put("loss", 2.0)

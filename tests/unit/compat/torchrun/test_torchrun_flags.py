@@ -38,7 +38,7 @@ def test_keys_mean_what_they_mean_to_torchrun():
     assert config.max_restarts > 1_000_000, "our budget is not what ends the job"
 
 
-def test_what_is_wrong_is_reported_before_anything_is_joined():
+def test_invalid_flags_are_reported_before_join():
     cases = [
         ({"endpoint": "etcd://e1", "backend": "c10d"}, "disagree"),
         ({"endpoint": "zookeeper://z"}, "Unknown rendezvous backend 'zookeeper'"),
