@@ -33,6 +33,7 @@ PLACES = (
     "sync.begin",
     "sync.end",
     "step.begin",
+    "micro_batch.begin",
     "collective.before",
     "collective.launched",
     "collective.after",

@@ -36,6 +36,8 @@ _c10d: Any = torch._C._distributed_c10d
 
 #: Copy many tensors in one call: destinations, sources.
 copy_all: Callable[..., None] = torch._foreach_copy_
+#: Add many tensors to others in one call: sums, terms.
+add_all: Callable[..., None] = torch._foreach_add_
 
 #: The number of in-place writes to a tensor that autograd has seen.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")

@@ -63,6 +63,12 @@ def test_copy_all_copies_and_tells_of_what_does_not_fit():
         torch_private.copy_all(rooms, [None, None])
 
 
+def test_add_all_adds_in_place():
+    sums = [torch.ones(2), torch.ones(3)]
+    torch_private.add_all(sums, [torch.ones(2), torch.ones(3)])
+    assert [one.sum() for one in sums] == [4, 6]
+
+
 def test_version_of_a_tensor_grows_with_each_write():
     tensor = torch.zeros(2)
     seen = [version_of(tensor)]

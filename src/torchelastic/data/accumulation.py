@@ -55,7 +55,7 @@ def in_micro_batches(
 ) -> Iterator[Micro]:
     """See `BatchPolicy.accumulate`."""
     if cut is None:
-        _check_length(batch, expected=max(cuts[-1].stop, 1))
+        check_length(batch, expected=max(cuts[-1].stop, 1))
     return _loop(batch, cuts, models, cut or cut_tree)
 
 
@@ -111,7 +111,7 @@ def _is_branch(value: Any) -> bool:
     )
 
 
-def _check_length(batch: Any, *, expected: int) -> None:
+def check_length(batch: Any, *, expected: int) -> None:
     found = set(_lengths(batch))
     if found != {expected}:
         told = " and ".join(map(str, sorted(found, key=str))) or "no"

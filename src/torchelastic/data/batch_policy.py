@@ -24,6 +24,7 @@ from torchelastic.errors import ConfigError
 
 if TYPE_CHECKING:
     from torchelastic.data.accumulation import Cutter, Micro
+    from torchelastic.data.fixed_batch import FixedBatch
 
 #: Maps the growth factor of the batch to the factor for the learning rate.
 LrRule = Callable[[float], float]
@@ -53,6 +54,11 @@ class BatchPolicy(ABC):
     #: The most samples in a micro-batch; None: shares are not split.
     micro: int | None
 
+    @property
+    def turn(self) -> int:
+        """Changes with the shares, if they change while the world does not."""
+        return 0
+
     @staticmethod
     def constant_global(batch: int, *, micro: int | None = None) -> BatchPolicy:
         """The same number of samples in every step, whatever the size of the world.
@@ -81,18 +87,32 @@ class BatchPolicy(ABC):
         rule = _RULES[lr_rule] if isinstance(lr_rule, str) else lr_rule
         return ScaleWithWorld(per_rank, micro, rule, base_size)
 
+    @staticmethod
+    def fixed(*, micro: int, count: int, seed: int = 0, shares: str = "speed") -> FixedBatch:
+        """`count` micro-batches of `micro` samples in every step, and the same weights, to the bit,
+        in a world of any size. Pass the policy to `TorchState(policy=...)` as well.
+
+        `seed` is that of the random numbers inside micro-batches. `shares` is "speed" (slower
+        workers run fewer micro-batches) or "equal".
+        """
+        from torchelastic.data.fixed_batch import FixedBatch
+
+        if shares not in ("speed", "equal"):
+            raise ConfigError(f"shares is '{shares}': it must be speed or equal.")
+        return FixedBatch(micro, count, seed, by_speed=shares == "speed")
+
     @abstractmethod
     def batch(self, size: int) -> int:
         """Samples of all ranks in one step, by world size; an epoch may end with fewer."""
 
     def lr_factor(self, size: int) -> float:
         """The factor for the learning rate in a world of this size."""
-        _at_least_1("The size of a world", size)
+        at_least_1("The size of a world", size)
         return 1.0
 
     def shares(self, size: int, batch: int | None = None) -> tuple[int, ...]:
         """The samples of each rank, split as evenly as possible, larger shares first; may be 0."""
-        _at_least_1("The size of a world", size)
+        at_least_1("The size of a world", size)
         return _evenly(self._batch(size, batch), size)
 
     def micro_batches(self, size: int, batch: int | None = None) -> int:
@@ -146,8 +166,12 @@ class BatchPolicy(ABC):
         cuts = self.cuts(here.rank, here.size, total)
         return in_micro_batches(batch, cuts, models, cut)
 
+    def resumed(self, rank: int, size: int, batch: int) -> Any:
+        """What a rank loads for an interrupted step, if not its share (`data.fixed_batch`)."""
+        return None
+
     def _batch(self, size: int, batch: int | None) -> int:
-        return self.batch(size) if batch is None else _at_least_1("The batch", batch)
+        return self.batch(size) if batch is None else at_least_1("The batch", batch)
 
 
 @dataclass(frozen=True)
@@ -158,11 +182,11 @@ class ConstantGlobal(BatchPolicy):
     micro: int | None = None
 
     def __post_init__(self) -> None:
-        _at_least_1("The batch", self.samples)
+        at_least_1("The batch", self.samples)
         _check_micro(self.micro)
 
     def batch(self, size: int) -> int:
-        _at_least_1("The size of a world", size)
+        at_least_1("The size of a world", size)
         return self.samples
 
 
@@ -176,15 +200,15 @@ class ScaleWithWorld(BatchPolicy):
     base_size: int = 1
 
     def __post_init__(self) -> None:
-        _at_least_1("per_rank", self.per_rank)
-        _at_least_1("base_size", self.base_size)
+        at_least_1("per_rank", self.per_rank)
+        at_least_1("base_size", self.base_size)
         _check_micro(self.micro)
 
     def batch(self, size: int) -> int:
-        return self.per_rank * _at_least_1("The size of a world", size)
+        return self.per_rank * at_least_1("The size of a world", size)
 
     def lr_factor(self, size: int) -> float:
-        return self.lr_rule(_at_least_1("The size of a world", size) / self.base_size)
+        return self.lr_rule(at_least_1("The size of a world", size) / self.base_size)
 
 
 def _evenly(total: int, parts: int) -> tuple[int, ...]:
@@ -202,10 +226,10 @@ def _added_up(numbers: tuple[int, ...]) -> tuple[int, ...]:
 
 def _check_micro(micro: int | None) -> None:
     if micro is not None:
-        _at_least_1("micro", micro)
+        at_least_1("micro", micro)
 
 
-def _at_least_1(name: str, number: int) -> int:
+def at_least_1(name: str, number: int) -> int:
     if number < 1:
         raise ConfigError(f"{name} is {number}: it must be 1 or more.")
     return number

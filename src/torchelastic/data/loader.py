@@ -16,15 +16,17 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 from torchelastic.data.batch_policy import BatchPolicy
+from torchelastic.data.fixed_batch import FixedBatch
 from torchelastic.data.own_rank import OwnRank
 from torchelastic.data.progress import DataProgress, Handed, Position
 from torchelastic.data.sampler import ElasticSampler
 from torchelastic.data.shares import Plan, Policy
 from torchelastic.data.streaming import CollateStep, ElasticStream, StreamFeed, StreamSteps
 from torchelastic.errors import ConfigError
+from torchelastic.tensors import rng
 from torchelastic.worker_counters import stalls
 
 T = TypeVar("T")
@@ -48,6 +50,10 @@ class Feed(Protocol):
     def unfold(self, loaded: Any) -> tuple[Any, Handed, Position]:
         """Return a loaded batch, its samples, and the position after it."""
 
+    @property
+    def turn(self) -> int:
+        """Counts changes of the shares in one world."""
+
 
 class SampledFeed:
     """Sample numbers, for a map-style dataset."""
@@ -66,18 +72,32 @@ class SampledFeed:
     def begin(self, world: OwnRank) -> None:
         self._plan = self.plan(world)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    @property
+    def turn(self) -> int:
+        return self._policy.turn
+
+    def __iter__(self) -> Iterator[list[Any]]:
         self._ahead.clear()
         return self._load(self._plan)
 
-    def _load(self, plan: Plan) -> Iterator[list[int]]:
+    def _load(self, plan: Plan) -> Iterator[list[Any]]:
         order, epoch = self.progress.order, self.progress.epoch
+        # Only the next step can be one that was interrupted.
+        resumed: Callable[..., Any] | None = self._policy.resumed
         for share in plan:
-            ids = order.at(share.start, share.stop)
-            span = share.begin, share.end
-            self._ahead.append(Handed(epoch, plan.rank, plan.size, span, tuple(ids)))
+            begin, end = share.begin, share.end
+            ids = to_load = order.at(share.start, share.stop)
+            if resumed is not None and (found := resumed(plan.rank, plan.size, end - begin)):
+                to_load, ids = (
+                    [one for start, stop in spans for one in order.at(begin + start, begin + stop)]
+                    for spans in found
+                )
+            resumed = None
+            self._ahead.append(Handed(epoch, plan.rank, plan.size, (begin, end), tuple(ids)))
             # A rank without a share gets a placeholder sample: the others wait for its collectives.
-            yield ids or order.at(share.begin, share.begin + 1)
+            to_load = to_load or order.at(begin, begin + 1)
+            is_seeded = isinstance(self._policy, FixedBatch)
+            yield [(epoch, one) for one in to_load] if is_seeded else to_load
 
     def unfold(self, loaded: Any) -> tuple[Any, Handed, Position]:
         handed = self._ahead.popleft()
@@ -85,6 +105,26 @@ class SampledFeed:
 
     def __len__(self) -> int:
         return len(self.plan(self.progress.world()))
+
+
+class SeededDataset(Dataset[Any]):
+    """A dataset whose samples are augmented in the same way wherever and whenever they are loaded:
+    generators are seeded by (seed, epoch, sample)."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self._seed = dataset, seed
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        # A loading process has generators of its own.
+        before = rng.capture() if get_worker_info() is None else None
+        rng.seed(self._seed, *key)
+        sample = self.dataset[key[1]]
+        if before is not None:
+            rng.restore(before)
+        return sample
+
+    def __len__(self) -> int:
+        return len(self.dataset)
 
 
 class ElasticBatches(Iterator[T]):
@@ -95,7 +135,7 @@ class ElasticBatches(Iterator[T]):
         self._feed, self._progress = loader.feed, loader.feed.progress
         #: torch's iterator was made for these; it is dropped when any of them changes.
         self._world: OwnRank | None = None
-        self._turn = -1
+        self._turn = self._turn_of_shares = -1
         self._place = Position()
         self._loaded: Iterator[Any] | None = None
         self._ended = False
@@ -132,6 +172,7 @@ class ElasticBatches(Iterator[T]):
             self._loaded is not None
             and self._place == self._progress.position
             and self._world == self._progress.world()
+            and self._turn_of_shares == self._feed.turn
         )
 
     def _begin(self) -> None:
@@ -140,6 +181,7 @@ class ElasticBatches(Iterator[T]):
         # Another epoch without a jump: another iterator has reached the end of this one.
         self._ended = self._turn == progress.turn and not same_epoch
         self._turn, self._place, self._world = progress.turn, progress.position, progress.world()
+        self._turn_of_shares = self._feed.turn
         self._loaded = None  # ends its workers before others are started
         if not self._ended:
             self._loaded = self._loader.load_from_here(self._world)
@@ -178,6 +220,11 @@ class ElasticLoader(Generic[T]):
         policy = _policy(policy, batch_size)
         if isinstance(dataset, ElasticStream):
             _refuse_sampler(sampler, shuffle)
+            if isinstance(policy, FixedBatch):
+                raise ConfigError(
+                    "BatchPolicy.fixed needs a dataset with a length and an ElasticSampler: the "
+                    "samples of a micro-batch of an ElasticStream are not known beforehand."
+                )
             steps = StreamSteps(dataset, policy, drop_last=drop_last or dataset.drop_last)
             self.feed, dataset = StreamFeed(dataset), steps
             collate_fn = CollateStep(collate_fn or default_collate)
@@ -185,6 +232,8 @@ class ElasticLoader(Generic[T]):
             sampler = _sampler(dataset, sampler, shuffle)
             drop_last = drop_last or sampler.drop_last
             self.feed = SampledFeed(sampler, policy, drop_last=drop_last)
+            if isinstance(policy, FixedBatch):
+                dataset = SeededDataset(dataset, policy.seed)
         #: Without it torch draws from the global generator for each new iterator: a step done
         #: again would see other random numbers than the first time.
         self._own_generator = None if generator is not None else torch.Generator()

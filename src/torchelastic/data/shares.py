@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torchelastic.errors import ConfigError
 
@@ -18,9 +18,14 @@ from torchelastic.errors import ConfigError
 class Policy(Protocol):
     """The methods of BatchPolicy that are used here."""
 
+    @property
+    def turn(self) -> int: ...
+
     def batch(self, size: int) -> int: ...
 
     def shares(self, size: int, batch: int) -> tuple[int, ...]: ...
+
+    def resumed(self, rank: int, size: int, batch: int) -> Any: ...
 
 
 class Share(NamedTuple):

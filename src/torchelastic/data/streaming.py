@@ -193,6 +193,8 @@ class CollateStep:
 class StreamFeed:
     """Requests for one step after another; a loading process finds the end of the epoch."""
 
+    turn = 0
+
     def __init__(self, stream: ElasticStream) -> None:
         self.progress = stream
         self._begin = StreamStep(stream.seed, Position(), 0, 1, 0)

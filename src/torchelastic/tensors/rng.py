@@ -8,6 +8,7 @@ changed. numpy publishes its address; where Python's is, is found by looking for
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import random
 import struct
 import sys
@@ -77,6 +78,17 @@ class RngReader:
 
 
 capture = RngReader().capture
+
+
+def seed(*key: int) -> None:
+    """Seed torch's, Python's and numpy's generators by some numbers."""
+    digest = hashlib.blake2b(" ".join(map(str, key)).encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "little")
+    torch.manual_seed(number - (1 << 63))
+    random.seed(number)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(number & 0xFFFFFFFF)
 
 
 def restore(states: Random) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchelastic import checkpoint
+from torchelastic.data.fixed_batch import FixedBatch
 from torchelastic.data.ledger import Ledger
 from torchelastic.snapshot import agent_client
 from torchelastic.snapshot.keeper import Keeper
@@ -25,6 +27,7 @@ from torchelastic.tensors.rank_private import Private, Publisher
 from torchelastic.tensors.small_state import Hyperparameters, Saver, Value, saver_of
 from torchelastic.tensors.tensor_bytes import bytes_of
 from torchelastic.training import parts, session
+from torchelastic.training.fixed_steps import FixedSteps
 from torchelastic.training.group import ddp
 from torchelastic.training.parts import (
     FORMAT,
@@ -114,6 +117,7 @@ class TorchState(State):
         ddp: bool | Mapping[str, Any] = True,
         copy_before_write: bool | None = None,
         ledger: Ledger | None = None,
+        policy: FixedBatch | None = None,
         **more: Any,
     ) -> None:
         given = dict(zip(_SEVERAL, (model, optimizer, scheduler, sampler, scaler), strict=True))
@@ -124,7 +128,9 @@ class TorchState(State):
         foreign_shards.refuse(members(model), members(optimizer))
         self._models, self._optimizers = modules(model), optimizers_of(optimizer)
         self._stateful = stateful(given | objects)
-        self._ddp = ddp
+        #: Runs the micro-batches of `BatchPolicy.fixed`, which adds gradients without DDP.
+        self._fixed = None if policy is None else self._fix(policy, model)
+        self._ddp = ddp if policy is None else False
         self._wrapped: list[nn.Module] = []
         self._ddps: list[DistributedDataParallel] = []
         #: The DDP models of a script whose layout is kept.
@@ -153,6 +159,20 @@ class TorchState(State):
         self._sharded = take_out_shards(solid)
         for name, tree in solid.items():
             tensor_tree.check(name, tree)
+
+    def _fix(self, policy: FixedBatch, model: Any) -> FixedSteps:
+        if not isinstance(policy, FixedBatch):
+            raise TypeError(
+                "policy is only for BatchPolicy.fixed: pass other policies to the DataLoader alone."
+            )
+        if any(isinstance(one, DistributedDataParallel) for one in members(model)):
+            raise TypeError(
+                "With BatchPolicy.fixed, pass the plain module as model: DDP adds gradients in an "
+                "order that depends on the number of workers."
+            )
+        steps = FixedSteps(policy, lambda: self.step)
+        policy.attach(steps)
+        return steps
 
     #: The objects, which cannot be replaced, and the names of the values, which can.
     _objects: Mapping[str, Any] = MappingProxyType({})
@@ -186,13 +206,25 @@ class TorchState(State):
             *(Value(self, name) for name in self._values),
         ]
 
+    def digest(self) -> str:
+        """Return the SHA-256 of all parameters and buffers: what two runs can be compared by."""
+        found = hashlib.sha256()
+        for model in self._models:
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                found.update(name.encode())
+                found.update(bytes_of(tensor.detach().cpu().contiguous()))
+        return found.hexdigest()
+
     # --- a step ----------------------------------------------------------------------------------
 
     def snapshot(self) -> UndoRecord:
         """Return an undo record of the step that begins. Only the latest can be applied."""
         if self._sharding is not None:
             self._sharding.begin()
-        return self._undo.begin(self._version)
+        record = self._undo.begin(self._version)
+        if self._fixed is not None:
+            self._fixed.begin()
+        return record
 
     def apply(self, snapshot: UndoRecord) -> None:
         """Undo the step. Raises Torn if it failed in or after a write without a copy."""
@@ -209,6 +241,8 @@ class TorchState(State):
         ):
             raise TypeError("Pass the plain module as model: TorchState wraps it in DDP itself.")
         replica = mesh.current()
+        if replica is not None and self._fixed is not None:
+            raise TypeError("BatchPolicy.fixed does not work with a model over torchelastic.mesh.")
         if replica is not None:
             self._copy_before_write = copies(self._copy_before_write, len(self._optimizers))
             snapshots = self._snapshots_of_part()
@@ -251,6 +285,7 @@ class TorchState(State):
             *module_state.form_of_optimizers(self._optimizers),
             *((f"the part '{name}'", "an object") for name in self._stateful),
             *((f"the part '{name}'", "a value") for name in self._values),
+            *(() if self._fixed is None else self._fixed.form()),
         ]
 
     def _committed(self, version: Version) -> None:
@@ -262,6 +297,8 @@ class TorchState(State):
         if self._recorded:
             self._record(version)
         self._undo.committed()
+        if self._fixed is not None:
+            self._fixed.committed()
         if self._sharding is not None:
             self._sharding.snapshots.committed(version)
         if self._changeable:
@@ -309,6 +346,8 @@ class TorchState(State):
         if self._sharding is not None:
             self._sharding.enter(world, self._undo.writes)
             self._undo.is_joint = True
+        if self._fixed is not None:
+            self._fixed.enter(world.group.tell_all)
         self._version, self.step = world.version_after_sync, base[1]
         self._newborn = self._interrupted = False
 
@@ -350,7 +389,10 @@ class TorchState(State):
 
     def _private_at(self, base: Version, world: Session) -> Private | None:
         """Return this rank's private state at `base`: loaded with it, remembered, or left by its
-        predecessor."""
+        predecessor. With fixed micro-batches nothing is private: random numbers depend on the
+        step, and buffers are the same on all ranks."""
+        if self._fixed is not None:
+            return None
         kept, self._kept_private = self._kept_private, None
         if kept is not None:
             return kept
@@ -385,6 +427,8 @@ class TorchState(State):
 
     def _load(self, tree: Mapping[str, Any]) -> None:
         self._undo.overwritten()
+        if self._fixed is not None:
+            self._fixed.forget()
         if self._sharding is not None:
             parameters = self._undo.gradients.parameters
             tree = from_shards(tree, self._models, self._optimizers, parameters)
@@ -481,6 +525,10 @@ class TorchState(State):
         self._changeable = list(self._followed)
         if step is not None:
             self._version, self.step = (FIRST[0], step), step
+        if self._fixed is not None:
+            if step is None:
+                self._fixed.same_beginning(self._models)
+            self._fixed.begin()
         return self.step
 
     def commit(self, step: int | None = None) -> None:
@@ -505,6 +553,9 @@ class TorchState(State):
         if self._changeable:
             self._changeable = [one for one in self._changeable if not ddp.committed(one)]
         keeper.commit(done)
+        if self._fixed is not None:
+            self._fixed.committed()
+            self._fixed.begin()
 
     # --- checkpoints -----------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ PACKAGE = Path(torchelastic.__file__).parent
 COLLECTIVES = {
     *("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "barrier", "new_group"),
     *("allreduce", "allgather", "tell_all", "gather", "least", "all_of_them", "extremes"),
+    *("all_to_all_single", "sent"),
     *("largest", "of_rank_0", "share", "quick_group", "search_together", "tell_each_other"),
 }
 
@@ -90,6 +91,14 @@ CALLERS = {
         "quick_group": SENDS,
     },
     "training/coordinator.py": {"_gather": STEP, "barrier": USER},
+    "training/fixed_steps.py": {
+        "_measure": STEP,
+        "end": "at the end of every loop over micro-batches, also of a rank without any",
+        "enter": ENTRY,
+        "same_beginning": "in `restore` of a script, if no rank has a state",
+        "sent": SENDS,
+    },
+    "training/fixed_sums.py": {"_launch": SENDS},
     "training/group/ddp.py": {
         "_broadcast": "once in every world, and in the forward after the first backward"
     },

@@ -1,0 +1,401 @@
+"""The loop over this worker's micro-batches: what `policy.accumulate` does with a fixed batch.
+
+    begin(step)      torch's, numpy's and Python's generators are seeded by (seed, step)
+    accumulate
+      each micro-batch   generators seeded by (seed, step, loop, micro-batch), the step's buffers
+                         the user's forward and backward
+                         its gradients are taken out of `.grad` and added (`sums.add`)
+      the end            the sums of all workers are added (`sums.Exchange`) and put into `.grad`;
+                         the buffers of micro-batch 0 are sent to all; generators as before the loop
+
+So a micro-batch is a function of the parameters, the step and its number, whoever runs it. A worker
+without micro-batches joins only the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchelastic import faults
+from torchelastic.data.accumulation import Cutter, Micro, check_length, cut_tree
+from torchelastic.data.batch_policy import MicroBatchSlice
+from torchelastic.data.fixed_batch import (
+    Assignment,
+    FixedBatch,
+    Subtree,
+    SumTree,
+    ranges,
+    resume,
+    tree_of,
+)
+from torchelastic.data.own_rank import OwnRank, own_rank
+from torchelastic.errors import ConfigError
+from torchelastic.tensors import rng
+from torchelastic.training.fixed_sums import Exchange, Gradients, Held, Round, StepSum, add
+
+#: StepRunner between two comparisons of the workers' speeds.
+MEASURE_EVERY = 16
+#: New shares must shorten a step at least to this part of its time.
+PAYS = 0.95
+#: How many of its latest micro-batches a worker measures its speed by.
+_TIMES = 16
+
+
+class FixedSteps:
+    """The steps of one state with one policy.
+
+    When a worker is lost, the others keep the sums of the micro-batches that they have run, and the
+    next world runs only those that nobody holds (`enter`). This is for the first loop of a step;
+    further ones run again.
+    """
+
+    def __init__(self, policy: FixedBatch, step: Callable[[], int]) -> None:
+        self._policy, self._step = policy, step
+        #: The loops begun in this step.
+        self._loops = 0
+        self._exchanges: dict[tuple[int, ...], tuple[list[nn.Parameter], Exchange]] = {}
+        #: Of the first loop of this step: the sums, and the buffers after micro-batch 0.
+        self._held: Held = {}
+        self._after: list[torch.Tensor] = []
+        self._ending: Round | None = None
+        #: By rank: the micro-batches held when this world began, if any are.
+        self._known: list[list[int]] | None = None
+        #: Seconds of this worker's latest micro-batches; and by rank, how fast workers are.
+        self._times: deque[float] = deque(maxlen=_TIMES)
+        self._speeds: tuple[float, ...] = ()
+        #: Counts changes of the shares between steps of one world.
+        self.turn = 0
+        #: The loss of the last loop.
+        self.loss: float | None = None
+
+    def form(self) -> list[tuple[str, str]]:
+        """What must be the same on all workers, or their bits differ."""
+        policy = self._policy
+        shape = f"fixed(micro={policy.micro}, count={policy.count}, seed={policy.seed})"
+        return [
+            ("the batch policy", shape),
+            ("the number of threads", str(torch.get_num_threads())),
+            ("the version of torch", str(torch.__version__)),
+            ("the instruction set", torch.backends.cpu.get_cpu_capability()),
+        ]
+
+    def same_beginning(self, models: Sequence[nn.Module]) -> None:
+        """Give all workers the first worker's parameters and buffers, as DDP does; collective."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        tensors = [*dict.fromkeys(t for m in models for t in (*m.parameters(), *m.buffers()))]
+        values = sent(tensors, tensors if dist.get_rank() == 0 else None, source=0)
+        with torch.no_grad():
+            for one, value in zip(tensors, values, strict=True):
+                one.copy_(value)
+
+    def begin(self) -> None:
+        """Begin a step, or begin it again."""
+        self._loops = 0
+        rng.seed(self._policy.seed, self._step())
+
+    def committed(self) -> None:
+        """End the step."""
+        self._held, self._after, self._known, self._ending = {}, [], None, None
+
+    def forget(self) -> None:
+        """Forget the sums: the parameters that they were computed with are replaced."""
+        self._held, self._after, self._ending = {}, [], None
+
+    def enter(self, tell_all: Callable[[list[int]], list[list[int]]]) -> None:
+        """Enter a world: all workers tell each other which micro-batches of the step they hold."""
+        if self._ending is not None and self._ending.is_adding:
+            self.forget()
+        own = [number for start, stop in self._held for number in range(start, stop)]
+        took = round(1e6 * self._took())
+        said = tell_all([took, *_packed(own, self._policy.count)])
+        known = [_unpacked(one[1:]) for one in said]
+        self._known = known if any(known) else None
+        self._speeds = _speeds([one[0] for one in said])
+
+    def speeds(self, size: int) -> tuple[float, ...]:
+        """How fast the workers are, relative to each other."""
+        if self._policy.by_speed and len(self._speeds) == size:
+            return self._speeds
+        return (1.0,) * size
+
+    def _took(self) -> float:
+        """The seconds of a micro-batch of this worker; 0.0 if not known yet."""
+        return median(self._times) if self._times else 0.0
+
+    def _measure(self, size: int) -> None:
+        """Share out the next steps by the workers' speeds, if that pays; collective. All loading
+        processes begin anew then, so this is rare."""
+        own = torch.tensor([self._took()], dtype=torch.float64)
+        every = [torch.empty_like(own) for _ in range(size)]
+        dist.all_gather(every, own)
+        found, count = _speeds([float(one) for one in every]), self._policy.count
+        before = ranges(count, self.speeds(size))
+        if _slowest(ranges(count, found), found) < PAYS * _slowest(before, found):
+            self._speeds = found
+            self.turn += 1
+
+    def resumed(self, size: int, total: int) -> Assignment | None:
+        """Return who holds and who runs what, if this step was interrupted."""
+        if self._known is None or self._loops:
+            return None
+        return resume(-(-total // self._policy.micro), self._known)
+
+    def accumulate(
+        self,
+        batch: Any,
+        models: Sequence[nn.Module],
+        total: int | None,
+        here: OwnRank,
+        cut: Cutter | None,
+    ) -> Iterator[Micro]:
+        """Run this worker's micro-batches. See `BatchPolicy.accumulate`."""
+        if here != own_rank():
+            raise ConfigError("BatchPolicy.fixed takes rank and size from the process group.")
+        policy = self._policy
+        samples = policy.batch(here.size) if total is None else total
+        assigned = self.resumed(here.size, samples)
+        if assigned is None:
+            if self._loops == 0:
+                self._held, self._after = {}, []
+            shares = policy.micro_batches_of(here.size, samples)
+            assigned = Assignment([frozenset()] * here.size, shares)
+        slices = policy.slices(assigned.again[here.rank], samples)
+        if cut is None:
+            check_length(batch, expected=max(slices[-1].stop if slices else 0, 1))
+        parameters, exchange = self._exchange_of(models)
+        loop, self._loops = self._loops, self._loops + 1
+        tree = tree_of(-(-samples // policy.micro))
+        held, after = (self._held, self._after) if loop == 0 else ({}, [])
+        kept = assigned.kept[here.rank]
+        for subtree in [one for one in held if kept.isdisjoint(range(*one))]:
+            del held[subtree]
+        around = _Loop((policy.seed, self._step(), loop), models, parameters, after)
+        data = partial(cut or cut_tree, batch)
+        return self._run(around, tree, assigned, slices, data, here, exchange, held, parameters)
+
+    def _run(
+        self,
+        loop: _Loop,
+        tree: SumTree,
+        assigned: Assignment,
+        slices: Sequence[MicroBatchSlice],
+        data: Callable[[int, int], Any],
+        here: OwnRank,
+        exchange: Exchange,
+        held: Held,
+        parameters: Sequence[nn.Parameter],
+    ) -> Iterator[Micro]:
+        own = assigned.again[here.rank]
+        whose = [{*kept, *again} for kept, again in zip(*assigned, strict=True)]
+        plan = [
+            _in_order(tree.subtrees(one), again)
+            for one, again in zip(whose, assigned.again, strict=True)
+        ]
+        ending = exchange.begin(tree, held, plan) if not own else None
+        for number, (start, stop, scale) in zip(own, slices, strict=True):
+            if number == own[-1]:
+                ending = self._ending = exchange.begin(tree, held, plan)
+            began = time.monotonic()
+            loop.begin(number)
+            micro = _FixedMicro(data(start, stop), stop - start, scale, ending is not None)
+            if ending is None:
+                yield micro
+                add(tree, held, (number, number + 1), loop.take(micro))
+                self._times.append(time.monotonic() - began)
+            else:
+                object.__setattr__(micro, "before", partial(ending.follow, number, parameters))
+                yield micro
+                ending.add_last(number, loop.take(micro))
+                self._times.append(time.monotonic() - began)
+        assert ending is not None
+        whole = ending.end()
+        loop.end(whole, here, source=next(rank for rank, one in enumerate(whose) if 0 in one))
+        if here.size == 1:
+            held.clear()  # the user may change its tensors, the gradients
+        self.loss = float(whole.loss)
+        # By the number of the step, which all workers know, also new ones.
+        is_time = self._loops == 1 and self._step() % MEASURE_EVERY == MEASURE_EVERY - 1
+        if is_time and self._policy.by_speed and here.size > 1:
+            self._measure(here.size)
+
+    def _exchange_of(self, models: Sequence[nn.Module]) -> tuple[list[nn.Parameter], Exchange]:
+        if not models:
+            raise ConfigError(
+                "Pass the models that the loop computes gradients of: "
+                "policy.accumulate(batch, model)."
+            )
+        if any(isinstance(model, DistributedDataParallel) for model in models):
+            raise ConfigError("BatchPolicy.fixed adds gradients itself: do not wrap models in DDP.")
+        key = tuple(map(id, models))
+        parameters = trained(models)
+        found = self._exchanges.get(key)
+        if found is None or [*map(id, found[0])] != [*map(id, parameters)]:
+            found = self._exchanges[key] = parameters, Exchange(parameters)
+        return found
+
+
+def trained(models: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters that need gradients, each once."""
+    every = (one for model in models for one in model.parameters() if one.requires_grad)
+    return list(dict.fromkeys(every))
+
+
+def _in_order(subtrees: list[Subtree], again: Sequence[int]) -> list[Subtree]:
+    """Put the subtree that a worker completes last at the end."""
+    if not again:
+        return subtrees
+    return sorted(subtrees, key=lambda one: (one[0] <= again[-1] < one[1], one))
+
+
+class _FixedMicro(Micro):
+    """A micro-batch that remembers its weighted loss."""
+
+    loss: torch.Tensor | None = None
+    #: Called before the backward of the last micro-batch.
+    before: Callable[[], None] | None = None
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self.loss is not None:
+            raise ConfigError(
+                "backward was called twice for one micro-batch: add the losses, and call it once."
+            )
+        if self.before is not None:
+            self.before()
+        weighted = loss * self.scale
+        object.__setattr__(self, "loss", weighted.detach())
+        weighted.backward()  # type: ignore[no-untyped-call]
+
+
+class _Loop:
+    """What surrounds the micro-batches of one loop: generators, buffers, `.grad`."""
+
+    def __init__(
+        self,
+        key: tuple[int, int, int],
+        models: Sequence[nn.Module],
+        parameters: Sequence[nn.Parameter],
+        after: list[torch.Tensor],
+    ) -> None:
+        """`after` takes, or has already, the buffers after micro-batch 0, if this worker ran it."""
+        self._key, self._parameters, self._after = key, parameters, after
+        self._buffers = list(dict.fromkeys(one for model in models for one in model.buffers()))
+        self._number = -1
+        if any(parameter.grad is not None for parameter in parameters):
+            raise ConfigError(
+                "A parameter has a gradient already: call optimizer.zero_grad() before the loop "
+                "over micro-batches. With BatchPolicy.fixed, gradients are not added to old ones."
+            )
+        self._generators = rng.capture()
+        #: The buffers at the beginning of the loop.
+        self._before = [one.detach().clone() for one in self._buffers]
+
+    @torch.no_grad()
+    def begin(self, number: int) -> None:
+        """Prepare for a micro-batch."""
+        if faults.planned:
+            faults.at("micro_batch.begin")
+        if self._number >= 0:
+            self._restore_buffers()
+        self._number = number
+        rng.seed(*self._key, number)
+
+    @torch.no_grad()
+    def take(self, micro: _FixedMicro) -> StepSum:
+        """Take the gradients of the micro-batch that just ran."""
+        if self._number == 0:
+            self._after[:] = [one.detach().clone() for one in self._buffers]
+        gradients: Gradients = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        first = self._parameters[0]
+        loss = torch.zeros((), device=first.device)
+        if micro.loss is not None:
+            loss += micro.loss.to(loss)
+        used = torch.tensor([float(one is not None) for one in gradients], device=first.device)
+        return StepSum(gradients, loss, used)
+
+    @torch.no_grad()
+    def end(self, whole: StepSum, here: OwnRank, *, source: int) -> None:
+        """Give all workers the gradients, and the buffers of micro-batch 0.
+
+        A loop that fails does not get here: undoing its step restores what it changed. Doing that
+        when its generator is closed would be too late, as a traceback may keep it alive.
+        """
+        rng.restore(self._generators)
+        for parameter, gradient in zip(self._parameters, whole.gradients, strict=True):
+            parameter.grad = gradient
+        if not self._buffers:
+            return
+        values = self._after
+        if here.size > 1:
+            values = sent(self._buffers, values if here.rank == source else None, source)
+        for one, value in zip(self._buffers, values, strict=True):
+            one.copy_(value)
+
+    def _restore_buffers(self) -> None:
+        for one, value in zip(self._buffers, self._before, strict=True):
+            one.copy_(value)
+
+
+@torch.no_grad()
+def sent(
+    like: Sequence[torch.Tensor], values: Sequence[torch.Tensor] | None, source: int
+) -> list[torch.Tensor]:
+    """Send tensors like these to all workers; collective. `values` are those of the source."""
+    if values is None:
+        flat = torch.empty(sum(one.nbytes for one in like), dtype=torch.uint8).to(like[0].device)
+    else:
+        flat = torch.cat([one.contiguous().flatten().view(torch.uint8) for one in values])
+    dist.broadcast(flat, source)
+    pieces = torch.split(flat, [one.nbytes for one in like])
+    # A copy is aligned to any type.
+    return [
+        piece.clone().view(one.dtype).view(one.shape)
+        for piece, one in zip(pieces, like, strict=True)
+    ]
+
+
+def _speeds(took: Sequence[float]) -> tuple[float, ...]:
+    """Return relative speeds; a worker whose speed is not known yet is as fast as the median."""
+    known = [one for one in took if one > 0]
+    if not known:
+        return (1.0,) * len(took)
+    usual = median(known)
+    # In steps of 5 %, so that noise changes nothing.
+    return tuple(round(20 * usual / (one or usual)) / 20 or 0.05 for one in took)
+
+
+def _slowest(shares: Sequence[range], speeds: Sequence[float]) -> float:
+    return max(len(own) / speed for own, speed in zip(shares, speeds, strict=True))
+
+
+#: Bits of a number that workers tell each other: it is signed, and never negative.
+_BITS = 62
+
+
+def _packed(numbers: Iterable[int], count: int) -> list[int]:
+    """Return a set of numbers below `count` as bits."""
+    words = [0] * -(-count // _BITS)
+    for number in numbers:
+        words[number // _BITS] |= 1 << number % _BITS
+    return words
+
+
+def _unpacked(words: Sequence[int]) -> list[int]:
+    return [
+        place * _BITS + bit
+        for place, word in enumerate(words)
+        for bit in range(_BITS)
+        if word >> bit & 1
+    ]

@@ -1,0 +1,173 @@
+"""A worker that trains with a fixed batch, and writes the hash of its weights in the end.
+
+fixed_batches.py DIRECTORY [key=value ...]
+
+Keys: model (transformer, conv, lstm, gan), mode (train, keep), steps, count, dtype (fp32, bf16),
+bucket (bytes of a bucket), wait (seconds that a micro-batch takes at least), slow (ranks that take
+twice as long), shares (speed, equal), samples, loaders (loading processes),
+measure (steps between two comparisons of speeds).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchelastic
+from torchelastic.data import BatchPolicy, DataLoader, ElasticSampler, Ledger
+from torchelastic.p2p import CoordinatorP2P
+from torchelastic.training import fixed_steps as steps
+from torchelastic.training import fixed_sums as sums
+
+DIRECTORY = Path(sys.argv[1])
+KEYS = {"model": "transformer", "mode": "train", "steps": 12, "count": 8, "dtype": "fp32"}
+KEYS |= {"bucket": sums.BUCKET_BYTES, "wait": 0.0, "samples": 150, "loaders": 0, "shares": ""}
+KEYS |= {"slow": "", "measure": steps.MEASURE_EVERY}
+KEYS |= {
+    name: type(KEYS[name])(value) for name, value in (text.split("=") for text in sys.argv[2:])
+}
+sums.BUCKET_BYTES, steps.MEASURE_EVERY = KEYS["bucket"], KEYS["measure"]
+torch.set_num_threads(1)
+torch.manual_seed(os.getpid())  # only the first rank's parameters count: the same by the seed
+if os.environ["RANK"] == "0" or KEYS["mode"] == "train":
+    torch.manual_seed(0)
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.head, self.unused = nn.Linear(16, 50), nn.Linear(5, 5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.embedding(tokens)))
+
+
+class Conv(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Unflatten(1, (1, 8, 8)),
+            nn.Conv2d(1, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Flatten(),
+            nn.Linear(144, 50),
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens.float() / 50)
+
+
+class Lstm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 12), nn.Linear(12, 50)
+        self.lstm = nn.LSTM(12, 12, batch_first=True)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(self.embedding(tokens))[0])
+
+
+def noise(size: int) -> torch.Tensor:
+    return torch.randn(size, 6)
+
+
+MODELS = {"transformer": Transformer, "conv": Conv, "lstm": Lstm}
+if KEYS["model"] == "gan":
+    models = [
+        nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 64)),
+        nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 1)),
+    ]
+else:
+    models = [MODELS[KEYS["model"]]()]
+optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+data = torch.randint(50, (KEYS["samples"], 64), generator=torch.Generator().manual_seed(1))
+sampler = ElasticSampler(len(data), seed=3)
+policy = BatchPolicy.fixed(micro=4, count=KEYS["count"], shares=KEYS["shares"] or "speed")
+loader = DataLoader(data, sampler=sampler, policy=policy, num_workers=KEYS["loaders"])
+state = torchelastic.TorchState(
+    model=models,
+    optimizer=optimizers,
+    sampler=sampler,
+    policy=policy,
+    ledger=Ledger(DIRECTORY / "ledger"),
+)
+lines = open(DIRECTORY / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
+batches = iter(loader)
+
+
+def next_batch() -> torch.Tensor:
+    global batches
+    while True:
+        try:
+            return next(batches)
+        except StopIteration:
+            batches = iter(loader)
+
+
+def micro_batches(batch: torch.Tensor, model: nn.Module, step: int):
+    for micro in policy.accumulate(batch, model, total=loader.total):
+        slow = 2 if os.environ["RANK"] in KEYS["slow"].split() else 1
+        time.sleep(KEYS["wait"] * slow)
+        yield micro
+        lines.write(json.dumps({"step": step, "ran": micro.samples, "at": time.monotonic()}) + "\n")
+
+
+def one_step(step: int) -> None:
+    batch = next_batch()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    if KEYS["model"] == "gan":
+        play(batch, step)
+        return
+    for micro in micro_batches(batch, models[0], step):
+        with torch.autocast("cpu", torch.bfloat16, enabled=KEYS["dtype"] == "bf16"):
+            found = models[0](micro.data)
+        targets = micro.data.roll(1, 1) if found.dim() == 3 else micro.data[:, 0]
+        found, targets = found.float().flatten(0, -2), targets.flatten()
+        micro.backward(nn.functional.cross_entropy(found, targets))
+    nn.utils.clip_grad_norm_(models[0].parameters(), 0.5)
+    optimizers[0].step()
+
+
+def play(batch: torch.Tensor, step: int) -> None:
+    """The critic's loop, and then the generator's."""
+    generator, critic = models
+    for micro in micro_batches(batch, critic, step):
+        real, made = micro.data.float() / 50, generator(noise(micro.samples)).detach()
+        micro.backward(critic(made).mean() - critic(real).mean() + critic(real).pow(2).mean())
+    optimizers[1].step()
+    for parameter in critic.parameters():
+        parameter.requires_grad_(False)
+    for micro in micro_batches(batch, generator, step):
+        micro.backward(-critic(generator(noise(micro.samples))).mean())
+    for parameter in critic.parameters():
+        parameter.requires_grad_(True)
+    optimizers[0].step()
+
+
+if KEYS["mode"] == "train":
+
+    def train_step(state: torchelastic.TorchState) -> None:
+        if state.step == KEYS["steps"]:
+            raise StopIteration
+        one_step(state.step)
+
+    torchelastic.train(CoordinatorP2P(), train_step, state)
+else:
+    dist.init_process_group("gloo")
+    for step in range(state.restore(), KEYS["steps"]):
+        one_step(step)
+        state.commit()
+
+lines.write(json.dumps({"digest": state.digest(), "loss": policy.loss}) + "\n")

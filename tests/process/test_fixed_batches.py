@@ -1,0 +1,134 @@
+"""Fixed micro-batches: the same weights, to the bit, at any size and whatever dies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.process.jobs import Job, job
+from torchelastic.data import checker
+from torchelastic.data.verdict import check
+
+SCRIPT = Path(__file__).with_name("fixed_batches.py")
+PATIENCE = 120.0
+#: Several buckets, so that some are sent during the last backward.
+BUCKET = 3000
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def lines(made: Job) -> list[dict]:
+    found = made.directory.glob("found/*.jsonl")
+    return [json.loads(line) for path in found for line in path.read_text().splitlines()]
+
+
+def start(made: Job, workers: int, **keys):
+    directory = made.directory / "found"
+    directory.mkdir(exist_ok=True)
+    words = [str(directory), *(f"{key}={value}" for key, value in keys.items())]
+    return made.start(f"--nproc-per-node={workers}", script=[str(SCRIPT), *words])
+
+
+def digests(path: Path, workers: int, flags: str = "", **keys) -> tuple[set[str], Job]:
+    """The hashes and losses that all workers have in the end."""
+    with job(path, f"--nnodes=1 --max-restarts=20 {flags}") as made:
+        assert start(made, workers, **keys).wait(PATIENCE) == 0, made.said()
+    ended = [line for line in lines(made) if "digest" in line]
+    assert len(ended) >= workers, "all ranks are compared"
+    return {(line["digest"], line["loss"]) for line in ended}, made
+
+
+def test_weights_of_train_are_those_of_one_worker_after_kills_at_many_places(tmp_path, monkeypatch):
+    keys = {"bucket": BUCKET, "steps": 16}
+    alone, _ = digests(tmp_path / "alone", 1, **keys)
+    places = [
+        "micro_batch.begin,n=2",
+        "collective.before",
+        "collective.launched,n=3",
+        "optimizer.before",
+        "step.end",
+    ]
+    kills = [
+        f"kill@rank={number % 3},step={2 * number + 2},place={place},generation={number}"
+        for number, place in enumerate(places)
+    ]
+    monkeypatch.setenv("TORCHELASTIC_FAULTS", ";".join(kills))
+    killed, made = digests(tmp_path / "killed", 3, "--world-sizes=3", **keys)
+    ended = [event for event in made.nodes[0].events("worker-exited") if event["exitcode"] == -9]
+    assert len(ended) >= len(kills), made.said()
+    assert len(alone) == 1
+    assert killed == alone
+    found = checker.read([made.directory / "found" / "ledger"])
+    verdict = check(found.lines, expected=set(range(150)), epochs=3, lost=found.lost)
+    assert verdict.ok, str(verdict)
+
+
+def test_weights_of_keep_are_those_of_train_on_one_worker(tmp_path, monkeypatch):
+    keys = {"bucket": BUCKET, "model": "conv"}
+    alone, _ = digests(tmp_path / "alone", 1, **keys)
+    monkeypatch.setenv(
+        "TORCHELASTIC_FAULTS", "kill@rank=1,step=4,place=micro_batch.begin,generation=0"
+    )
+    kept, _ = digests(tmp_path / "kept", 3, mode="keep", **keys)
+    assert kept == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [8, 12, 16])
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [("transformer", "bf16"), ("conv", "fp32"), ("lstm", "fp32"), ("gan", "fp32")],
+)
+def test_weights_do_not_depend_on_the_number_of_workers(tmp_path, monkeypatch, model, dtype, count):
+    keys = {"model": model, "dtype": dtype, "count": count, "bucket": BUCKET}
+    alone, _ = digests(tmp_path / "alone", 1, **keys)
+    assert len(alone) == 1
+    kills = "kill@rank=1,step=3,place=micro_batch.begin;kill@rank=0,step=6,place=collective.after"
+    monkeypatch.setenv("TORCHELASTIC_FAULTS", f"{kills},generation=2")
+    for workers in (2, 5):
+        assert digests(tmp_path / str(workers), workers, loaders=1, **keys)[0] == alone
+
+
+def test_survivors_run_only_the_micro_batches_of_the_lost_worker(tmp_path, monkeypatch):
+    """Four workers with four micro-batches each: one dies after it has run one of them."""
+    monkeypatch.setenv("TORCHELASTIC_FAULTS", "kill@rank=2,step=3,place=micro_batch.begin,n=2")
+    keys = {"count": 16, "steps": 5, "wait": 0.2, "samples": 64, "bucket": BUCKET}
+    with job(tmp_path / "job", "--nnodes=1 --world-sizes=3,4") as made:
+        assert start(made, 4, **keys).wait(PATIENCE) == 0, made.said()
+    ran = [line for line in lines(made) if line.get("step") == 3]
+    # 16, and the one that was lost with its worker.
+    assert len(ran) == 17, made.said()
+
+
+def test_job_with_another_number_of_micro_batches_is_refused(tmp_path, monkeypatch):
+    """Each rank has another policy, as after a change of the script in a running job."""
+    with job(tmp_path / "job", "--nnodes=1") as made:
+        (made.directory / "found").mkdir()
+        script = made.directory / "differs.py"
+        text = SCRIPT.read_text().replace(
+            'count=KEYS["count"]', 'count=KEYS["count"] + int(os.environ["RANK"])'
+        )
+        script.write_text(text)
+        node = made.start("--nproc-per-node=2", script=[str(script), str(made.directory / "found")])
+        node.wait(PATIENCE)
+        assert "the batch policy" in made.said()
+
+
+def test_slow_worker_runs_fewer_micro_batches_and_the_weights_are_the_same(tmp_path):
+    keys = {"count": 14, "steps": 8, "wait": 0.15, "bucket": BUCKET, "measure": 4, "samples": 500}
+    alone, _ = digests(tmp_path / "alone", 1, **{**keys, "wait": 0.0})
+    found, made = digests(tmp_path / "slow", 2, slow="1", loaders=1, **keys)
+    assert found == alone
+    by_worker = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in made.directory.glob("found/*.jsonl")
+    ]
+    # Speeds are compared in step 3: before, each worker has 7 of 14.
+    before, after = (
+        sorted(sum(line.get("step") in steps for line in ran) for ran in by_worker)
+        for steps in ([2], [6])
+    )
+    assert before == [7, 7]
+    assert after[0] < 7 < after[1]

@@ -1,0 +1,152 @@
+"""One worker's loop over fixed micro-batches: gradients, generators, buffers, refusals."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from torchelastic import TorchState
+from torchelastic.data import BatchPolicy
+from torchelastic.data.fixed_batch import SumTree
+from torchelastic.errors import ConfigError
+from torchelastic.training import fixed_steps
+from torchelastic.training.fixed_sums import Gradients, Held, StepSum, add
+
+DATA = torch.randn(8, 3, generator=torch.Generator().manual_seed(2))
+
+
+def made(model=None, count=4):
+    torch.manual_seed(0)
+    model = model or nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    policy = BatchPolicy.fixed(micro=2, count=count)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    state = TorchState(model=model, optimizer=optimizer, policy=policy)
+    return model, policy, state
+
+
+def loop(model, policy, batch=DATA, **how):
+    for micro in policy.accumulate(batch, model, **how):
+        micro.backward(model(micro.data).pow(2).mean())
+
+
+def gradients(model) -> Gradients:
+    return [None if one.grad is None else one.grad.clone() for one in model.parameters()]
+
+
+def test_gradient_is_the_mean_over_all_samples():
+    model, policy, _ = made(nn.Linear(3, 1))
+    loop(model, policy)
+    found = gradients(model)
+    model.zero_grad()
+    loss = model(DATA).pow(2).mean()
+    loss.backward()
+    torch.testing.assert_close(found, gradients(model))
+    assert policy.loss == pytest.approx(float(loss.detach()))
+
+
+def test_partial_step_weighs_samples_and_not_micro_batches():
+    model, policy, _ = made(nn.Linear(3, 1))
+    loop(model, policy, DATA[:5], total=5)
+    found = gradients(model)
+    model.zero_grad()
+    model(DATA[:5]).pow(2).mean().backward()
+    torch.testing.assert_close(found, gradients(model))
+
+
+def test_random_numbers_depend_on_the_step_and_not_on_what_was_drawn_before():
+    model, policy, state = made()
+    found = []
+    for drawn in (0, 5):
+        torch.rand(drawn)
+        before = torch.get_rng_state(), random.getstate()
+        loop(model, policy)
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert random.getstate() == before[1]
+        found.append(gradients(model))
+        model.zero_grad()
+        state._fixed.begin()
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    vars(state)["step"] = 1
+    loop(model, policy)
+    assert not torch.equal(found[0][0], gradients(model)[0])
+
+
+def test_buffers_are_those_after_the_first_micro_batch():
+    model, policy, _ = made(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    alone = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    alone.load_state_dict(model.state_dict())
+    loop(model, policy)
+    alone(DATA[:2])
+    for one, other in zip(model.buffers(), alone.buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_parameter_that_no_micro_batch_uses_has_no_gradient():
+    model, policy, _ = made(nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)]))
+    for micro in policy.accumulate(DATA, model):
+        micro.backward(model[0](micro.data).mean())
+    assert [one is None for one in gradients(model)] == [False, False, True, True]
+
+
+def test_sums_have_the_same_bits_in_any_order_of_micro_batches():
+    generator = torch.Generator().manual_seed(3)
+    leaves = [torch.randn(64, generator=generator) * 10 ** (one % 5) for one in range(7)]
+    used = torch.ones(1)
+    found = []
+    for order in (range(7), reversed(range(7)), [3, 0, 6, 2, 5, 1, 4]):
+        held: Held = {}
+        for number in order:
+            value = StepSum([leaves[number].clone()], torch.zeros(()), used)
+            add(SumTree(7), held, (number, number + 1), value)
+        (whole,) = held.values()
+        found.append(whole.gradients[0])
+    assert all(torch.equal(one, found[0]) for one in found)
+    assert not torch.equal(sum(leaves), found[0]), "the order of additions matters here"
+
+
+def test_bits_of_held_micro_batches_survive_packing():
+    for numbers in ([], [0], [61, 62, 63], [5, 124, 199]):
+        assert fixed_steps._unpacked(fixed_steps._packed(numbers, 200)) == numbers
+
+
+def test_old_gradients_are_refused():
+    model, policy, _ = made()
+    model(DATA).sum().backward()
+    with pytest.raises(ConfigError, match="zero_grad"):
+        loop(model, policy)
+
+
+def test_second_backward_of_a_micro_batch_is_refused():
+    model, policy, _ = made()
+    for micro in policy.accumulate(DATA, model):
+        micro.backward(model(micro.data).mean())
+        with pytest.raises(ConfigError, match="twice"):
+            micro.backward(model(micro.data).mean())
+        break
+
+
+def test_batch_of_another_length_is_refused():
+    model, policy, _ = made()
+    with pytest.raises(ConfigError, match="8 samples"):
+        loop(model, policy, DATA[:7])
+
+
+def test_loop_without_models_is_refused():
+    _, policy, _ = made()
+    with pytest.raises(ConfigError, match=r"accumulate\(batch, model\)"):
+        policy.accumulate(DATA)
+
+
+def test_other_policies_are_refused_as_part_of_a_state():
+    with pytest.raises(TypeError, match=r"BatchPolicy\.fixed"):
+        TorchState(model=nn.Linear(1, 1), policy=BatchPolicy.constant_global(8))
+
+
+def test_digest_of_a_state_tells_one_bit():
+    model, _, state = made()
+    before = state.digest()
+    assert state.digest() == before
+    with torch.no_grad():
+        next(model.parameters()).view(-1).view(torch.int32)[0] ^= 1
+    assert state.digest() != before
