@@ -7,6 +7,7 @@ sampler      ElasticSampler
 loader       DataLoader
 stateful     the same loader on torchdata's StatefulDataLoader
 streaming    ElasticStream: records in numbered shards of unknown length
+fixed_batch  BatchPolicy.fixed: numbered micro-batches and the tree of their sum
 batch_policy BatchPolicy: the batch size of a step, and each rank's share of it
 accumulation a step in micro-batches, with the right weights
 learning_rate SampleSchedule: learning rates that follow samples instead of steps
