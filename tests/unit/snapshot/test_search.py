@@ -252,7 +252,7 @@ class Scripted:
 
     def look(self, version):
         self.calls.append(f"look {version[1]}")
-        return SearchReport(self.finds[version], "n0", sentence="it is damaged")
+        return SearchReport(self.finds[version], "n0", sentence=f"step {version[1]} is damaged")
 
     def load(self, version, said):
         self.calls.append(f"load {version[1]}")
@@ -277,8 +277,9 @@ V5, V4 = (0, 5), (0, 4)
         ({V5: U, V4: U}, None, None, "look 5, drop, look 4, drop, storage beyond -1"),
         ({V5: F, V4: F}, 9, (-1, 9), "storage beyond 5"),
         ({}, None, None, "storage beyond -1"),
+        ({}, 0, (-1, 0), "storage beyond -1"),
     ],
-    ids=["newest", "newest damaged", "all damaged", "nothing else", "newer in storage", "empty"],
+    ids=["newest", "newest damaged", "all damaged", "nothing else", "stored", "empty", "step 0"],
 )
 @pytest.mark.parametrize("sharded", [True, False])
 def test_search_loads_the_first_usable_candidate(finds, stored, base, calls, sharded):
@@ -289,8 +290,19 @@ def test_search_loads_the_first_usable_candidate(finds, stored, base, calls, sha
     assert found[0] == base
     assert state.calls == calls.split(", ")
     assert found[1] == (
-        "rank 0 cannot use the newest (it is damaged)" if U in finds.values() else ""
+        "rank 0 cannot use the newest (step 5 is damaged)" if U in finds.values() else ""
     )
+
+
+def test_search_of_a_version_that_one_rank_found_loads_it_unless_sharded():
+    def other_rank_lacks_it(said):
+        return [said, SearchReport(A, "n1").to_json()]
+
+    held, state = nodes("s5", ""), Scripted({V5: F}, None)
+    assert search_together([V5], state, other_rank_lacks_it, held, sharded=False) == (V5, "")
+    with pytest.raises(SnapshotError, match="rank 1 could not fetch it"):
+        search_together([V5], state, other_rank_lacks_it, held, sharded=True)
+    assert state.calls == ["look 5", "load 5", "look 5", "drop"]
 
 
 @pytest.mark.parametrize("sharded", [True, False])
