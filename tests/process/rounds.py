@@ -54,7 +54,7 @@ def exchange(peers: list[socket.socket]) -> None:
             if send:
                 peer.sendall(b"x")
             elif not peer.recv(1):
-                raise ConnectionError("a peer is gone")
+                raise ConnectionError("Connection closed by peer")  # as gloo says it
 
 
 def train() -> None:
