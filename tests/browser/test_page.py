@@ -62,7 +62,7 @@ def test_the_four_answers_are_at_the_top(show, tab):
     assert tab.text("#connection").strip() == "Live"
 
 
-def test_what_happened_is_drawn_and_told(show, tab):
+def test_page_draws_and_tells_what_happened(show, tab):
     show()
     page = tab.page
     lanes = page.locator("#drawing .lane-name").all_text_contents()
@@ -213,7 +213,7 @@ def test_an_update_leaves_alone_what_the_reader_does(show, tab):
 
 
 @pytest.mark.parametrize("bad", HOSTILE, ids=["markup", "ends", "marks", "links", "piles", "long"])
-def test_what_users_write_is_shown_and_nothing_more(show, tab, bad):
+def test_page_shows_text_of_users_as_text_only(show, tab, bad):
     tab.wear(**NARROW)
     show(pictures.hostile(bad), text=bad)
     page = tab.page

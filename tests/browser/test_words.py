@@ -90,7 +90,7 @@ def test_a_script_without_a_step_runs_and_is_not_called_good(modules):
     assert modules("headline", "phase", early, NOW)["word"] == "Starting"
 
 
-def test_what_was_done_again_is_reported_where_it_is_known(modules):
+def test_words_report_redone_steps_where_known(modules):
     found = training().to_json()["goodput"]
     assert modules("goodput", "again", found) == "4 steps redone, plus those in flight"
     unknown = modules("goodput", "again", found | {"redone_known": False})

@@ -90,7 +90,7 @@ def test_a_history_in_which_a_step_is_redone_is_in_order():
     assert verdict(history()) == []
 
 
-def test_who_leaves_may_finish_what_the_next_world_began_with_later():
+def test_checker_allows_a_leaver_to_finish_the_base_step_late():
     lines = history()
     find(lines, "done", generation=0, step=1, rank=1)["at"] = 1000
     assert verdict(lines) == []
@@ -174,7 +174,7 @@ def never_end(lines):
         (never_end, "nobody has come to the end"),
     ],
 )
-def test_what_is_wrong_is_named(spoil, said):
+def test_checker_names_the_broken_law(spoil, said):
     lines = history()
     spoil(lines)
     found = verdict(lines)

@@ -60,7 +60,7 @@ def test_a_thread_and_a_descriptor_are_found(leaks):
     thread.join()
 
 
-def test_what_was_there_before_is_not_a_leak(mark):
+def test_leak_check_ignores_what_existed_before(mark):
     fd = os.open("/dev/null", os.O_RDONLY)
     child = subprocess.Popen(["sleep", "600"], env={})
     leaks = Leaks(Snapshot.take(), mark)

@@ -222,7 +222,7 @@ def test_backward_goes_through_the_engine_that_is_set():
     assert ended == [0, 1, 2] * 2, "callbacks do not run in the order in which they were queued"
 
 
-def test_what_a_callback_raises_is_raised_by_the_backward():
+def test_backward_raises_the_error_of_a_callback():
     def refuse():
         raise ZeroDivisionError
 

@@ -89,7 +89,7 @@ def test_a_join():
     )
 
 
-def test_what_a_step_costs():
+def test_bars_show_step_cost():
     small, large = [pair(140e-6, 100e-6)], [pair(151e-6, 100e-6)]
     assert not judged(bars.cpu_time, (small, True), (large, False), ([], None))
     # Of a large step it is a share.

@@ -47,7 +47,7 @@ def recovered(new):
         ({0: 20, 1: 21, 2: 22, 3: 23}, 4, 3, False),  # all processes are new: a restart
     ],
 )
-def test_who_is_in_the_first_world_after_a_fault(new, newcomers, left_out, noted):
+def test_first_world_after_a_fault_tells_newcomers_and_left_out(new, newcomers, left_out, noted):
     found = recovered(new)
     assert found.seconds == pytest.approx(0.3 - 0.05), "less an ordinary step"
     assert (found.details["newcomers"], found.details["left_out"]) == (newcomers, left_out)

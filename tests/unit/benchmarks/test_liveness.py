@@ -150,7 +150,7 @@ def test_the_time_runs_to_the_next_step_and_to_one_of_all():
         "an older world",
     ],
 )
-def test_what_is_no_pass(steps, note):
+def test_liveness_result_that_does_not_pass_says_why(steps, note):
     found = told(*BEFORE, *steps)
     assert found.seconds is None
     assert note in found.note

@@ -57,7 +57,7 @@ def test_a_system_call_misses_the_mark_however_fast_it_is(calls, verdict):
     assert render(results).count(verdict) == 3
 
 
-def test_what_the_noise_hides_has_no_verdict():
+def test_difference_within_noise_has_no_verdict():
     noisy = ObserveResults(pairs={QUIET: [(1.0, 0.5), (1.0, 2.0), (1.0, 1.0)]})
     assert "up to 1.05 |" in render(noisy)
     quiet = ObserveResults(pairs={QUIET: [(1.0, 1.0), (1.01, 1.0), (1.0, 1.0)]})

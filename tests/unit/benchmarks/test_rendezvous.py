@@ -82,7 +82,7 @@ def test_growth_is_judged_over_the_whole_range_only():
     assert "under 5 s: **missed**" in line(text, "4,096 agents join")
 
 
-def test_who_did_not_finish_says_when_it_was_given_up():
+def test_unfinished_run_shows_when_it_was_given_up():
     found = results(join_8=(TORCHRUN, [1.0]))
     found.add(key(JOIN, 256), TORCHRUN.name, Repetition(None, "not finished after 300 s"))
     assert "not finished after 300 s" in line(render(found), "256")
@@ -90,7 +90,7 @@ def test_who_did_not_finish_says_when_it_was_given_up():
 
 
 @pytest.mark.parametrize(("limit", "met"), [(60.0, "met"), (15.0, "**missed**")])
-def test_who_did_not_finish_is_slower_than_its_limit(limit, met):
+def test_unfinished_run_counts_as_slower_than_its_limit(limit, met):
     found = results(join_128=(EMBEDDED, [1.0]))
     late = Repetition(None, f"not finished after {limit:g} s", details={"limit": limit})
     found.add(key(JOIN, 128), TORCHRUN.name, late)

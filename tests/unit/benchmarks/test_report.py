@@ -121,7 +121,7 @@ def test_results_survive_being_saved():
     assert render(again) == render(made)
 
 
-def test_what_a_machine_printed_is_not_saved():
+def test_report_saves_no_output_of_the_machine():
     made = Results()
     made.add("worker", OURS.name, Repetition(None, "ended", output="/some/path"))
     assert "/some/path" not in made.to_json()

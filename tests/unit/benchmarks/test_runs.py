@@ -30,7 +30,9 @@ class Run:
         (("a", "interrupted", "b"), True, {"save": True}, False, 130),
     ],
 )
-def test_what_is_saved(rows, everything, flags, saved, exitcode, capsys, monkeypatch):
+def test_runs_are_saved_only_if_complete_or_asked(
+    rows, everything, flags, saved, exitcode, capsys, monkeypatch
+):
     monkeypatch.setattr(runs, "end_in_order", lambda: None)
     monkeypatch.setattr(runs.processes, "become_subreaper", lambda: None)
     arguments = Namespace(**{"rows": rows, "save": False, "no_save": False, **flags})

@@ -119,7 +119,7 @@ def test_the_report_has_every_row_and_its_verdict():
     assert "plain socket to memory of which half is new, 1.43 GB/s" in text
 
 
-def test_what_every_tenth_step_costs_follows_from_one_that_holds_all_of_it():
+def test_cost_of_every_tenth_step_follows_from_one_full_copy():
     made = results()
     made.pairs["overhead, every step"] = [(1.05, 1.0), (1.06, 1.0), (1.055, 1.0)]
     beginning = "overhead of a snapshot every 10 steps, by those of single steps"

@@ -53,7 +53,7 @@ def test_a_picture_has_the_view_and_the_last_events(agent):
     reader.close()
 
 
-def test_it_is_rebuilt_only_when_something_has_changed(agent):
+def test_job_state_is_rebuilt_only_after_a_change(agent):
     now = 2e9
     reader = StateReader(choose("job"), clock=lambda: now)
     first = reader.look()

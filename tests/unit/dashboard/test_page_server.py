@@ -160,7 +160,7 @@ async def test_a_picture_is_made_once_for_all_and_only_while_somebody_looks(monk
 
 
 @in_a_loop
-async def test_nobody_looks_and_nothing_is_made():
+async def test_page_server_without_viewers_makes_no_state():
     async with Running() as it:
         async with it.tab() as tab:
             await step_of(tab)
@@ -174,7 +174,7 @@ async def test_nobody_looks_and_nothing_is_made():
 
 
 @in_a_loop
-async def test_who_never_reads_does_not_block_others_and_skips_what_it_missed():
+async def test_viewer_that_stops_reading_blocks_no_other_and_skips_states():
     """Pictures that no kernel buffer holds: the next is sent when the last was taken, no other."""
     source = Source(padding="x" * (2 << 20))
     async with Running(source) as it:
@@ -212,7 +212,7 @@ def read_steps(connection, last):
 
 
 @in_a_loop
-async def test_who_takes_nothing_for_long_is_shown_out(monkeypatch):
+async def test_viewer_that_reads_nothing_for_long_is_disconnected(monkeypatch):
     monkeypatch.setattr(page_server, "REQUEST_TIMEOUT", 0.2)
     async with Running(Source(padding="x" * (2 << 20))) as it:
         deaf = never_reads(it.port)
@@ -294,7 +294,7 @@ async def test_those_who_look_see_the_end():
 
 
 @in_a_loop
-async def test_who_does_not_read_does_not_hold_up_the_end(monkeypatch):
+async def test_viewer_that_does_not_read_does_not_delay_the_end(monkeypatch):
     monkeypatch.setattr(page_server, "LAST", 0.05)
     async with Running(Source(padding="x" * (2 << 20))) as it:
         deaf = never_reads(it.port)
@@ -345,7 +345,7 @@ def serve(address, token=None):
     return said[0]
 
 
-def test_it_is_at_its_usual_place_or_at_a_free_one(monkeypatch):
+def test_page_listens_on_default_port_or_a_free_one(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr(start, "PORT", taken.getsockname()[1])
         with pytest.raises(OSError, match="Address already in use"):

@@ -58,11 +58,11 @@ CASES = [
 ]
 
 
-def test_what_there_is():
+def test_answer_serves_known_paths_only():
     assert wrong(status, CASES) == []
 
 
-def test_who_has_no_token_learns_nothing():
+def test_answer_without_token_reveals_nothing():
     door, bearer = AccessControl(TOKEN), {"authorization": "Bearer 0123456789abcdef"}
     for path in ("/", "/static/page.js", "/events", "/picture.json", "/no/such/thing"):
         assert got(asked(path), door) == responses.refusal(401), path
@@ -121,7 +121,7 @@ def test_nothing_of_a_request_comes_back():
             assert sent.to_bytes() == responses.refusal(sent.status).to_bytes(), text
 
 
-def test_what_is_packed():
+def test_stream_is_gzipped_if_the_client_accepts_it():
     for accepts, packed in {
         "gzip, deflate, br": True,
         "br;q=1, gzip;q=0.5": True,

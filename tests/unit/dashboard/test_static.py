@@ -25,7 +25,7 @@ def test_a_script_is_small_and_makes_no_markup():
         assert FORBIDDEN.findall(text) == [], path.name
 
 
-def test_what_the_page_asks_for_is_there_and_from_here():
+def test_page_loads_only_its_own_existing_files():
     html = (STATIC / "index.html").read_text()
     asked = re.findall(r'(?:src|href)="([^"#]+)"', html)
     assert all((STATIC.parent / path).is_file() for path in asked)

@@ -45,7 +45,7 @@ def test_there_and_back_and_an_older_version_says_less_and_a_newer_one_more():
     assert read == replace(FAILURE, hint="", log_lines=(), collective="", entered=-1, waited=False)
 
 
-def test_what_makes_no_sense_is_left_out():
+def test_failure_with_invalid_fields_leaves_them_out():
     wrong = {
         "rank": ["2", True],
         "exitcode": [1.5],
@@ -65,7 +65,7 @@ def test_what_makes_no_sense_is_left_out():
     assert Failure.from_json({}).sentence() == "? failed: unknown error"
 
 
-def test_what_travels_is_bounded_whoever_sends_it():
+def test_failure_of_any_sender_is_cut_to_its_limits():
     long = FAILURE.to_json() | {"log_lines": ["x" * 10_000] * 1000, "hint": "h" * 10_000}
     read = Failure.from_json(long)
     assert len(read.hint) == HINT_LENGTH_LIMIT

@@ -74,7 +74,7 @@ def test_a_package_registers_a_name(tmp_path, monkeypatch):
         sink_for("kafak")
 
 
-def test_what_is_no_handler_is_refused():
+def test_event_handler_of_another_type_is_refused():
     cases = [
         ("nowhere", "does not know 'nowhere': use one of null, console, or PACKAGE"),
         ("no.such.module:take", "cannot be imported .* to PYTHONPATH"),

@@ -208,7 +208,7 @@ def test_a_full_disk_does_not_end_a_job(caplog):
     assert "will not list this job" in caplog.text
 
 
-def test_where_events_go():
+def test_events_path_follows_log_dir_or_the_registry():
     for log_dir, expected in ((None, "registry"), ("/logs", "run"), (os.devnull, "registry")):
         config = LaunchConfig(log_dir=log_dir)
         path = job_registry.events_path(config, Path("/run"), Path("/registry"))
@@ -242,12 +242,12 @@ DONE = ended("a", 100, 200, finished=True, step=1200)
         ([dataclasses.replace(DONE, command=("train.py", "2"))], 210, False),  # another job
     ],
 )
-def test_who_comes_too_late(agents, now, late):
+def test_job_finished_before_is_found_by_command_and_time(agents, now, late):
     found = job_registry.finished_before(agents, ["train.py", "1"], now)
     assert (found is not None) == late
 
 
-def test_who_comes_too_late_is_rejected_with_a_reason():
+def test_late_agent_of_a_finished_job_is_rejected_with_a_reason():
     command = ["train.py", "--lr", "0.1"]
     assert job_registry.too_late("job", command) == ""
     registration = register("job")

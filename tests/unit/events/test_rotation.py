@@ -26,7 +26,7 @@ NOTES = [line("note", number) for number in (1, 3, 4)]
     ("most", "expected"),
     [(2 * len(NOTES[0]), NOTES[:2]), (1000, NOTES), (0, [])],
 )
-def test_what_lasts_is_the_first_that_has_room(most, expected):
+def test_rotation_keeps_first_lasting_lines_that_fit(most, expected):
     passing = [line("progress", 2), line("checkpoint-stored", 2)]
     lines = [NOTES[0], *passing, *NOTES[1:], b"half a li"]
     assert list(lasting(lines, most)) == expected
@@ -123,7 +123,7 @@ def test_no_line_is_read_twice_whatever_moves(tmp_path):
         assert b"".join(file.read() for file in files) == full
 
 
-def test_what_a_killed_agent_had_set_aside_is_not_lost(tmp_path):
+def test_rotation_interrupted_by_a_kill_is_finished_next_time(tmp_path):
     path = tmp_path / "events.jsonl"
     log = open_log(path)
     fill(log, upto=1)

@@ -194,7 +194,7 @@ def test_how_old_the_last_checkpoint_is():
     assert wrong(words.checkpoint, cases) == []
 
 
-def test_what_a_script_reports_in_a_line():
+def test_reported_metrics_fit_in_a_line():
     view = JobView(reported={"loss": 2.3456789, "lr": 1e-05, "accuracy": None, "steps": 100000.0})
     assert words.reported(view) == "loss 2.34568, lr 1e-05, accuracy not a number, steps 100000"
     assert words.reported(JobView()) == ""

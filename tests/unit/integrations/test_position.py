@@ -61,7 +61,7 @@ def test_an_order_is_drawn_when_it_would_be_drawn_without():
     assert list(skipping) == expected[2:]
 
 
-def test_what_else_a_batch_sampler_has_is_there():
+def test_skip_passes_other_attributes_of_the_sampler():
     class Batches(list):
         batch_size = 4
 

@@ -52,7 +52,7 @@ def test_tensor_board_gets_scalars_at_their_steps(tmp_path):
 
 
 @pytest.mark.needs("tensorboard")
-def test_what_is_done_again_after_a_restart_is_shown_once(tmp_path):
+def test_tensor_board_hides_redone_steps_after_a_restart(tmp_path):
     for first, value in ((None, 1.0), (2, 2.0)):
         handler = metrics.TensorBoardMetricHandler(str(tmp_path), purge_step=first)
         metrics.configure(handler)

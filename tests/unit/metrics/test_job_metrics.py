@@ -52,7 +52,7 @@ def test_the_world_as_it_stands():
     assert story.value("phase", phase="waiting") == 0
 
 
-def test_what_the_script_reports_and_how_old_the_last_checkpoint_is():
+def test_metrics_show_reported_values_and_checkpoint_age():
     story = Story().start().world(1, 0)
     assert not {"samples", "checkpoint_step"} & set(story.families())
     metrics = {'lo"ss': 2.5, "accuracy": None}
@@ -103,7 +103,7 @@ def test_resident_workers_have_recovered_when_they_train():
 
 
 @pytest.mark.parametrize("kind", ["resize", "leave", "finished"])
-def test_what_is_no_failure_is_no_recovery(kind):
+def test_recovery_histogram_ignores_ends_without_a_failure(kind):
     story = Story().start().world(1, 0).runs(2, 0)
     story.tell(5, events.GenerationOver(kind=kind, reason=""), 0)
     story.world(6, 1).runs(7, 1)
@@ -139,7 +139,7 @@ def test_stragglers_what_they_cost_and_hanging_workers():
     assert story.value("straggler_lost_seconds") == 8.0
 
 
-def test_where_the_time_went_adds_up():
+def test_time_metrics_add_up_to_the_total():
     story = Story().start().world(1, 0).runs(2, 0)
     story.tell(3, events.Progress(ranks=[0, 1], steps=[1, 1], at=[103.0, 103.0]), 0)
     time = story.families(now=1000 + 10)["time_seconds"].values

@@ -87,7 +87,7 @@ class Raises:
         raise self.error("no number")
 
 
-def test_what_is_no_number_is_for_handlers_only_and_does_not_end_the_training(shown):
+def test_metric_without_a_number_goes_to_handlers_only(shown):
     import torch
 
     tensors = torch.zeros(2), torch.ones(()) * 1j, torch.ones((), device="meta")

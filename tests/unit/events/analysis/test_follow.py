@@ -22,7 +22,7 @@ def test_a_line_is_read_once_and_when_it_is_whole(tmp_path):
     follower.close()
 
 
-def test_what_is_known_is_skipped(tmp_path):
+def test_follower_skips_lines_already_known(tmp_path):
     path, follower = tmp_path / "log", Follower()
     path.write_bytes(b"one\n")
     follower.skip([path, tmp_path / "none"])

@@ -66,7 +66,7 @@ def test_a_program_that_returned_before_a_failure_does_not_end_the_training():
     assert seconds(story) == {"productive": 5.0, "redone": 1.0, "other": 1.0}
 
 
-def test_what_the_first_steps_take_beyond_the_usual_belongs_to_the_start():
+def test_first_steps_slower_than_usual_count_as_startup():
     story = Story().world(0, 0).trains(1, 0, step=0)
     story.steps(4, 0, 1)  # 3 s, where the later ones take 0.5
     story.steps(5, 0, 3).steps(6, 0, 5)
@@ -212,7 +212,7 @@ def without_steps() -> Story:
     return story.over(60, 1, "finished")
 
 
-def test_where_no_step_was_seen_goodput_is_unknown():
+def test_goodput_without_a_step_is_unknown():
     story = without_steps().end(61)
     assert seconds(story) == {
         "startup": 2.0 + 1.0,
@@ -272,7 +272,7 @@ RESTARTS = {
 @pytest.mark.parametrize(
     ("first", "second", "again", "known", "productive"), RESTARTS.values(), ids=RESTARTS
 )
-def test_what_a_restarted_script_does_again_is_reported_where_its_optimizer_knows(
+def test_redone_steps_of_a_restarted_script_come_from_its_optimizer(
     first, second, again, known, productive
 ):
     story = counted(0, 0, 10, first).over(15.5, 0)
@@ -284,7 +284,7 @@ def test_what_a_restarted_script_does_again_is_reported_where_its_optimizer_know
     assert found.total == 30
 
 
-def test_what_is_not_known_once_stays_so():
+def test_redone_steps_unknown_once_stay_unknown():
     story = counted(0, 0, 10, 0).over(15, 0)
     story = counted(1, 20, 10, 0, story).over(35, 1)
     found = goodput(counted(2, 40, 5, 3, story).records)
@@ -316,7 +316,7 @@ def test_the_time_between_two_runs_is_waiting():
     assert seconds(story)["waiting"] == 14.0
 
 
-def test_what_is_reported_after_the_end_is_not_counted():
+def test_goodput_ignores_records_after_the_end():
     late = undisturbed().steps(17, 0, 11).tell(99, events.Note("late"), by="c")
     assert goodput(late.records) == goodput(undisturbed().records)
 

@@ -190,7 +190,7 @@ CASES = {
 }
 
 
-def test_who_is_missing():
+def test_diagnosis_names_missing_ranks():
     for case, (activities, text, missing) in CASES.items():
         found = diagnose(activities)
         assert found.text.startswith(text), case
@@ -263,7 +263,7 @@ def test_a_stack_shows_the_main_thread_first_and_no_addresses():
     assert tidy(" it is frozen\n") == "it is frozen"
 
 
-def test_where_a_main_thread_is():
+def test_stack_shows_innermost_frame_of_main_thread():
     frame = tidy('Stack (most recent call first):\n  File "/a b/x.py", line 3 in f\n')
     assert where(frame) == "f (x.py, line 3)"
     assert where('main thread:\nanother thread:\n  File "x.py", line 3 in f') == ""
@@ -313,7 +313,7 @@ def test_a_stack_that_is_not_there_is_empty():
     assert [row["stack"] for row in hangs.part(event)["ranks"]] == [""] * 4
 
 
-def test_what_a_rank_does_survives_a_journey_and_junk_is_no_rank():
+def test_rank_activity_round_trips_and_junk_is_refused():
     for one in (waiting(0), working(1, frozen=True), shown(2, "barrier")):
         assert RankActivity.from_json(json.loads(json.dumps(one.to_json()))) == one
     good = working(0).to_json()

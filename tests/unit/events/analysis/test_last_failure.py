@@ -39,7 +39,7 @@ def decided(story: Story, at: float, cause, *others, kind: str = "failure") -> S
     return story.tell(at, event, generation=1)
 
 
-def test_what_is_no_failure_is_not_reported_as_one():
+def test_stopped_worker_is_no_failure():
     lost = events.NodeLost("b", "its lease ended")
     stories = {
         "a resize": begun().over(5, 0, "resize", "c joins").world(6, 1).end(9),
@@ -62,7 +62,7 @@ def test_the_first_failure_that_was_seen_stands_until_the_leader_has_spoken():
     assert (view.cause, view.consequences) == (CAUSE, (FELL,))
 
 
-def test_who_told_more_than_the_leader_passes_on_is_shown_in_full():
+def test_failure_is_shown_as_its_own_agent_reported_it():
     told = failure(generation=0, traceback="Traceback\nValueError: boom", log_lines=LOG)
     brief = failure(generation=0, by_itself=True)  # which only the leader knows
     story = decided(tell(begun(), 5, told), 5.3, FELL, brief)
@@ -119,7 +119,7 @@ def test_a_hang_is_part_of_the_failure_that_it_ends_in():
     assert fold(tell(story.world(7, 1), 8, later).records).failure.hang is None
 
 
-def test_it_is_plain_data_for_programs():
+def test_failure_view_as_json_is_plain_data():
     story = decided(tell(begun(), 5, CAUSE), 6, CAUSE, FELL)
     data = json.loads(json.dumps(fold(story.records).to_json()))["failure"]
     assert data["generation"] == 0

@@ -95,7 +95,7 @@ def test_the_lines_of_another_job_in_the_directory_are_not_taken(tmp_path):
     live.close()
 
 
-def test_what_has_been_heard_takes_no_more_room_the_longer_the_story_is():
+def test_live_view_memory_does_not_grow_with_the_log():
     agent = Agent("job").world(0, "node-a")
     live = LiveView(choose("job"))
     for step in range(50):

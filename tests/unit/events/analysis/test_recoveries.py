@@ -40,7 +40,7 @@ def test_the_cost_of_a_killed_worker_is_split():
     assert one.done
 
 
-def test_what_is_not_there_yet_is_not_known():
+def test_recovery_parts_not_reached_yet_are_unknown():
     assert recoveries(ten_steps().over(12, 0, "finished").end(13)) == ()
     story = ten_steps().fails(11.5, 0).over(11.6, 0)
     (one,) = recoveries(story)
@@ -75,7 +75,7 @@ def test_a_hang_began_when_the_step_should_have_been_done_whoever_tells_first(pe
     assert one.detect == pytest.approx(59.2)
 
 
-def test_what_a_script_that_tells_no_steps_does_again_is_not_known():
+def test_redo_without_reported_steps_is_unknown():
     story = Story().world(0, 0).workers_start(0.1, 0).fails(9, 0).over(9, 0)
     (one,) = recoveries(story.world(9.1, 1).workers_start(9.2, 1))
     assert one.done
@@ -217,7 +217,7 @@ def test_recovery_into_a_world_that_finishes_unseen_is_done():
 
 
 @pytest.mark.parametrize(("before", "redo"), [(6, 4.5), (0, None)])
-def test_what_a_plain_script_does_again_is_known_by_its_optimizer_or_not_at_all(before, redo):
+def test_redo_of_a_plain_script_comes_from_its_optimizer_or_is_unknown(before, redo):
     story = counted(0, 0, 10, 0).over(15.5, 0).world(20, 1).workers_start(20, 1)
     [begun] = fold(story.records).recoveries
     assert (begun.done, begun.redo) == (True, None), "nor before it has taken a step"

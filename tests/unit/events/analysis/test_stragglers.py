@@ -49,7 +49,7 @@ def _always(own: float) -> Own:
     return lambda step: own
 
 
-def test_who_is_slow_and_does_not_block_others_is_no_straggler():
+def test_slow_rank_that_blocks_no_other_is_no_straggler():
     """Ranks that train each for itself."""
     watch, found = Stragglers(1.5), []
     watch.turn_to(0, 2)
@@ -83,11 +83,11 @@ def slow_between(first: int, last: int, *, own: float = 0.1, slow: float = 0.3) 
         ((0.3,), []),
     ],
 )
-def test_who_is_named(own, expected):
+def test_straggler_is_the_rank_slower_than_the_median(own, expected):
     assert Job(*own).rounds(5).said == [(rank, False) for rank in expected]
 
 
-def test_it_is_named_after_three_rounds_with_what_the_others_have_waited():
+def test_straggler_is_reported_after_three_rounds_with_its_cost():
     job = Job(0.1, 0.3, 0.1).rounds(4)
     assert job.found == [], "the first look does not count, the second is where counting begins"
     (found,) = job.rounds(1).found
@@ -103,7 +103,7 @@ def test_it_is_named_after_three_rounds_with_what_the_others_have_waited():
 
 
 @pytest.mark.parametrize(("steps", "rounds"), [(1, 5), (2, 3), (100, 3)])
-def test_it_takes_three_looks_and_five_steps(steps, rounds):
+def test_straggler_needs_three_looks_and_five_steps(steps, rounds):
     job = Job(0.1, 0.3, 0.1)
     job.rounds(4, 1)  # what does not count
     assert job.rounds(rounds - 1, steps).said == []
@@ -148,13 +148,13 @@ def test_slow_again_is_named_again_and_what_was_lost_is_added_up():
     assert job.found[-1].lost == pytest.approx(80 * 0.2)
 
 
-def test_it_is_named_again_when_it_has_cost_twice_as_much():
+def test_straggler_is_reported_again_when_its_cost_doubles():
     job = Job(0.25, 0.75, 0.25).rounds(31)
     assert [found.cost for found in job.found] == [rounds * 5.0 for rounds in (3, 6, 12, 24)]
     assert [found.again for found in job.found] == [False, True, True, True]
 
 
-def test_what_it_has_cost_in_all_is_reported_once_when_its_generation_is_over():
+def test_straggler_total_cost_is_reported_once_at_generation_end():
     job = Job(0.25, 0.75, 0.25).rounds(11)
     assert [found.cost for found in job.found] == [15.0, 30.0]
     (last,) = job.watch.sum_up()
@@ -174,12 +174,12 @@ def test_nothing_is_summed_up_where_all_is_reported():
     assert job.watch.sum_up() == [], "it is over"
 
 
-def test_who_has_just_become_quicker_was_a_straggler_to_the_end():
+def test_straggler_faster_only_lately_counts_to_the_end():
     (last,) = Job(0.25, slow_between(0, 70, slow=0.75), 0.25).rounds(8).watch.sum_up()
     assert (last.cost, last.over) == (pytest.approx(25.0), False)
 
 
-def test_it_is_named_again_when_it_becomes_much_worse():
+def test_straggler_is_reported_again_when_much_slower():
     job = Job(0.1, lambda step: 0.3 if step < 60 else 3.0, 0.1).rounds(6)
     assert len(job.found) == 1
     job.rounds(1)
@@ -187,7 +187,7 @@ def test_it_is_named_again_when_it_becomes_much_worse():
     assert job.found[-1].excess > 2 * job.found[0].excess
 
 
-def test_what_all_have_lost_is_what_the_slowest_has_cost():
+def test_lost_time_is_the_cost_of_the_slowest_straggler():
     job = Job(0.25, 0.75, 1.25, 0.25, 0.25).rounds(5)
     assert [found.cost for found in job.found] == [15.0, 30.0]
     assert [found.lost for found in job.found] == [30.0, 30.0]
@@ -227,7 +227,7 @@ def test_nodes_that_are_heard_late_and_all_at_once_are_compared_over_the_same_st
     assert job.rounds(2).said == [(1, False)]
 
 
-def test_who_shows_no_step_or_no_own_time_is_not_judged():
+def test_rank_without_steps_or_own_time_is_not_judged():
     watch = Stragglers(1.5)
     watch.turn_to(0, 2)
     for step in range(100):

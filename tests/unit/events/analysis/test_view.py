@@ -90,7 +90,7 @@ def test_why_a_node_was_held_out_is_shown_no_more_when_it_is_gone(event, by, dea
     assert bool(without(story.view(), dead).nodes["c"].held) == shown
 
 
-def test_nobody_is_held_out_of_a_job_that_is_over():
+def test_ended_job_holds_out_no_node():
     """What the other node did has not been heard."""
     story = Story().agent("a")
     held = {"c": "held out for 60 s: no GPU"}
@@ -305,7 +305,7 @@ def test_a_straggler_that_keeps_up_again_is_forgotten_and_its_cost_is_not():
     assert fold(story.records).straggler_seconds == 16.5
 
 
-def test_what_stragglers_have_cost_in_all_may_be_reported_when_the_next_world_is_there():
+def test_straggler_cost_reported_in_the_next_world_counts():
     slow = events.Straggler(3, 0.5, 0.25, 4.0, "rank 3 is slow", lost=4.0)
     last = events.Straggler(3, 0.5, 0.25, 7.5, "it was slow", lost=7.5, again=True)
     story = trained().tell(13, slow, generation=0).world(14, 1)
