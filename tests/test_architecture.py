@@ -81,10 +81,8 @@ PURE = {
         "dashboard/": "access",
         "data/": "shares verdict",
         "doctor/": "finding",
-        "events/": "merge record words",
-        "events/analysis/": (
-            "goodput hangs node_time ranks recoveries series step_time stragglers trace_export view"
-        ),
+        "events/": "merge record timeline words",
+        "events/analysis/": ("goodput hangs ranks recoveries series stragglers trace_export view"),
         "metrics/": "job_metrics",
         "ray/": "placement_plan",
         "rendezvous/": (

@@ -164,7 +164,7 @@ multiprocessing multiprocessing.api multiprocessing.errors multiprocessing.error
 multiprocessing.errors.handlers multiprocessing.redirects multiprocessing.tail_log
 rendezvous.api rendezvous.etcd_rendezvous rendezvous.etcd_server rendezvous.registry
 rendezvous.utils timer.api timer.file_based_local_timer timer.local_timer utils.api
-utils.distributed utils.logging utils.store events.goodput
+utils.distributed utils.logging utils.store
 """
 
 #: Names that do not work exactly as they did.

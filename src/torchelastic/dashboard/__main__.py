@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 
-from torchelastic.dashboard import start
+from torchelastic.dashboard import page_server
 from torchelastic.dashboard.job_state import StateReader
 from torchelastic.errors import EXIT_FAILED, TorchElasticError
 from torchelastic.events.analysis.find_job import choose
@@ -21,9 +21,9 @@ def main() -> int:
     job, node, address, *files = sys.argv[1:]
     logging.basicConfig(format="[torchelastic dashboard] %(message)s", level=logging.WARNING)
     try:
-        token = start.load_token(next(iter(files), None), "--dashboard-token-file")
+        token = page_server.load_token(next(iter(files), None), "--dashboard-token-file")
         reader = StateReader(choose(job), node)
-        return asyncio.run(start.serve(reader, address, token, _print_url, until=0))
+        return asyncio.run(page_server.serve(reader, address, token, _print_url, until=0))
     except (TorchElasticError, OSError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         _print({"error": reason})

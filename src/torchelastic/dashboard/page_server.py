@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import secrets
+import signal
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-from torchelastic.dashboard import responses, static_files
+from torchelastic.config import PAGE_ANYWHERE, format_endpoint, parse_endpoint
+from torchelastic.dashboard import responses
 from torchelastic.dashboard.access import AccessControl
-from torchelastic.dashboard.job_state import PACKED_HEAD, STILL_HERE, JobState, packed
+from torchelastic.dashboard.job_state import PACKED_HEAD, STILL_HERE, JobState, StateReader, packed
 from torchelastic.dashboard.responses import Reply, Wanted
+from torchelastic.errors import EXIT_OK
 from torchelastic.side_tasks import TaskSet
 from torchelastic.transport import http, http_socket
+from torchelastic.transport.addresses import loopback_addresses
+from torchelastic.transport.credentials import read_secret
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +47,6 @@ HELD = 64 * 1024
 _PACKED_STILL_HERE = packed(STILL_HERE)
 
 
-class JobStateSource(Protocol):
-    """The source of job states; used by one thread at a time."""
-
-    def look(self) -> JobState: ...
-
-
 @dataclass
 class Viewer:
     """A connection: whether it is a stream, and the last state it was sent."""
@@ -61,9 +61,9 @@ class Viewer:
 class Server:
     """Serves the page and the state of a job at one address."""
 
-    def __init__(self, source: JobStateSource, access: AccessControl) -> None:
+    def __init__(self, source: StateReader, access: AccessControl) -> None:
         self._source, self._access = source, access
-        self._files = static_files.load()
+        self._files = responses.load_files()
         self._listener: socket.socket | None = None
         self._tasks = TaskSet()
         #: Connected viewers, the oldest first.
@@ -243,3 +243,72 @@ def _timed(look: Callable[[], JobState]) -> tuple[float, JobState]:
 async def _send(connection: socket.socket, data: bytes) -> None:
     loop = asyncio.get_running_loop()
     await asyncio.wait_for(loop.sock_sendall(connection, data), REQUEST_TIMEOUT)
+
+
+# --- the page at an address ----------------------------------------------------------------------
+
+#: The default address of the page; if the port is taken, a free one.
+HOST, PORT = "127.0.0.1", 29480
+
+
+async def serve(
+    source: StateReader,
+    address: str,
+    token: bytes | None,
+    say: Callable[[str], None],
+    *,
+    until: int | None = None,
+) -> int:
+    """Serve the page, `say` its address, and return the exit code.
+
+    Ends on SIGINT or SIGTERM, or when the other end of the descriptor `until` is closed. Raises
+    `OSError` if it cannot listen.
+    """
+    host = HOST if address == PAGE_ANYWHERE else parse_endpoint(address)[0]
+    if token is None and not loopback_addresses(host):
+        token = secrets.token_urlsafe(24).encode()
+    access = AccessControl(token)
+    server = Server(source, access)
+    try:
+        where = await _open_at(server, address)
+        say(f"http://{_host_name(*where)}/{access.query()}")
+        await _asked_to_end(until)
+        await server.last_words()
+    finally:
+        await server.close()
+    return EXIT_OK
+
+
+def load_token(path: str | None, flag: str) -> bytes | None:
+    """Read the token; None without a file."""
+    return read_secret(path, flag).reveal() if path is not None else None
+
+
+async def _open_at(server: Server, address: str) -> tuple[str, int]:
+    if address != PAGE_ANYWHERE:
+        host, port = parse_endpoint(address)
+        return await server.open((*loopback_addresses(host), host)[0], port)
+    try:
+        return await server.open(HOST, PORT)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+    return await server.open(HOST, 0)
+
+
+def _host_name(host: str, port: int) -> str:
+    """Return the address for browsers: the host name if it listens on all interfaces."""
+    everywhere = host in ("0.0.0.0", "::")
+    return format_endpoint(socket.gethostname() if everywhere else host, port)
+
+
+async def _asked_to_end(until: int | None) -> None:
+    loop = asyncio.get_running_loop()
+    asked = asyncio.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, asked.set)
+    if until is not None:
+        loop.add_reader(until, asked.set)
+    await asked.wait()
+    if until is not None:
+        loop.remove_reader(until)

@@ -1,14 +1,14 @@
-"""The response to each request. Pure. Responses made here never contain users' text."""
+"""The response to each request, and the files of the page. None contains users' text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
 from typing import Literal
 
 from torchelastic.dashboard.access import AccessControl
 from torchelastic.dashboard.job_state import JobState
-from torchelastic.dashboard.static_files import StaticFile
 from torchelastic.transport import http
 from torchelastic.transport.http import Request
 
@@ -124,3 +124,34 @@ def _welcome(request: Request, access: AccessControl) -> Reply:
         return refusal(404)
     fields = {"Set-Cookie": access.cookie(), "Refresh": "0; url=/"}
     return Reply(200, b"One moment.\n", fields=fields)
+
+
+# --- the files of the page, read once: no request can name a path --------------------------------
+
+#: Content types by suffix; files with others are not served.
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+}
+
+
+@dataclass(frozen=True)
+class StaticFile:
+    """A file as sent."""
+
+    content_type: str
+    body: bytes
+
+
+def load_files() -> dict[str, StaticFile]:
+    """Return all files by request path."""
+    found: dict[str, StaticFile] = {}
+    for entry in resources.files("torchelastic.dashboard").joinpath("static").iterdir():
+        content_type = _TYPES.get(f".{entry.name.rpartition('.')[2]}")
+        if content_type is not None and entry.is_file():
+            path = "/" if entry.name == "index.html" else f"/static/{entry.name}"
+            found[path] = StaticFile(content_type, entry.read_bytes())
+    return found

@@ -18,10 +18,9 @@ from pathlib import Path
 
 from torchelastic.clock import Clock
 from torchelastic.errors import ConfigError
-from torchelastic.events.append_file import AppendFile
 from torchelastic.events.merge import last_run, merged
 from torchelastic.events.record import Record
-from torchelastic.events.rotation import Rotation, length, opened
+from torchelastic.events.rotation import AppendFile, Rotation, length, opened
 from torchelastic.events.types import Event, Note
 
 log = logging.getLogger(__name__)

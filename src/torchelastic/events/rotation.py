@@ -1,5 +1,5 @@
-"""Rotation of a full log. The previous older part is condensed into the new one: only the progress
-of workers, second by second, is dropped.
+"""The files of a log: read, appended to, and rotated when full. The older part is condensed
+into the new one: only the progress of workers, second by second, is dropped.
 
     events.jsonl      the current part
     events.jsonl.0    a full part, only while it is being moved into the older part
@@ -80,7 +80,52 @@ def _size(file: BinaryIO) -> int:
     return facts.st_size if stat.S_ISREG(facts.st_mode) else 0
 
 
-# --- the writer ----------------------------------------------------------------------------------
+# --- writers -------------------------------------------------------------------------------------
+
+
+class AppendFile:
+    """A file opened at the first write. Used by one thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        #: Known bytes in the file.
+        self.size = 0
+        self._fd: int | None = None
+        self._torn = False
+
+    def append(self, lines: bytes) -> None:
+        """Append with one `write`: readers see whole lines, even with several writers.
+
+        Raises `OSError` if not all of them were written.
+        """
+        fd = self._open()
+        # A line that a full disk cut short must not run into the next one.
+        data = b"\n" + lines if self._torn else lines
+        written = os.write(fd, data)
+        self.size += written
+        self._torn = written < len(data)
+        if self._torn:
+            raise OSError(f"{written} of {len(data)} bytes were written")
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _open(self) -> int:
+        if self._fd is not None and not self._is_in_place(self._fd):
+            self.close()  # it was removed or moved away: further lines would be lost
+        if self._fd is None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._fd = os.open(self.path, flags, 0o644)
+            self.size = os.fstat(self._fd).st_size
+        return self._fd
+
+    def _is_in_place(self, fd: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(fd), os.stat(self.path))
+        except FileNotFoundError:
+            return False
 
 
 class Rotation:

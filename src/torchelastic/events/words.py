@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchelastic.events import types as events
-from torchelastic.events.analysis.goodput import PARTS, Goodput
+from torchelastic.events.analysis.goodput import OVERDUE_AFTER, PARTS, Goodput
 from torchelastic.events.analysis.recoveries import Recovery
-from torchelastic.events.analysis.step_time import OVERDUE_AFTER
 from torchelastic.events.analysis.view import JobView
 from torchelastic.events.failure import Failure, signal_name
 from torchelastic.events.record import Record

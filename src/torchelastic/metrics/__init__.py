@@ -6,7 +6,7 @@ metrics.configure(metrics.ConsoleMetricHandler())
 metrics.put_metric("tokens_per_second", 5300)
 """
 
-from torchelastic.metrics.open_telemetry import OpenTelemetryMetricHandler
+from torchelastic.metrics.exporters import OpenTelemetryMetricHandler, TensorBoardMetricHandler
 from torchelastic.metrics.streams import (
     ConsoleMetricHandler,
     MetricData,
@@ -23,7 +23,6 @@ from torchelastic.metrics.streams import (
     publish_metric,
     put_metric,
 )
-from torchelastic.metrics.tensor_board import TensorBoardMetricHandler
 
 __all__ = [
     "ConsoleMetricHandler",

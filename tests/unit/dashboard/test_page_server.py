@@ -10,7 +10,7 @@ import zlib
 
 import pytest
 
-from torchelastic.dashboard import page_server, start
+from torchelastic.dashboard import page_server
 from torchelastic.dashboard.access import AccessControl
 from torchelastic.dashboard.job_state import JobState
 from torchelastic.dashboard.page_server import Server
@@ -341,19 +341,19 @@ def serve(address, token=None):
         theirs.close()
 
     with ours, theirs:
-        asyncio.run(start.serve(Source(), address, token, say, until=ours.fileno()))
+        asyncio.run(page_server.serve(Source(), address, token, say, until=ours.fileno()))
     return said[0]
 
 
 def test_page_listens_on_default_port_or_a_free_one(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.setattr(start, "PORT", taken.getsockname()[1])
+        monkeypatch.setattr(page_server, "PORT", taken.getsockname()[1])
         with pytest.raises(OSError, match="Address already in use"):
-            serve(f"127.0.0.1:{start.PORT}")  # a port that was asked for is no other
+            serve(f"127.0.0.1:{page_server.PORT}")  # a port that was asked for is no other
         url = serve("auto")
     assert url.startswith("http://127.0.0.1:")
     assert url.endswith("/")
-    assert not url.endswith(f":{start.PORT}/")
+    assert not url.endswith(f":{page_server.PORT}/")
 
 
 def test_a_token_is_made_up_where_one_is_needed_and_a_given_one_is_used_everywhere():

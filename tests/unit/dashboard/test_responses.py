@@ -1,7 +1,7 @@
 """What a request gets, decided without a socket."""
 
 from tests.unit.cli.tables import wrong
-from torchelastic.dashboard import responses, static_files
+from torchelastic.dashboard import responses
 from torchelastic.dashboard.access import AccessControl
 from torchelastic.dashboard.job_state import JobState
 from torchelastic.dashboard.responses import FIELDS, Reply, answer
@@ -10,8 +10,8 @@ from torchelastic.transport.http import Request
 
 TOKEN = b"0123456789abcdef"
 FILES = {
-    "/": static_files.StaticFile("text/html; charset=utf-8", b"<!doctype html>"),
-    "/static/page.js": static_files.StaticFile("text/javascript; charset=utf-8", b"1"),
+    "/": responses.StaticFile("text/html; charset=utf-8", b"<!doctype html>"),
+    "/static/page.js": responses.StaticFile("text/javascript; charset=utf-8", b"1"),
 }
 HERE = {"host": "localhost:29480"}
 

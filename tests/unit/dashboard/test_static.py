@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import torchelastic
-from torchelastic.dashboard import static_files
+from torchelastic.dashboard import responses
 
 STATIC = Path(torchelastic.__file__).parent / "dashboard" / "static"
 SCRIPTS = sorted(STATIC.glob("*.js"))
@@ -38,7 +38,7 @@ def test_page_loads_only_its_own_existing_files():
 
 
 def test_everything_in_the_directory_is_served_and_installed():
-    found = static_files.load()
+    found = responses.load_files()
     assert found["/"].content_type == "text/html; charset=utf-8"
     assert found["/"].body.lstrip().lower().startswith(b"<!doctype html>")
     paths = {f"/static/{path.name}" for path in STATIC.iterdir()} - {"/static/index.html"}

@@ -26,8 +26,7 @@ from torchelastic.agent.telemetry.clock_offset import BATCH, LONGEST_LINE
 from torchelastic.best_effort import observing
 from torchelastic.clock import Clock
 from torchelastic.errors import WireError
-from torchelastic.events.append_file import AppendFile
-from torchelastic.events.rotation import rotate
+from torchelastic.events.rotation import AppendFile, rotate
 from torchelastic.transport import frames
 from torchelastic.transport.frames import Message, by_kind
 from torchelastic.transport.link import Link

@@ -22,7 +22,7 @@ from torchelastic.errors import EXIT_OK, ConfigError
 from torchelastic.events import log, words
 from torchelastic.events.analysis.find_job import JobLogs, choose
 from torchelastic.events.analysis.follow import POLL_INTERVAL, Follower
-from torchelastic.events.analysis.rank_locations import RankLocation, RankLocations
+from torchelastic.events.analysis.ranks import RankLocation, RankLocations
 from torchelastic.events.record import Record
 
 _STREAMS = ("stdout", "stderr")

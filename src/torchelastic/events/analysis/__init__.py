@@ -2,8 +2,8 @@
 
 find_job          finds a job and its event logs; follow: reads files while they grow
 view              the state of a job, folded from its records; live_view: of a running job
-ranks             step and rate of each worker; rank_locations: node and local rank of each
-goodput           where the time of a job went; step_time: by step; node_time: by node
+ranks             step, rate, node and local rank of each worker
+goodput           where the time of a job went
 recoveries        the cost of each change of the world
 last_failure      the first cause of the last failure, and its consequences
 hangs             which ranks are missing from a collective

@@ -9,13 +9,12 @@ The phases are those of the timeline.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torchelastic.events import types as events
-from torchelastic.events.analysis.node_time import NodeTime
-from torchelastic.events.analysis.step_time import StepTime, is_overdue
 from torchelastic.events.record import Record
 from torchelastic.events.timeline import ENDS, IN_WORLD, Generation, Phase, Timeline
 
@@ -521,3 +520,127 @@ def _per_worker(progress: events.Progress) -> dict[Part, int]:
         if (part := _STALLS.get(kind)) is not None:
             parts[part] = parts.get(part, 0) + _micros(seconds / workers)
     return parts
+
+
+# --- steps over time ------------------------------------------------------------------------------
+
+#: Points kept. Beyond that, every other older one is dropped: the cost of a roll-back far into the
+#: past is then less exact.
+_POINTS_LIMIT = 4096
+
+#: A step is overdue after this many seconds, and this many times the usual.
+OVERDUE_AFTER, OVERDUE_FACTOR = 10.0, 5.0
+
+
+def is_overdue(waited: float, *, usual: float, gap: float) -> bool:
+    """Whether a step takes so long that the job seems to hang; all in seconds.
+
+    `gap` is the time between the last two steps that were seen: agents look less often in large
+    worlds, and the longer a generation lasts.
+    """
+    return waited > max(OVERDUE_AFTER, OVERDUE_FACTOR * usual, 2 * gap)
+
+
+class StepTime:
+    """Points of (a step, the productive microseconds when it was entered); both only grow."""
+
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+        self._micros: list[int] = []
+
+    @property
+    def last(self) -> int:
+        """The furthest step so far; -1: none."""
+        return self._steps[-1] if self._steps else -1
+
+    def add(self, step: int, micros: int) -> None:
+        """Add a step that was entered; roll back first if it was entered before."""
+        if self._steps and step <= self._steps[-1]:
+            return
+        self._steps.append(step)
+        self._micros.append(micros)
+        if len(self._steps) > _POINTS_LIMIT:
+            del self._steps[1 : _POINTS_LIMIT // 2 : 2], self._micros[1 : _POINTS_LIMIT // 2 : 2]
+
+    def less(self, micros: int) -> None:
+        """Remove time before the last point that turned out not to be productive."""
+        if self._micros:
+            self._micros[-1] -= micros
+
+    def at(self, step: int) -> int | None:
+        """Return the productive microseconds when a step was entered; None: it never was."""
+        place = bisect_left(self._steps, step)
+        if place == len(self._steps):
+            return None
+        if place == 0 or self._steps[place] == step:
+            return self._micros[place]
+        before, after = self._steps[place - 1], self._steps[place]
+        begun, span = self._micros[place - 1], self._micros[place] - self._micros[place - 1]
+        return begun + span * (step - before) // (after - before)
+
+    def roll_back(self, step: int) -> None:
+        """Forget what was done from this step on."""
+        place = bisect_left(self._steps, step)
+        del self._steps[place:], self._micros[place:]
+
+
+# --- nodes over time ------------------------------------------------------------------------------
+
+
+class NodeTime:
+    """Integrals over time of the nodes in a world, and of those available."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._most = 0
+        self._present: set[str] = set()
+        #: Nodes of the world whose names this log does not have.
+        self._unnamed = 0
+        self._active = 0
+        self._since = 0
+        self._begun: int | None = None
+        self._active_micros = 0
+        self._available_micros = 0
+
+    def feed(self, record: Record, now: int) -> None:
+        """`now` is the record's time in microseconds; it never goes back."""
+        if self._begun is None:
+            self._begun = self._since = now
+        self._active_micros, self._available_micros = self._until(now)
+        self._since = now
+        match record.event:
+            case events.AgentStarted(max_nodes=most):
+                self._most = max(self._most, most)
+            case events.Joined(name=name) | events.NodeJoined(name=name):
+                self._present.add(name)
+            case events.NodeLost(name=name) | events.NodeLeaving(name=name):
+                self._present.discard(name)
+            case events.GenerationOver() if self._timeline.is_current(record):
+                self._active = 0
+            case events.Waiting():
+                self._active = 0
+        if self._timeline.began:
+            world = self._timeline.current.world
+            self._active = self._timeline.current.nodes
+            self._unnamed = self._active - len(world.nodes)
+            self._present.update(world.nodes, world.spares)
+
+    def active(self, now: int) -> float | None:
+        """Return the mean share of `max` nodes that were in a world; None: unknown yet."""
+        return self._share(self._until(now)[0], now)
+
+    def available(self, now: int) -> float | None:
+        """Return the mean share of `max` nodes that were available, in a world or not."""
+        return self._share(self._until(now)[1], now)
+
+    def _share(self, micros: int, now: int) -> float | None:
+        span = now - self._begun if self._begun is not None else 0
+        return micros / (span * self._most) if span > 0 and self._most else None
+
+    def _until(self, now: int) -> tuple[int, int]:
+        passed = max(0, now - self._since)
+        present = max(len(self._present) + self._unnamed, self._active)
+        return (
+            self._active_micros + passed * min(self._active, self._most),
+            self._available_micros + passed * min(present, self._most),
+        )
