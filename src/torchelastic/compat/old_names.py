@@ -152,7 +152,7 @@ OLD_NAMES = {
     "utils.store": ("0.2", "barrier get_all synchronize"),
 }
 
-#: The import paths of 0.1, 0.2 and torch (and one of ours) that are files of at most 10 lines. They
+#: The import paths of 0.1, 0.2 and torch that are files of at most 10 lines. They
 #: only re-export names from their new module.
 PATHS = """
 coordinator checkpoint.api checkpoint.file_system_checkpoint distributed.collectives

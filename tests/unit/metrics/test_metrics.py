@@ -1,13 +1,14 @@
-"""Values reach the handler of their group; timed calls say how they ended."""
+"""Values reach the handler of their group and exporters; timed calls say how they ended."""
 
 from __future__ import annotations
 
+import sys
 import time
 
 import pytest
+from torch.distributed.elastic.metrics import api
 
 from torchelastic import metrics
-from torchelastic.metrics import streams
 
 
 class Kept(metrics.MetricHandler):
@@ -25,8 +26,8 @@ class Kept(metrics.MetricHandler):
 @pytest.fixture
 def kept(monkeypatch):
     """The handler of all groups, until the end of the test."""
-    monkeypatch.setattr(streams, "_default", streams._default)
-    monkeypatch.setattr(streams, "_handlers", {})
+    monkeypatch.setattr(api, "_default_metrics_handler", api._default_metrics_handler)
+    monkeypatch.setattr(api, "_metrics_map", {})
     handler = Kept()
     metrics.configure(handler)
     return handler
@@ -63,7 +64,7 @@ def test_values_go_to_the_handler_of_their_group_or_else_the_default_one(kept):
 
 
 def test_by_default_values_go_nowhere_and_to_the_console_as_lines(capsys):
-    assert isinstance(streams._default, metrics.NullMetricHandler)
+    assert isinstance(api._default_metrics_handler, metrics.NullMetricHandler)
     metrics.put_metric("steps", 3)
     assert capsys.readouterr().out == ""
     metrics.ConsoleMetricHandler().emit(metrics.MetricData(1.5, "mine", "loss", 0.25))
@@ -91,15 +92,101 @@ def test_a_timed_method_is_named_after_its_class(kept):
 
 
 def test_the_older_names_work_and_say_so(kept):
-    with pytest.warns(DeprecationWarning, match="use prof"):
+    with pytest.warns(FutureWarning, match="prof"):
         decorate = metrics.profile("mine")
-    decorate(lambda: None)()
-    with pytest.warns(DeprecationWarning, match="put_metric"):
+    with pytest.warns(FutureWarning, match="put_metric"):
+        decorate(lambda: None)()
+    with pytest.warns(FutureWarning, match="put_metric"):
         metrics.publish_metric("mine", "loss", 2)
     assert kept.values["mine", "<lambda>.success"] == 1
     assert kept.values["mine", "loss"] == 2
 
 
+def test_handlers_are_those_of_torch(kept):
+    assert metrics.MetricHandler is api.MetricHandler
+    api.put_metric("steps", 7)
+    assert kept.values["torchelastic", "steps"] == 7
+
+
 def test_elapsed_time():
     assert 1000 <= metrics.get_elapsed_time_ms(time.time() - 1) < 60_000
     assert metrics.initialize_metrics() is None
+
+
+# --- exporters ------------------------------------------------------------------------------------
+
+
+@pytest.mark.needs("opentelemetry")
+def test_open_telemetry_gets_a_gauge_for_every_name(kept):
+    from opentelemetry.sdk import metrics as sdk
+    from opentelemetry.sdk.metrics import export
+
+    reader = export.InMemoryMetricReader()
+    provider = sdk.MeterProvider(metric_readers=[reader])
+    metrics.configure(metrics.OpenTelemetryMetricHandler(provider, {"rank": 3}))
+    metrics.put_metric("loss", 0.5)
+    metrics.put_metric("loss", 0.25)
+    metrics.put_metric("tokens", 7, "my_app")
+    found = {
+        (scope.scope.name, metric.name): [
+            (point.value, dict(point.attributes)) for point in metric.data.data_points
+        ]
+        for resource in reader.get_metrics_data().resource_metrics
+        for scope in resource.scope_metrics
+        for metric in scope.metrics
+    }
+    provider.shutdown()
+    assert found == {
+        ("torchelastic", "loss"): [(0.25, {"rank": 3})],
+        ("my_app", "tokens"): [(7, {"rank": 3})],
+    }
+
+
+@pytest.mark.needs("tensorboard")
+def test_tensor_board_gets_scalars_at_their_steps(kept, tmp_path):
+    handler = metrics.TensorBoardMetricHandler(str(tmp_path), step=iter([10, 11]).__next__)
+    metrics.configure(handler)
+    metrics.put_metric("loss", 0.5)
+    metrics.put_metric("loss", 0.25, "my_app")
+    handler.close()
+    assert scalars(tmp_path) == {"torchelastic/loss": [(10, 0.5)], "my_app/loss": [(11, 0.25)]}
+
+
+@pytest.mark.needs("tensorboard")
+def test_tensor_board_hides_redone_steps_after_a_restart(kept, tmp_path):
+    for first, value in ((None, 1.0), (2, 2.0)):
+        handler = metrics.TensorBoardMetricHandler(str(tmp_path), purge_step=first)
+        metrics.configure(handler)
+        for _ in range(4):
+            metrics.put_metric("loss", value)
+        handler.close()
+    steps = [(0, 1.0), (1, 1.0), (2, 2.0), (3, 2.0), (4, 2.0), (5, 2.0)]
+    assert scalars(tmp_path) == {"torchelastic/loss": steps}
+
+
+def scalars(directory):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(directory))
+    found.Reload()
+    return {
+        tag: [(point.step, point.value) for point in found.Scalars(tag)]
+        for tag in found.Tags()["scalars"]
+    }
+
+
+@pytest.mark.parametrize(
+    ("module", "make", "extra"),
+    [
+        ("opentelemetry.metrics", metrics.OpenTelemetryMetricHandler, "opentelemetry"),
+        (
+            "torch.utils.tensorboard",
+            lambda: metrics.TensorBoardMetricHandler("unused"),
+            "tensorboard",
+        ),
+    ],
+)
+def test_without_the_library_there_is_a_sentence(monkeypatch, module, make, extra):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ModuleNotFoundError, match=rf"pip install 'torchelastic\[{extra}\]'"):
+        make()
