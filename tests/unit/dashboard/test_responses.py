@@ -1,5 +1,11 @@
-"""What a request gets, decided without a socket."""
+"""Responses: who is admitted, and what is served."""
 
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torchelastic
 from tests.unit.cli.tables import wrong
 from torchelastic.dashboard import responses
 from torchelastic.dashboard.access import AccessControl
@@ -138,3 +144,113 @@ def test_a_picture_that_could_not_be_made_is_reported():
     assert responses.state(None).status == 503
     made = responses.state(JobState.of(1, {"a": 1}, live=True))
     assert (made.status, made.body, made.content_type) == (200, b'{"a":1}', "application/json")
+
+
+# --- access control ------------------------------------------------------------------------------
+
+
+def visit(query="", **fields):
+    return Request("GET", "/", query, fields)
+
+
+def test_without_a_token_whoever_calls_this_machine_by_its_name_is_let_in():
+    door = AccessControl(None)
+    assert door.judge(visit(host="localhost:29480")) == "in"
+    assert door.judge(visit(host="evil.example")) == "wrong host"
+    assert door.judge(visit()) == "wrong host"
+    assert door.query() == ""
+
+
+ADMITTED = [
+    (visit(), "no token"),
+    (visit(host="localhost"), "no token"),
+    (visit("token=0123456789abcdef"), "has token"),
+    (visit("x=1&token=0123456789abcdef"), "has token"),
+    (visit("token=0123456789abcdeX"), "no token"),
+    (visit("token="), "no token"),
+    (visit("token"), "no token"),
+    (visit("token=%ff%00%E2%80%A8"), "no token"),
+    (visit("token=\u2028"), "no token"),
+    (visit(authorization="Bearer 0123456789abcdef"), "in"),
+    (visit(authorization="Bearer wrong"), "no token"),
+    (visit(cookie="0123456789abcdef"), "no token"),
+    (visit(cookie="torchelastic=0123456789abcdef"), "no token"),
+    (visit("Token=0123456789abcdef"), "no token"),
+]
+
+
+def test_with_a_token_whoever_shows_it_is_let_in_by_any_name():
+    assert wrong(AccessControl(TOKEN).judge, ADMITTED) == []
+
+
+def test_the_cookie_lets_in_and_does_not_tell_the_token():
+    door = AccessControl(TOKEN)
+    pair, *marks = door.cookie().split("; ")
+    assert TOKEN.decode() not in pair
+    assert set(marks) == {"Path=/", "HttpOnly", "SameSite=Strict"}
+    assert door.judge(visit(cookie=pair)) == "in"
+    assert door.judge(visit(cookie=f"a=b; {pair}; c=d")) == "in"
+    assert door.judge(visit(cookie=pair[:-1])) == "no token"
+    assert door.judge(visit(cookie=pair.partition("=")[0] + "=")) == "no token"
+    other = AccessControl(TOKEN[::-1]).cookie()  # of another job
+    assert other.partition("=")[0] != pair.partition("=")[0]
+    assert door.judge(visit(cookie=other)) == "no token"
+
+
+def test_an_address_can_show_any_token():
+    for token in (TOKEN, b"/?&=#%+ \xff\n0123456789", "é".encode() * 8):
+        query = AccessControl(token).query()
+        assert query.startswith("?token=")
+        assert query.isascii()
+        assert not set(query[7:]) & set("/?&=# \n")
+        assert AccessControl(token).judge(visit(query[1:])) == "has token"
+
+
+# --- the files of the page -----------------------------------------------------------------------
+
+
+STATIC = Path(torchelastic.__file__).parent / "dashboard" / "static"
+SCRIPTS = sorted(STATIC.glob("*.js"))
+#: What makes markup or code of a text, or a style that the policy of the page forbids.
+FORBIDDEN = re.compile(
+    r"innerHTML|outerHTML|insertAdjacent|document\.write|DOMParser|\beval\(|new Function|"
+    r"setHTML|createContextualFragment|srcdoc|\bstyle:|\.style\b|javascript:"
+)
+
+
+def test_a_script_is_small_and_makes_no_markup():
+    for path in SCRIPTS:
+        text = path.read_text()
+        assert len(text.splitlines()) <= 300, path.name
+        assert max(map(len, text.splitlines())) <= 100, path.name
+        assert FORBIDDEN.findall(text) == [], path.name
+
+
+def test_page_loads_only_its_own_existing_files():
+    html = (STATIC / "index.html").read_text()
+    asked = re.findall(r'(?:src|href)="([^"#]+)"', html)
+    assert all((STATIC.parent / path).is_file() for path in asked)
+    assert not re.search(r"<script(?![^>]* src=)|<style|\sstyle=|\son[a-z]+=", html)
+    assert not re.search(r"https?://(?!www\.w3\.org)", html)
+    for path in SCRIPTS:
+        for name in re.findall(r'from "([^"]+)"', path.read_text()):
+            assert (STATIC / name).is_file(), f"{path.name}: {name}"
+    assert not re.search(r"url\(|@import", (STATIC / "style.css").read_text())
+
+
+def test_everything_in_the_directory_is_served_and_installed():
+    found = responses.load_files()
+    assert found["/"].content_type == "text/html; charset=utf-8"
+    assert found["/"].body.lstrip().lower().startswith(b"<!doctype html>")
+    paths = {f"/static/{path.name}" for path in STATIC.iterdir()} - {"/static/index.html"}
+    assert set(found) == paths | {"/"}
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    assert re.search(r'^torchelastic = \[.*"dashboard/static/\*".*\]$', project, re.MULTILINE)
+
+
+def test_the_document_is_changed_in_one_place():
+    own = ("tree.js", "page.js", "connection.js")
+    touching = [
+        path.name for path in SCRIPTS if re.search(r"\bdocument\.|window\.", path.read_text())
+    ]
+    assert set(touching) <= set(own)

@@ -1,9 +1,12 @@
-"""Coming back to a place in an epoch."""
+"""The position of a training, and how frameworks are found."""
 
 import random
+import subprocess
+import sys
 
 import pytest
 
+from torchelastic.integrations import frameworks
 from torchelastic.integrations.position import Skip, batches_done
 
 
@@ -66,3 +69,36 @@ def test_skip_passes_other_attributes_of_the_sampler():
         batch_size = 4
 
     assert Skip(Batches(), 0, lambda: None).batch_size == 4
+
+
+# --- frameworks ----------------------------------------------------------------------------------
+
+
+def test_a_module_that_is_there():
+    assert frameworks.find("no_such_thing.at_all", "json.decoder") is sys.modules["json.decoder"]
+
+
+def test_a_missing_one_is_named_with_what_to_do():
+    with pytest.raises(ModuleNotFoundError) as caught:
+        frameworks.find("no_such_thing.pytorch", "nor_this")
+    assert str(caught.value) == (
+        "This integration needs no_such_thing, which is not installed: pip install no_such_thing."
+    )
+
+
+def test_one_that_lacks_something_itself_says_what(tmp_path, monkeypatch):
+    (tmp_path / "lacking.py").write_text("import no_such_thing")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert frameworks.find("lacking", "json") is sys.modules["json"], "imported already"
+    with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_thing'"):
+        frameworks.find("lacking")
+
+
+def test_packages_import_nothing_heavy_that_nobody_has_asked_for():
+    code = (
+        "import sys, torchelastic.integrations, torchelastic.distributed as d; dir(d)\n"
+        "import torchelastic.metrics, torchelastic.metrics.prometheus\n"
+        "print(sys.modules.keys() & {'torch', 'prometheus_client'})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "set()\n", done.stderr
