@@ -1,7 +1,8 @@
 """Any process: the event log, written by every agent and read by everything else.
 
 types (event types) -> record (a line) -> log (files) -> merge (several logs into one)
-    -> analysis/ (view, goodput, recoveries, hangs, ...) -> words (events as sentences)
+    -> timeline (generations as records) -> analysis/ (view, goodput, recoveries, hangs, ...)
+    -> words (events as sentences)
 
 The names here are the 0.2 API (`api`), with which a script records events.
 """
