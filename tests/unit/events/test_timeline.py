@@ -14,6 +14,9 @@ from torchelastic.events.timeline import GENERATIONS_LIMIT, IN_WORLD, Generation
 SILENCE = events.NodeLost("b", "silence")
 
 
+STARTED = events.AgentStarted(1, "a:1", [], 1, 2, 1)
+
+
 def waiting(*, enough: bool) -> events.Waiting:
     return events.Waiting(2, [], "1 of 2", enough=enough)
 
@@ -48,6 +51,8 @@ PHASES = [
     (stepping().over(4, 0, "finished").end(5), "ended"),
     (stepping().end(5).steps(5.1, 0, 2), "ended"),
     (stepping().tell(4, SILENCE).end(5, "a"), "ended"),
+    (stepping().end(5).world(6, 1), "ended"),
+    (Story().end(5).tell(9, STARTED).tell(9, STARTED, by="b").end(10, "b"), "starting"),
     (stepping().end(5).tell(9, events.AgentStarted(1, "a:1", [], 1, 2, 1)), "starting"),
 ]
 
@@ -91,6 +96,11 @@ NAMED = f"{failure().sentence()}; 1 of 3 restarts used"
 ENDS = [
     ("still runs", stepping(), ("", "", None)),
     ("the leader said so", stepping().over(4, 0, "resize", "c joins"), ("resize", "c joins", None)),
+    (
+        "the leader said so twice",
+        stepping().over(4, 0, "resize", "c joins").over(5, 0, "stop"),
+        ("resize", "c joins", None),
+    ),
     ("a worker failed", stepping().fails(4, 0).over(5, 0), ("failure", "boom", KILLED)),
     ("failure told late", stepping().over(4, 0).fails(5, 0), ("failure", "boom", None)),
     (
@@ -142,6 +152,18 @@ ENDS = [
 def test_end_of_a_generation_is_explained_by_the_best_word(story, known):
     one = timeline(story.records).generations[0]
     assert (one.kind, one.why, one.cause) == known
+
+
+def test_first_failure_and_slowest_transfer_count():
+    story = Story().world(1, 0).trains(2, 0, step=0, fetched=0.3).trains(3, 0, step=0, fetched=0.1)
+    [one] = timeline(story.fails(4, 0, rank=0).fails(5, 0, message="late").records).generations
+    assert (one.transfer, one.hurt, one.hurt_why) == (0.3, 104, "killed by SIGKILL")
+
+
+def test_plain_script_continues_with_the_first_step_of_any_rank():
+    progress = events.Progress([0, 1], [1, 1], [104.0, 103.0])
+    [one] = timeline(Story().world(1, 0).tell(5, progress, generation=0).records).generations
+    assert one.resumed == 103
 
 
 def test_world_is_that_of_the_first_report_and_the_largest_replica():
