@@ -248,6 +248,12 @@ class Job:
                 self.revision += 1
                 self.say(name, gone=self.world.generation, store=f"{name}:{self.revision}")
 
+    def fail(self, *names: str, **fields) -> None:
+        """Workers of these nodes fail, in this order, and all nodes stop theirs."""
+        for name in names:
+            self.say(name, failures=(failure(name, self.world.generation, **fields),))
+        self.all_gone()
+
     @property
     def world(self) -> World:
         return self.worlds[-1]

@@ -10,7 +10,7 @@ from torchelastic.errors import EXIT_FAILED, EXIT_USAGE
 from torchelastic.events.failure import Failure
 
 
-def resident_job(nodes: str = "a b", nnodes: str = "1:4", **rules) -> Job:
+def in_process_job(nodes: str = "a b", nnodes: str = "1:4", **rules) -> Job:
     """A job whose nodes have two workers each, all of which have called `train`."""
     job = Job(nnodes, **rules)
     job.come(*nodes.split())
@@ -48,7 +48,7 @@ def test_world_with_a_failure_before_train_is_not_in_process():
 
 
 def test_a_lost_worker_is_left_out_at_once_and_comes_back_by_agreement():
-    job = resident_job()
+    job = in_process_job()
     job.say("a", failures=(failure("a"),), standing=(1,), starting=1)
     assert job.world.phase == "over"
     job.say("a", gone=0)
@@ -66,7 +66,7 @@ def test_a_lost_worker_is_left_out_at_once_and_comes_back_by_agreement():
 
 
 def test_world_of_a_fixed_size_waits_for_the_replacement():
-    job = resident_job(world_sizes=WorldSizes(allowed=(4,)))
+    job = in_process_job(world_sizes=WorldSizes(allowed=(4,)))
     job.say("a", failures=(failure("a"),), standing=(1,), starting=1, gone=0)
     job.say("b", gone=0)
     assert job.world.phase == "waiting"
@@ -76,16 +76,16 @@ def test_world_of_a_fixed_size_waits_for_the_replacement():
 
 
 def test_a_node_may_bring_some_of_its_workers_only():
-    job = resident_job(world_sizes=WorldSizes(allowed=(3,)))
+    job = in_process_job(world_sizes=WorldSizes(allowed=(3,)))
     assert workers(job) == {"a": (0, 1), "b": (0,)}
-    job = resident_job(world_sizes=WorldSizes(allowed=(2, 4)))
+    job = in_process_job(world_sizes=WorldSizes(allowed=(2, 4)))
     job.say("b", failures=(failure("b"),), standing=(0,), starting=1, gone=0)
     job.say("a", gone=0)
     assert workers(job) == {"a": (0, 1)}
 
 
 def test_a_failure_while_the_workers_are_asked_voids_the_question():
-    job = resident_job("a", nnodes="1:2")
+    job = in_process_job("a", nnodes="1:2")
     job.come("b", in_process=True, standing=(0, 1))
     job.now += 10
     job.settle()
@@ -100,7 +100,7 @@ def test_a_failure_while_the_workers_are_asked_voids_the_question():
 
 
 def test_answers_about_an_older_generation_do_not_count():
-    job = resident_job("a", nnodes="1:2")
+    job = in_process_job("a", nnodes="1:2")
     job.say("a", paused=-1, entered=99)
     job.come("b", in_process=True, standing=(0, 1))
     job.now += 10
@@ -109,7 +109,7 @@ def test_answers_about_an_older_generation_do_not_count():
 
 
 def test_a_leave_goes_by_agreement_and_the_others_go_on():
-    job = resident_job()
+    job = in_process_job()
     job.say("b", leaving="SIGTERM")
     assert (job.world.phase, job.world.reason) == ("pausing", "b leaves (SIGTERM)")
     job.say("a", paused=0, entered=3)
@@ -120,7 +120,7 @@ def test_a_leave_goes_by_agreement_and_the_others_go_on():
 
 
 def test_leaver_that_alone_has_the_state_meets_a_newcomer_first():
-    job = resident_job("a", nnodes="1:2")
+    job = in_process_job("a", nnodes="1:2")
     job.come("b", in_process=True, standing=(0, 1))
     job.say("a", leaving="SIGTERM")
     job.say("a", paused=0, entered=3)
@@ -133,7 +133,7 @@ def test_leaver_that_alone_has_the_state_meets_a_newcomer_first():
 
 
 def test_the_last_node_that_leaves_ends_its_world_at_the_boundary_too():
-    job = resident_job("a", nnodes="1:1")
+    job = in_process_job("a", nnodes="1:1")
     job.say("a", leaving="SIGTERM")
     job.say("a", paused=0, entered=3)
     assert (job.world.phase, job.world.after) == ("over", 3)
@@ -143,7 +143,7 @@ def test_the_last_node_that_leaves_ends_its_world_at_the_boundary_too():
 
 @pytest.mark.parametrize(("word", "ending"), [("SIGTERM", "leave"), ("", "node-failure")])
 def test_leaver_gone_before_the_boundary_ends_the_generation(word, ending):
-    job = resident_job()
+    job = in_process_job()
     job.say("b", leaving=word)
     job.die("b")
     assert (job.world.phase, job.world.ending) == ("over", ending)
@@ -153,7 +153,7 @@ def test_leaver_gone_before_the_boundary_ends_the_generation(word, ending):
 
 def leave_at_min() -> Job:
     """Two nodes are needed and one leaves: the workers run through step 3, then wait."""
-    job = resident_job(nnodes="2:2")
+    job = in_process_job(nnodes="2:2")
     job.say("b", leaving="SIGTERM")
     for name in ("a", "b"):
         job.say(name, paused=0, entered=3)
@@ -178,7 +178,7 @@ def test_death_in_the_last_agreed_step_ends_the_generation_for_the_others():
 
 @pytest.mark.parametrize("word", ["gone", "failure", "death"])
 def test_a_leaver_is_missed_until_it_has_run_the_step_the_others_are_in(word):
-    job = resident_job("a b c", nnodes="1:3")
+    job = in_process_job("a b c", nnodes="1:3")
     job.say("c", leaving="SIGTERM")
     for name in ("a", "b", "c"):
         job.say(name, paused=0, entered=3)
@@ -198,7 +198,7 @@ def test_a_leaver_is_missed_until_it_has_run_the_step_the_others_are_in(word):
 )
 def test_peer_lost_in_the_last_step_before_a_leave_uses_no_restart(step, ending, used):
     """The leaver's agent has killed its worker: the others need not wait for its evaluation."""
-    job = resident_job("a b c", nnodes="1:3")
+    job = in_process_job("a b c", nnodes="1:3")
     job.say("c", leaving="SIGTERM")
     for name in ("a", "b", "c"):
         job.say(name, paused=0, entered=3)
@@ -213,7 +213,7 @@ def test_peer_lost_in_the_last_step_before_a_leave_uses_no_restart(step, ending,
 
 
 def test_a_death_in_the_last_step_does_not_fail_a_training_that_is_done():
-    job = resident_job()
+    job = in_process_job()
     job.say("b", finished=0, finished_after=12, failures=(failure("b"),))
     assert job.world.ending == "finished"
     job.say("a", done=0, gone=0)
@@ -222,7 +222,7 @@ def test_a_death_in_the_last_step_does_not_fail_a_training_that_is_done():
 
 
 def test_a_world_does_not_wait_for_a_worker_that_cannot_start():
-    job = resident_job(world_sizes=WorldSizes(allowed=(4,)))
+    job = in_process_job(world_sizes=WorldSizes(allowed=(4,)))
     job.say("a", failures=(failure("a"),), standing=(1,), starting=1, gone=0)
     job.say("b", gone=0)
     assert job.world.phase == "waiting"
@@ -240,7 +240,7 @@ def test_nodes_that_have_ended_are_not_waited_for_in_train():
 
 
 def test_the_end_of_the_data_ends_the_training_for_all():
-    job = resident_job()
+    job = in_process_job()
     job.say("a", finished=0, finished_after=12)
     assert (job.world.phase, job.world.ending, job.world.after) == ("over", "finished", 11)
     job.say("a", done=0, gone=0)
@@ -250,7 +250,7 @@ def test_the_end_of_the_data_ends_the_training_for_all():
 
 
 def test_a_failure_after_the_training_ends_the_job_with_it():
-    job = resident_job()
+    job = in_process_job()
     job.say("a", finished=0, finished_after=12)
     job.say("b", failures=(failure("b", exitcode=1, message="OSError: disk full"),))
     assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_FAILED)
@@ -258,7 +258,7 @@ def test_a_failure_after_the_training_ends_the_job_with_it():
 
 
 def test_a_lease_lost_after_the_training_does_not_fail_a_job_whose_node_comes_back():
-    job = resident_job()
+    job = in_process_job()
     job.say("a", finished=0, finished_after=12)
     b, _ = job.records["b"]
     job.die("b")
@@ -276,7 +276,7 @@ def test_a_lease_lost_after_the_training_does_not_fail_a_job_whose_node_comes_ba
 
 
 def test_a_node_that_does_not_come_back_after_the_training_ends_the_job():
-    job = resident_job()
+    job = in_process_job()
     job.say("a", finished=0, finished_after=12)
     job.die("b")
     job.say("a", done=0, gone=0)
@@ -288,7 +288,7 @@ def test_a_node_that_does_not_come_back_after_the_training_ends_the_job():
 
 
 def test_a_failure_while_a_lost_node_is_waited_for_ends_the_job():
-    job = resident_job()
+    job = in_process_job()
     job.say("b", finished=0, finished_after=12)
     job.die("b")
     assert job.world.phase == "over"
@@ -297,7 +297,7 @@ def test_a_failure_while_a_lost_node_is_waited_for_ends_the_job():
 
 
 def test_worker_left_behind_by_finished_peers_has_not_failed():
-    job = resident_job()
+    job = in_process_job()
     job.say("a", finished=0, finished_after=12)
     hint = failure("b", alive=True, exitcode=1, message="lost a peer: Connection closed by peer")
     job.say("b", failures=(hint,))
@@ -317,7 +317,7 @@ def gone(job: Job, generation: int, **fields) -> None:
 
 
 def test_an_error_is_tried_again_once_then_ends_the_job():
-    job = resident_job()
+    job = in_process_job()
     job.say("a", failures=(error("a", 0, step=7),), step=7)
     gone(job, 0)
     assert (job.world.phase, job.world.restarts.used) == ("running", 1)
@@ -328,7 +328,7 @@ def test_an_error_is_tried_again_once_then_ends_the_job():
 
 
 def test_another_error_or_another_step_is_tried_again():
-    job = resident_job()
+    job = in_process_job()
     for generation, what in enumerate(
         (error("a", 0, step=7), error("a", 1, step=8), error("a", 2, step=8, message="KeyError: y"))
     ):
@@ -338,14 +338,14 @@ def test_another_error_or_another_step_is_tried_again():
 
 
 def test_an_error_that_cannot_be_retried_ends_the_job_at_once():
-    job = resident_job()
+    job = in_process_job()
     job.say("a", failures=(error("a", 0, step=7, fatal=True),))
     gone(job, 0)
     assert (job.world.phase, job.world.exitcode) == ("closed", EXIT_USAGE)
 
 
 def test_a_lost_peer_is_only_a_hint():
-    job = resident_job()
+    job = in_process_job()
     hint = error("b", 0, step=7, message="lost a peer: Connection closed by peer", traceback="")
     job.say("b", failures=(hint,))
     assert job.world.phase == "over"

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.transport.listener_support import JOB
+from tests.unit.transport.cast import JOB
 from torchelastic.rendezvous import majority
 from torchelastic.rendezvous.embedded import ask_peers as module
 from torchelastic.rendezvous.embedded.ask_peers import Ballot, Returns, VoteRequest, ask_for_votes

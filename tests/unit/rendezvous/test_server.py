@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.rendezvous.cast import JOB, a_few_examples, connected, serving, soon, story, within
-from tests.unit.transport.listener_support import Stranger
+from tests.unit.transport.cast import Stranger
 from torchelastic.errors import WireError
 from torchelastic.rendezvous.embedded import EmbeddedServer, EmbeddedStore
 from torchelastic.rendezvous.embedded.table import Table

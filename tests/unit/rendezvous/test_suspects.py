@@ -23,7 +23,7 @@ from torchelastic.rendezvous.round_state import TRAINED_AFTER, RoundRules
 from torchelastic.rendezvous.suspects import pairs
 from torchelastic.rendezvous.world import World
 
-NO = "ValueError: the batch of 2 cannot be split"
+NO = "ValueError: no"
 KILLED = {"exitcode": -9, "message": "killed by SIGKILL", "traceback": ""}
 
 
@@ -32,14 +32,6 @@ def trains(job: Job, *names: str) -> None:
     for name in names or job.names:
         member, created = job.records[name]
         job.records[name] = (replace(member, trained=job.world.generation), created)
-
-
-def fails(job: Job, *names: str, **fields) -> None:
-    """Workers of these nodes fail, in this order."""
-    for name in names:
-        told = failure(name, job.world.generation, **{"message": NO, **fields})
-        job.say(name, failures=(told,))
-    job.all_gone()
 
 
 def grown(nnodes: str = "1:4", first: str = "a", newcomers: str = "b", **rules) -> Job:
@@ -53,19 +45,19 @@ def grown(nnodes: str = "1:4", first: str = "a", newcomers: str = "b", **rules) 
     return job
 
 
-def out(job: Job) -> dict[str, float]:
+def hold_times(job: Job) -> dict[str, float]:
     return {one.name: one.seconds for one in job.world.held if one.seconds}
 
 
 def test_a_join_that_fails_before_its_first_step_is_undone_and_costs_nothing():
     job = grown(max_restarts=0)
-    fails(job, "a", "b")
+    job.fail("a", "b")
     assert (job.world.phase, job.world.generation, job.names) == ("running", 2, ["a"])
     assert job.world.reason == (
         "generation 1 with b failed before its first step: rank 0 on a (local rank 0, pid 1): "
         f"{NO}; holding out b for 60 s"
     )
-    assert (job.world.spares, out(job)) == (("b",), {"b": FIRST_HOLD})
+    assert (job.world.spares, hold_times(job)) == (("b",), {"b": FIRST_HOLD})
     assert job.world.restarts.used == 0
 
 
@@ -81,7 +73,7 @@ def test_newcomer_that_fails_is_retried_after_growing_holds():
     job = grown(max_restarts=3)
     began = []
     for _ in range(12):
-        fails(job, "b", "a")
+        job.fail("b", "a")
         assert (job.world.phase, job.names) == ("running", ["a"])
         trains(job)
         left = job.now
@@ -97,17 +89,17 @@ def test_newcomer_that_fails_is_retried_after_growing_holds():
     ("why", "change"),
     [
         ("it has taken a step", lambda job: trains(job, "b")),
-        ("somebody killed a worker", lambda job: fails(job, "a", **KILLED)),
+        ("somebody killed a worker", lambda job: job.fail("a", **KILLED)),
         ("a node failed", lambda job: job.die("b")),
-        ("its node ends by itself", lambda job: fails(job, "b", message="UnfitError: no")),
+        ("its node ends by itself", lambda job: job.fail("b", message="UnfitError: no")),
     ],
 )
 def test_other_ends_of_a_resized_world_are_not_put_down_to_the_newcomer(why, change):
     job = grown()
     change(job)
     if job.world.generation == 1:
-        fails(job, "a")
-    assert out(job) == {}, why
+        job.fail("a")
+    assert hold_times(job) == {}, why
 
 
 @pytest.mark.parametrize(("lived", "back"), [(TRAINED_AFTER, True), (TRAINED_AFTER / 2, False)])
@@ -118,34 +110,34 @@ def test_job_without_steps_is_judged_by_the_lifetime_of_its_world(lived, back):
     job.wait(job.rules.settle)
     job.all_gone()
     assert job.names == ["a", "b"]
-    fails(job, "a", "b")
+    job.fail("a", "b")
     assert job.names == (["a"] if back else ["a", "b"])
 
 
 def test_a_world_that_lived_long_without_a_step_has_not_trained_where_steps_are_reported():
     job = grown()
     job.now += 10 * TRAINED_AFTER
-    fails(job, "a", "b")
+    job.fail("a", "b")
     assert job.names == ["a"]
 
 
 def test_the_first_world_has_no_newcomers():
     job = running("1:2", "ab")
-    fails(job, "a", "b")
+    job.fail("a", "b")
     assert (job.names, job.world.restarts.used) == (["a", "b"], 1)
 
 
 def test_a_newcomer_of_a_world_that_never_trained_stays_one():
     job = grown("1:4", "a", "b")
-    fails(job, "a", **KILLED)
+    job.fail("a", **KILLED)
     assert job.names == ["a", "b"], "a kill from outside says nothing of b"
-    fails(job, "a", "b")
+    job.fail("a", "b")
     assert job.names == ["a"]
 
 
 def test_only_the_newcomers_that_failed_are_held_out_if_no_other_node_did():
     job = grown("1:4", "a", "bc")
-    fails(job, "c")
+    job.fail("c")
     assert job.names == ["a", "b"]
 
 
@@ -159,9 +151,9 @@ def test_a_replacement_that_the_world_needs_is_tried_again_within_the_budget(nno
     job.die("b")
     job.all_gone()
     assert job.names == ["a", "c"]
-    fails(job, "a", "c")
-    assert (job.names, job.world.restarts.used, out(job)) == (["a", "c"], 1, {})
-    fails(job, "a", "c")
+    job.fail("a", "c")
+    assert (job.names, job.world.restarts.used, hold_times(job)) == (["a", "c"], 1, {})
+    job.fail("a", "c")
     assert job.world.phase == "closed"
 
 
@@ -195,7 +187,11 @@ def back_to_two() -> Job:
     job.say("a", failures=(failure("a", 1, NO),), standing=(), starting=2)
     for name in "abc":
         job.say(name, gone=1)
-    assert (job.world.phase, job.world.enough, out(job)) == ("waiting", True, {"c": FIRST_HOLD})
+    assert (job.world.phase, job.world.enough, hold_times(job)) == (
+        "waiting",
+        True,
+        {"c": FIRST_HOLD},
+    )
     assert "waiting for 2 workers to start" in job.world.reason
     return job
 
@@ -204,7 +200,11 @@ def test_no_world_is_made_of_a_held_node_while_the_workers_of_others_start():
     job = back_to_two()
     job.wait(WARM_UP_TIMEOUT - 1)
     job.say("a", standing=(0, 1), starting=0)
-    assert (job.world.phase, job.names, out(job)) == ("running", ["a", "b"], {"c": FIRST_HOLD})
+    assert (job.world.phase, job.names, hold_times(job)) == (
+        "running",
+        ["a", "b"],
+        {"c": FIRST_HOLD},
+    )
 
 
 def test_a_worker_that_hangs_at_its_start_is_not_awaited_until_the_hold_ends():
@@ -212,7 +212,7 @@ def test_a_worker_that_hangs_at_its_start_is_not_awaited_until_the_hold_ends():
     job.wait(WARM_UP_TIMEOUT - 1)
     assert job.world.phase == "waiting"
     job.wait(1)
-    assert (job.world.phase, job.names, out(job)) == ("running", ["b", "c"], {})
+    assert (job.world.phase, job.names, hold_times(job)) == ("running", ["b", "c"], {})
     assert WARM_UP_TIMEOUT < FIRST_HOLD
 
 
@@ -225,12 +225,12 @@ def test_a_held_node_is_taken_in_when_the_others_cannot_start():
     job.say("a", failures=(failure("a", 0, NO),), standing=(), starting=0)
     for name in "abc":
         job.say(name, gone=0)
-    assert (job.world.phase, job.names, out(job)) == ("running", ["b", "c"], {})
+    assert (job.world.phase, job.names, hold_times(job)) == ("running", ["b", "c"], {})
 
 
 def test_fatal_error_ends_the_job_despite_a_newcomer():
     job = grown()
-    fails(job, "b", fatal=True)
+    job.fail("b", fatal=True)
     assert job.world.phase == "closed"
     assert job.world.reason.endswith("a restart cannot help")
 
@@ -253,7 +253,7 @@ def test_a_node_that_keeps_being_lost_is_held_out_for_a_short_time_each_time():
     for hold in (0.0, 0.0, *(LOST_HOLD,) * 6):
         lose(job, "c")
         said = "c was lost repeatedly; holding out c for 15 s"
-        assert (out(job).get("c", 0.0), said in job.world.reason) == (hold, bool(hold))
+        assert (hold_times(job).get("c", 0.0), said in job.world.reason) == (hold, bool(hold))
         if hold:
             job.wait(hold - 0.1)
             assert (job.names, job.world.phase) == (["a", "b"], "running")
@@ -272,7 +272,7 @@ def test_failures_of_a_node_are_forgotten_after_it_trained():
         job.wait(5)
         job.all_gone()
     job.now += FORGIVE_AFTER
-    fails(job, "a", **KILLED)
+    job.fail("a", **KILLED)
     assert job.world.held == ()
 
 
@@ -301,10 +301,10 @@ def test_a_flaky_node_that_the_world_needs_is_let_in_anyway():
 def test_a_node_whose_workers_alone_keep_failing_at_start_is_held_out():
     job = running("1:3", "abc")
     for used in range(1, FAILURES_ALLOWED + 1):
-        fails(job, "b")
+        job.fail("b")
         assert (job.names, job.world.restarts.used) == (["a", "b", "c"], used)
         job.wait(2)
-    fails(job, "b")
+    job.fail("b")
     assert job.names == ["a", "c"]
     assert job.world.restarts.used == FAILURES_ALLOWED
     assert job.world.reason.endswith("b keeps failing at start; holding out b for 60 s")
@@ -313,10 +313,10 @@ def test_a_node_whose_workers_alone_keep_failing_at_start_is_held_out():
 def test_a_failing_node_that_the_world_needs_spends_restarts():
     job = running("2:2", "ab", max_restarts=4)
     for used in range(1, 5):
-        fails(job, "b")
+        job.fail("b")
         job.wait(2)
-        assert (job.names, job.world.restarts.used, out(job)) == (["a", "b"], used, {})
-    fails(job, "b")
+        assert (job.names, job.world.restarts.used, hold_times(job)) == (["a", "b"], used, {})
+    job.fail("b")
     assert job.world.phase == "closed"
 
 
@@ -325,10 +325,10 @@ def test_nodes_that_are_not_ready_do_not_make_up_for_one_that_keeps_failing():
     job = running("2:3", "ab", max_restarts=4)
     job.come("c", ready=False)
     for used in range(1, 5):
-        fails(job, "b")
+        job.fail("b")
         job.wait(2)
-        assert (job.names, job.world.restarts.used, out(job)) == (["a", "b"], used, {})
-    fails(job, "b")
+        assert (job.names, job.world.restarts.used, hold_times(job)) == (["a", "b"], used, {})
+    job.fail("b")
     assert job.world.phase == "closed"
 
 
@@ -336,7 +336,7 @@ def test_node_waiting_for_others_is_not_counted_as_failing():
     job = running("1:3", "abc")
     late = "DistStoreError: Timed out after 61 seconds waiting for clients. 2/3 clients joined."
     for used in range(1, FAILURES_ALLOWED + 3):
-        fails(job, "a", message=late)
+        job.fail("a", message=late)
         job.wait(2)
         assert (job.names, job.world.restarts.used) == (["a", "b", "c"], used)
     assert job.world.held == ()
@@ -344,7 +344,7 @@ def test_node_waiting_for_others_is_not_counted_as_failing():
 
 def test_newcomers_are_held_out_whichever_of_them_waited_in_vain():
     job = grown("1:4", "a", "bc")
-    fails(job, "c", message="RuntimeError: Connection closed by peer [10.0.0.2]:4711")
+    job.fail("c", message="RuntimeError: Connection closed by peer [10.0.0.2]:4711")
     assert job.names == ["a"]
 
 
@@ -358,7 +358,7 @@ def test_a_new_host_blames_nobody_for_who_has_not_reached_it_yet():
 def test_a_start_that_fails_on_several_nodes_tells_against_none():
     job = running("1:3", "abc")
     for _ in range(FAILURES_ALLOWED + 1):
-        fails(job, "b", "c")
+        job.fail("b", "c")
         job.wait(2)
     assert (job.names, job.world.held) == (["a", "b", "c"], ())
 
@@ -369,7 +369,7 @@ def test_the_same_error_on_every_node_still_ends_the_job():
     for _ in range(30):
         if job.world.phase == "closed":
             break
-        fails(job, job.names[0])
+        job.fail(job.names[0])
         job.wait(2)
     assert job.world.phase == "closed"
     assert job.now < 1000
@@ -481,9 +481,9 @@ def test_a_second_pair_shows_that_the_first_choice_was_wrong():
     job = running("3:4", "abcd")
     trains(job)
     silence(job, b=6)
-    assert (job.names, out(job)) == (["a", "b", "c"], {"d": FIRST_HOLD})
+    assert (job.names, hold_times(job)) == (["a", "b", "c"], {"d": FIRST_HOLD})
     silence(job, c=2)
-    assert (job.names, out(job)) == (["a", "c", "d"], {"b": FIRST_HOLD})
+    assert (job.names, hold_times(job)) == (["a", "c", "d"], {"b": FIRST_HOLD})
 
 
 @pytest.mark.parametrize(
@@ -500,11 +500,11 @@ def test_a_node_is_let_back_in_when_the_other_one_of_its_pair_is_lost(says, held
     job = running("1:4", "abcd")
     trains(job)
     silence(job, **says)
-    assert out(job) == {held: FIRST_HOLD}
+    assert hold_times(job) == {held: FIRST_HOLD}
     trains(job)
     job.die(lost)
     job.all_gone()
-    assert out(job) == dict.fromkeys(still, FIRST_HOLD)
+    assert hold_times(job) == dict.fromkeys(still, FIRST_HOLD)
     assert (held in job.names) is (not still)
 
 
@@ -527,21 +527,21 @@ def test_a_node_is_known_by_its_address(addr):
 def test_a_server_of_the_user_is_no_worker():
     job = running("1:3", "abc")
     message = "ConnectionError: Failed to connect to the tracking server at 10.7.0.1:5000"
-    fails(job, "a", "b", "c", message=message)
+    job.fail("a", "b", "c", message=message)
     assert (job.names, job.world.restarts.used, job.world.held) == (["a", "b", "c"], 1, ())
 
 
 def test_unconnected_pair_is_reported_in_one_line():
     job = running("2:4", "abc")
     trace = "\nException raised from throwTimeoutError at socket.cpp:1041\nframe #0: c10::Error"
-    fails(job, "b", message=NO_STORE.format(addr="a") + trace)
+    job.fail("b", message=NO_STORE.format(addr="a") + trace)
     assert "\n" not in job.world.reason
     assert "\n" not in job.world.held[0].reason
 
 
 def test_a_pair_that_the_job_needs_is_named():
     job = running("2:2", "ab")
-    fails(job, "b", message=REFUSED.format(addr="a"))
+    job.fail("b", message=REFUSED.format(addr="a"))
     assert (job.world.phase, job.names) == ("running", ["a", "b"])
     assert "workers of b cannot connect to a" in job.world.reason
     assert job.world.restarts.used == 1
@@ -556,7 +556,7 @@ def test_an_agent_that_is_started_again_is_not_held_out_for_the_one_before_it():
         job.wait(5)
         job.all_gone()
         assert job.names == ["a", "b"]
-    assert out(job) == {}
+    assert hold_times(job) == {}
     # The same agent comes back: its connection, or its machine, is what fails.
     for _ in range(FAILURES_ALLOWED + 1):
         job.die("b")
@@ -564,7 +564,7 @@ def test_an_agent_that_is_started_again_is_not_held_out_for_the_one_before_it():
         job.come("b")
         job.wait(5)
         job.all_gone()
-    assert (job.names, out(job)) == (["a"], {"b": LOST_HOLD})
+    assert (job.names, hold_times(job)) == (["a"], {"b": LOST_HOLD})
 
 
 # --- held out -------------------------------------------------------------------------------------
@@ -581,16 +581,6 @@ def hold_out(job: Job, *names: str, unable: bool = False) -> None:
     job.worlds.append(world)
     job.state = round_state.published(job.state, world, job.now)
     job.settle()
-
-
-def out_of(job: Job) -> set[str]:
-    return {one.node for one in job.world.held if one.seconds}
-
-
-def fail(job: Job, *names: str, message: str) -> None:
-    for name in names:
-        job.say(name, failures=(failure(name, job.world.generation, message=message),))
-    job.all_gone()
 
 
 def end(job: Job) -> None:
@@ -663,7 +653,7 @@ def test_a_held_out_node_whose_machine_is_fixed_comes_in_at_once():
     job.all_gone()
     assert job.names == ["a", "b", "c"]
     job.say("c", unfit="a process could not be started (Resource temporarily unavailable)")
-    fail(job, "c", message="could not start the workers")
+    job.fail("c", message="could not start the workers")
     assert job.names == ["a", "b"], "without it at the first failure"
 
 
@@ -728,7 +718,7 @@ def test_held_node_alone_with_the_newest_state_is_let_in(holds, out, unable, nam
     hold_out(job, *out, unable=unable)
     end(job)
     assert "".join(job.names) == names
-    assert out_of(job) == set(out) - set(names)
+    assert set(hold_times(job)) == set(out) - set(names)
 
 
 @pytest.mark.parametrize(("holds", "phase"), [(3, "running"), (-1, "waiting")])
@@ -753,9 +743,9 @@ def test_a_newcomer_that_alone_has_the_newest_state_is_tried_again_within_the_bu
     for name, held in zip("ab", holds, strict=True):
         job.say(name, holds=held)
     assert (job.world.generation, job.names) == (1, ["a", "b"])
-    fail(job, "a", "b", message="lost a peer: connection closed")
+    job.fail("a", "b", message="lost a peer: connection closed")
     assert (job.names, job.world.restarts.used) == ((["a"], 0) if back else (["a", "b"], 1))
-    assert out_of(job) == ({"b"} if back else set())
+    assert set(hold_times(job)) == ({"b"} if back else set())
     assert ("holding out b" in job.world.reason) == back
 
 
@@ -766,7 +756,7 @@ def test_a_node_that_keeps_being_lost_is_not_held_out_while_it_alone_has_the_sta
         job.die("c")
         job.come("c", holds=3)
         job.all_gone()
-        assert (job.names, out_of(job)) == (list(names), set("abc") - set(names))
+        assert (job.names, set(hold_times(job))) == (list(names), set("abc") - set(names))
         assert ("holding out" in job.world.reason) == (names == "ab")
 
 
@@ -775,10 +765,10 @@ def test_a_node_that_alone_has_the_state_is_not_left_out_for_a_pair():
     job = running("1:3", "abc")
     job.say("c", holds=3)
     refused = "Gloo connectFullMesh failed: Connection refused, remote=[c]:59264"
-    fail(job, "a", "b", message=f"RuntimeError: {refused}")
-    assert (job.names, out_of(job)) == (["b", "c"], {"a"})
-    fail(job, "b", message=f"RuntimeError: {refused}")
-    assert (job.names, out_of(job)) == (["c"], {"a", "b"})
+    job.fail("a", "b", message=f"RuntimeError: {refused}")
+    assert (job.names, set(hold_times(job))) == (["b", "c"], {"a"})
+    job.fail("b", message=f"RuntimeError: {refused}")
+    assert (job.names, set(hold_times(job))) == (["c"], {"a", "b"})
 
 
 @pytest.mark.parametrize("why", ["no start", "no module"])
@@ -786,12 +776,12 @@ def test_node_that_cannot_hand_over_its_state_is_held_out_anyway(why):
     job = running("1:3", "abc")
     job.say("c", holds=3)
     if why == "no module":
-        fail(job, "c", message="ModuleNotFoundError: No module named 'apex'")
+        job.fail("c", message="ModuleNotFoundError: No module named 'apex'")
     else:
         for _ in range(FAILURES_ALLOWED + 1):
             assert job.names == ["a", "b", "c"]
-            fail(job, "c", message="ValueError: no")
-    assert (job.names, out_of(job)) == (["a", "b"], {"c"})
+            job.fail("c", message="ValueError: no")
+    assert (job.names, set(hold_times(job))) == (["a", "b"], {"c"})
 
 
 def test_a_new_leader_begins_the_hold_again():

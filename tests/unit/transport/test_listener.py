@@ -16,7 +16,7 @@ from tests.certificates import Authority
 from tests.fuzz import NOISE, Fuzzer, greetings
 from tests.support import SOAK
 from tests.unit.rendezvous.cast import run, serving, soon, story
-from tests.unit.transport.listener_support import (
+from tests.unit.transport.cast import (
     JOB,
     SECRET,
     call,
