@@ -46,12 +46,9 @@ class Group(NamedTuple):
 #: The tables of the control plane.
 CONTROL = (
     *(f"tests/unit/rendezvous/test_{name}.py" for name in (
-        "connectivity", "decide", "decide_causes", "decide_growth", "decide_in_process",
-        "decide_stragglers", "round_state", "forming", "quorum", "majority", "held_out",
-        "suspects", "incurable", "leader",
+        "decide", "decide_in_process", "forming", "quorum", "majority", "suspects", "leader",
+        "membership", "election", "connectivity", "replicas",
     )),
-    "tests/unit/rendezvous/membership",
-    "tests/unit/rendezvous/embedded/test_election.py",
     "tests/unit/transport/test_ring.py",
     "tests/unit/agent/lifecycle",
 )  # fmt: skip
