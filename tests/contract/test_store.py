@@ -1,4 +1,4 @@
-"""What every store does, whoever implements it."""
+"""The promises of every store."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def without_host(elector: Elector) -> Elector:
 
 
 class Record(NamedTuple):
-    """What a node has said to a host or candidate of itself."""
+    """The report of a node about itself to a host or candidate."""
 
     term: int
     host: str
@@ -146,7 +146,7 @@ class State(NamedTuple):
 
 
 class Move(NamedTuple):
-    """What a node does next. Plain data: it can be sorted, shown and done again."""
+    """The next action of a node. Plain data: it can be sorted, shown and done again."""
 
     kind: str
     node: str
@@ -172,7 +172,7 @@ class Bounds(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What is done otherwise than it should be, or by a user's wish."""
+    """Broken rules, and the user's options."""
 
     #: Off: who votes, or takes up a world that has no place for it, lets its workers run on.
     stops_first: bool = True
@@ -299,7 +299,7 @@ class Model:
         return self._voting(state, node, ours)
 
     def _wishes(self, state: State) -> dict[str, int]:
-        """What a candidate may hear before it asks for votes: the newest world of the others."""
+        """The answers before a candidate asks for votes: the newest world of the others."""
         return {
             node.name: node.roll.generation
             for node in state.nodes
@@ -354,7 +354,7 @@ class Model:
         return node.stopped() if self.options.stops_first else node
 
     def _count(self, state: State, voter: Elector) -> State:
-        """Whether the candidate has won by this vote; its voters follow it then."""
+        """Return whether the candidate has won by this vote; its voters follow it then."""
         candidate, session = state.node(voter.chosen), (voter.term, voter.chosen)
         # Who has won once, and yielded, does not win again by a vote that comes twice.
         stands = candidate.choice == session and session not in state.hosts
@@ -403,7 +403,7 @@ class Model:
         }
 
     def _can_claim(self, state: State, node: Node) -> Iterator[tuple[str]]:
-        """What is missing to form a world, or to win a term for which it has asked for votes."""
+        """The votes missing to form a world, or to win a term for which it has asked for votes."""
         if not self.options.witness or node.elector.chosen != node.name:
             return
         if node.is_host:
@@ -544,7 +544,7 @@ class Model:
         return [record for record in state.records if (record.term, record.host) == node.session]
 
     def _agree(self, state: State, node: Node) -> set[str]:
-        """Who agrees to another world of this host."""
+        """The nodes that agree to another world of this host."""
         agree = self._said_goodbye(state, node) | {node.name} | self._claimed(state, node)
         # Whoever follows a new host runs nothing that an earlier one has formed.
         any_will_do = node.roll.generation < majority.first_generation(node.elector.term)
@@ -560,7 +560,7 @@ class Model:
         return said | self.taken_for_dead(state, node)
 
     def _departing(self, state: State, node: Node) -> set[str]:
-        """Who need not take up a world of this host."""
+        """The nodes that need not take up a world of this host."""
         said = {name for *session, name in state.announced if tuple(session) == node.session}
         return said | self._said_goodbye(state, node)
 

@@ -105,7 +105,7 @@ def violation(model: Model, first: State, moves: list[Move]) -> Violation:
 
 
 def outcome(model: Model, first: State, moves: Iterable[Move]) -> State | Violation:
-    """What the moves lead to, without those that are not possible any more."""
+    """The end of these moves, without those that are not possible any more."""
     state = first
     for move in moves:
         try:
@@ -171,14 +171,14 @@ def _host(model: Model, state: State, host: Node, there: frozenset[str]) -> Stat
 
 
 def _claimed(model: Model, state: State, name: str) -> State:
-    """What is left of votes is the witness's, if those are enough then."""
+    """The missing votes are the witness's, if those are enough then."""
     for move in sorted(model.moves_of(state, "claims", state.node(name))):
         state = model.after(state, move)
     return state
 
 
 def _wants_another(state: State, host: Node, there: frozenset[str]) -> bool:
-    """Whether the world is not the host's own, has other nodes, or lost one's workers."""
+    """Return whether the world is not the host's own, has other nodes, or lost one's workers."""
     followers = _followers(state, host, there)
     return (
         host.roll.generation < majority.first_generation(host.elector.term)

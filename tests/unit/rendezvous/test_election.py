@@ -247,7 +247,7 @@ def has_answers(count):
 
 
 def ask(voters, places, asked=WISH, enough=never):
-    """What comes back from those who are at the voters' place, or elsewhere."""
+    """The answers of agents at the voters' addresses, or elsewhere."""
 
     async def asking():
         async with voting(voters) as place:

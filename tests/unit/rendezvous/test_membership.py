@@ -234,7 +234,7 @@ def test_the_last_of_thousands_of_one_host_does_not_try_every_number():
 
 @in_loop
 async def test_a_record_is_put_once_what_it_says_is_kept():
-    """What is said meanwhile is put after that, by a record of its own."""
+    """A change in the meantime is put after that, by a record of its own."""
     written = asyncio.Event()
     async with serving() as server, connected(server.port) as store:
         await store.open_lease(60.0)

@@ -304,7 +304,7 @@ async def test_a_host_does_not_wait_for_a_successor_when_all_leave():
 
 @story
 async def test_an_agent_that_is_new_at_the_old_address_says_that_the_old_one_is_dead():
-    """Where that is trusted, as a refusal is."""
+    """If that is trusted, as a refusal is."""
     async with nodes_at() as table:
         a, b = await table.sit("a", "b", two_node_takeover=True)
         await end(a)

@@ -264,7 +264,7 @@ def taken_over(
     quorum: bool = True,
     may_begin_at: float = 0.0,
 ) -> Job:
-    """What another host makes of a world, with these nodes as they were."""
+    """The job under another host, with these nodes as they were."""
     later = Job("1:7", settle=1.0, quorum=quorum)
     state = round_state.taken_over(first.world, 0.0)
     roll = first.state.roll

@@ -62,7 +62,7 @@ async def call(port: int, credentials: Credentials = ANONYMOUS, job: str = JOB) 
 
 
 async def echoed(link: Link, payload: bytes = b"hello again") -> bool:
-    """Whether a connection that was welcomed still works."""
+    """Return whether a connection that was welcomed still works."""
     link.send(frame(payload))
     return await asyncio.wait_for(link.next_frame(), PATIENCE) == payload
 

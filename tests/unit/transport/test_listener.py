@@ -1,4 +1,4 @@
-"""Who is let in, and to whom they are handed."""
+"""Admission to a listener: limits, strangers, greetings, redirections."""
 
 from __future__ import annotations
 

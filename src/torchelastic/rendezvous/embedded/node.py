@@ -661,7 +661,7 @@ class EmbeddedNode:
 
 
 class Founding:
-    """What one node has heard of other runs of its job, and of nodes that can continue one."""
+    """Other runs of this job, and nodes that can continue one, as far as this node has heard."""
 
     def __init__(self, job: str, clock: Clock, lease: float, *, joins_closed: bool) -> None:
         """`joins_closed`: a new node joins a job that has ended, and ends, too."""
@@ -677,8 +677,8 @@ class Founding:
 
     @property
     def is_allowed(self) -> bool:
-        """Whether no node with a world of this job has asked for a vote for a lease's time. Its
-        workers may have the only copy of the newest state."""
+        """Return whether no node with a world of this job has asked for a vote for a lease's time.
+        Its workers may have the only copy of the newest state."""
         return self._clock.now() - self._asked_at >= self._lease
 
     def asked_by(self, candidate: VoteRequest, address: str) -> bool:

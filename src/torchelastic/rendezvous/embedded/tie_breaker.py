@@ -98,7 +98,7 @@ class TieBreaker:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether another node has given up the run of the job that this node started."""
+        """Return whether another node has given up the run of the job that this node started."""
         return self._witness is not None and self._witness.is_abandoned
 
     def became_host(self) -> None:

@@ -215,7 +215,7 @@ class Witness:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether the run that this node started was given up by another node."""
+        """Return whether the run that this node started was given up by another node."""
         return FIRST_VOTE in self.refused(0)
 
     async def confirm(self) -> str:
