@@ -35,7 +35,8 @@ class FailoverState:
 
     @property
     def is_confirmed(self) -> bool:
-        """Return whether its world is known to be confirmed; without `rows` electorates are unknown."""
+        """Return whether its world is known to be confirmed; without `rows` electorates are
+        unknown."""
         return bool(self.rows) and not self.roll.before
 
     def confirmed(self) -> FailoverState:
