@@ -64,9 +64,9 @@ def test_a_join_that_fails_before_its_first_step_is_undone_and_costs_nothing():
 def test_failure_in_step_before_newcomer_entered_holds_nobody_out():
     """A leaver was lost in the last step of the generation before, which the others ran through."""
     job = grown(max_restarts=3)
-    fails(job, "a", before=True)
+    job.fail("a", before=True)
     assert (job.world.generation, job.names) == (2, ["a", "b"])
-    assert out(job) == {}
+    assert hold_times(job) == {}
 
 
 def test_newcomer_that_fails_is_retried_after_growing_holds():
@@ -427,8 +427,8 @@ def test_a_world_that_cannot_connect_goes_on_without_one_of_the_pair(says, left,
 )
 def test_hold_for_a_pair_ends_when_the_pair_connects(reaches, names):
     job = running("2:4", "abc", max_restarts=0)
-    fails(job, "b", message=REFUSED.format(addr="c"))
-    assert (job.names, out(job)) == (["a", "b"], {"c": FIRST_HOLD})
+    job.fail("b", message=REFUSED.format(addr="c"))
+    assert (job.names, hold_times(job)) == (["a", "b"], {"c": FIRST_HOLD})
     trains(job)
     for unreached in reaches:
         job.say("c", unreached=unreached)
