@@ -243,6 +243,23 @@ class StoreContract:
         assert told(await take(all_of_it, 2)) == [("a/1", {"n": 1}), ("a/2", {"n": 2})]
 
     @story
+    async def test_lease_that_ended_only_on_our_clock_is_held_again(self, connect):
+        store, other = await connect(), await connect()
+        assert not await store.resume_lease(60.0)
+        await store.open_lease(60.0)
+        created = await store.put("member/a", {"n": 1}, leased=True)
+        store._lease.end()  # as after this process stood still
+        assert store.lease_lost.is_set()
+        assert await store.resume_lease(60.0)
+        assert not store.lease_lost.is_set()
+        await store.put("member/a", {"n": 2}, leased=True)
+        found = (await other.get("member/")).items["member/a"]
+        assert (found.value, found.created) == ({"n": 2}, created)
+        await other.give_up("member/a", created=created)
+        await within(PATIENCE, store.lease_lost.wait())
+        assert not await store.resume_lease(60.0)
+
+    @story
     async def test_closing_deletes_leased_keys_at_once(self, connect):
         leaver, other = await connect(), await connect()
         await leaver.open_lease(60.0)

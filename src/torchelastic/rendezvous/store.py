@@ -123,6 +123,11 @@ class Store(Protocol):
         """
         ...
 
+    async def resume_lease(self, seconds: float) -> bool:
+        """Hold this connection's lease again, if it ended only on our clock and the store still has
+        it: its keys were there all the time. Return whether it is held."""
+        ...
+
     async def keep_alive(self) -> bool:
         """Renew this connection's lease; False if it has ended.
 

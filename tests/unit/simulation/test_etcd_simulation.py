@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(120 * SOAK)
 #: Seeds of one test; the suite has so many tests of them.
 SEEDS, TESTS = 4, 2
 #: Seeds with which steps that living nodes had were dropped (law 3).
-STEPS_DROPPED = (19, 54, 56, 79, 122, 355)
+STEPS_DROPPED = (19, 54, 56, 79, 122, 355, 1349)
 CUT_AT, HEALED_AT = 10.0, 25.0
 
 

@@ -264,6 +264,17 @@ class EmbeddedStore:
         if (lease := self._held()) is not None:
             tell(lease.until)
 
+    async def resume_lease(self, seconds: float) -> bool:
+        self._check()
+        if self._lease is None:
+            return False
+        sent = self._clock.now()
+        request = await self._ask(frames.KeepAlive)
+        if isinstance(request.answer.result(), frames.NoLease):
+            return False
+        self._keep_lease(self._lease.id, seconds, sent)
+        return True
+
     async def open_lease(self, seconds: float) -> None:
         token = secrets.token_hex(16)
         sent = self._clock.now()

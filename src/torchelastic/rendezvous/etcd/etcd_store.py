@@ -196,6 +196,18 @@ class EtcdStore:
         if (lease := self._held()) is not None:
             tell(lease.until)
 
+    async def resume_lease(self, seconds: float) -> bool:
+        self._check()
+        if self._granted is None:
+            return False
+        await self._stop_renewing()
+        sent = self._clock.now()
+        answer = await self._call(etcd_messages.KEEP_ALIVE, etcd_messages.of_lease(self._granted))
+        if etcd_messages.time_to_live(answer) <= 0:
+            return False
+        self._hold_lease(self._granted, seconds, sent)
+        return True
+
     async def open_lease(self, seconds: float) -> None:
         await self.end_lease()
         id = str(secrets.randbits(62) + 1)
@@ -210,6 +222,11 @@ class EtcdStore:
             ):  # otherwise granted, but the answer was lost
                 raise
         self._granted = id
+        self._hold_lease(id, seconds, sent)
+
+    def _hold_lease(self, id: str, seconds: float, sent: float) -> None:
+        """Hold a lease that was granted or renewed by a request sent then."""
+        lasting = max(seconds, self._outage)
         self._lease = HeldLease(
             id,
             seconds=lasting,

@@ -93,6 +93,14 @@ class MemberRecord:
                 self.update(name=named.name)
                 return
 
+    async def rewrite(self, store: Store, kept: Kept = at_once) -> None:
+        """Write the record under a lease that is held again. Worlds published before that count
+        this node as lost, as after `enlist`."""
+        member = self._member
+        await kept()
+        self.since = await store.put(MEMBER_PREFIX + member.node, member.to_json(), leased=True)
+        self._said = member
+
     def unsaid(self) -> None:
         """Mark the record as unsent: the store may not have it."""
         self._said, self.since = None, 0
@@ -272,7 +280,11 @@ class MemberSession:
 
     async def rejoin(self, gone: int) -> str:
         """After a lost lease, with no worker left in a world: become a member again, if necessary
-        at another host of the store; return the new name."""
+        at another host of the store; return the new name.
+
+        If the store still has the lease, it is held again. Giving it back first would delete the
+        record for a moment, in which a leader could form a world without the state of this node.
+        """
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
@@ -281,8 +293,24 @@ class MemberSession:
         self.update(probed=-1, unreached=())
         if self._prober is not None:
             self._prober.forget()
-        await self._enlist()
+        if not await self._resume():
+            await self._enlist()
         return self.member.name
+
+    async def _resume(self) -> bool:
+        """Hold the lease again, and write the record anew; return False if the lease has ended."""
+        assert self._membership is not None
+        store = self.backend.store
+        store.tell_lease(self._on_lease)
+        try:
+            if not await store.resume_lease(self._config.lease):
+                return False
+            await self._membership.rewrite(store, self.backend.kept)
+        except (LeaseExpired, RendezvousLost) as error:
+            logger.debug("the lease could not be resumed: %s", error)
+            return False
+        self._be_member()
+        return True
 
     async def _enlist(self) -> None:
         """Open a lease and claim a name under it; again if the store took longer than the lease to
