@@ -98,6 +98,8 @@ class Worker:
     entered: int = -1
     #: Starts in a row that exited before `train` was called.
     tries: int = 0
+    #: How the one before it exited.
+    exitcode: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +243,7 @@ def _report_missing(state: InProcessState, world: World, local_rank: int, rank: 
         rank=rank,
         local_rank=local_rank,
         pid=0,
-        exitcode=1,
+        exitcode=state.workers[local_rank].exitcode,
         message="lost a peer: the worker exited before it could enter the world",
     )
     if died_of:
@@ -404,7 +406,12 @@ def _failed(state: InProcessState, event: WorkerFailed) -> Step:
         gone = Worker(status=Status.GONE, generation=before.generation)
         return _when_all_done(_with(state, failure.local_rank, gone))
     tries = before.tries + (before.status is Status.STARTING)
-    gone = Worker(status=Status.GONE, generation=before.generation, tries=tries)
+    gone = Worker(
+        status=Status.GONE,
+        generation=before.generation,
+        tries=tries,
+        exitcode=failure.exitcode,
+    )
     state = _with(state, failure.local_rank, gone)
     if before.status is Status.FINISHED:
         return state, [_report(state, failures=state.failures)]
@@ -445,7 +452,12 @@ def _replace(state: InProcessState, failure: Failure) -> Step:
 
 def _start(state: InProcessState, local_rank: int) -> Step:
     before = state.workers[local_rank]
-    worker = Worker(status=Status.STARTING, generation=before.generation, tries=before.tries)
+    worker = Worker(
+        status=Status.STARTING,
+        generation=before.generation,
+        tries=before.tries,
+        exitcode=before.exitcode,
+    )
     return _with(state, local_rank, worker), [Spawn(local_rank)]
 
 

@@ -33,6 +33,7 @@ from torchelastic.agent.lifecycle.node_state import (
 )
 from torchelastic.agent.lifecycle.script import ScriptState
 from torchelastic.events.failure import Failure
+from torchelastic.rendezvous.restart_policy import is_from_outside
 from torchelastic.rendezvous.world import World
 from torchelastic.worker import orders
 from torchelastic.worker.orders import Enlisted, Entered, Finished, Stopped, Unfit
@@ -442,6 +443,15 @@ def test_a_world_that_counts_on_a_dead_worker_is_told_what_it_died_of(events, me
     *_, failure = reported(commands)["failures"]
     assert (failure.generation, failure.rank, failure.local_rank) == (1, 1, 1)
     assert failure.message.startswith(message)
+
+
+def test_standing_worker_killed_from_outside_is_reported_with_its_signal():
+    """Its node is not held out for that, although the world ends before its first step."""
+    node = training()
+    for event in (*STOP, dies(1, -1)):
+        node.feed(event)
+    *_, failure = reported(node.feed(see(1)))["failures"]
+    assert (failure.exitcode, is_from_outside(failure)) == (-9, True)
 
 
 def test_failures_are_reported_until_the_generation_after_them_is_over():
