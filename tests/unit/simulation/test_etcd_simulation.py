@@ -79,8 +79,8 @@ def test_cut_lets_larger_side_train_and_all_after_it_heals(minority, resident):
 
 
 @pytest.mark.parametrize("seed", [1163, 1172, 6082])
-def test_newcomer_is_not_blamed_for_step_before_it_entered(seed):
-    """It was held out for a minute, because a leaver was lost in the last step without it."""
+def test_newcomer_is_not_held_out_for_what_it_did_not_cause(seed):
+    """A leaver was lost in the last step before it entered; or its own worker was killed."""
     schedule = peers_from(seed)
     assert not violations(schedule), simulate.explained(schedule, StackSimulation)
 
