@@ -45,7 +45,8 @@ _LOST_PEER = re.compile(
 )
 #: NCCL's messages for a failure of its own device.
 _OWN_DEVICE = re.compile(r"ncclunhandledcudaerror|cuda failure|unhandled cuda error")
-#: Messages of broken connections of any kind, and the exceptions that have them.
+#: Messages of broken connections of any kind, the exceptions that have them, and those that mean
+#: nothing else, whatever they say.
 _CONNECTION = re.compile(
     r"connection (reset|refused|aborted|closed)|broken pipe|timed out waiting|socket timeout"
     r"|failed to recv"
@@ -53,6 +54,9 @@ _CONNECTION = re.compile(
 _CONNECTION_TYPES = re.compile(
     r"^([\w.]+\.)?(runtimeerror|oserror|ioerror|eoferror|timeouterror|timeout|brokenpipeerror"
     r"|connection\w*error)\b"
+)
+_CONNECTION_ERROR = re.compile(
+    r"^([\w.]+\.)?(connection(reset|refused|aborted)?error|brokenpipeerror)\b"
 )
 
 _SIGABRT = (-6, 128 + 6)
@@ -146,7 +150,7 @@ def _kind_of(failure: Failure, *, among_lost: bool, node_lost: bool) -> _Failure
     lost = (line for line in said if says_peer_gone(line) or _LOST_PEER.search(line))
     if not all(map(_OWN_DEVICE.search, lost)):
         return _FailureKind.LOST_PEER
-    if any(_CONNECTION.search(line) and _CONNECTION_TYPES.search(line) for line in said):
+    if any(map(_is_broken_connection, said)):
         return _FailureKind.CONNECTION
     if failure.exitcode in _SIGABRT and not failure.told and among_lost:
         return _FailureKind.ABORT_AMONG_LOST_PEERS
@@ -156,6 +160,12 @@ def _kind_of(failure: Failure, *, among_lost: bool, node_lost: bool) -> _Failure
         if node_lost and not failure.told and not failure.alive:
             return _FailureKind.SILENT_BESIDE_A_LOST_NODE
     return _FailureKind.CAUSE
+
+
+def _is_broken_connection(line: str) -> bool:
+    if _CONNECTION_ERROR.search(line):
+        return True
+    return bool(_CONNECTION.search(line) and _CONNECTION_TYPES.search(line))
 
 
 def _said(failure: Failure) -> list[str]:

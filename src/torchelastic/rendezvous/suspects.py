@@ -11,7 +11,9 @@
 
 A node that the next world needs is never held out: for its size, or because the newest state in
 memory would be lost (`choosing.needed_though_held`). A kill from outside counts against no node,
-nor does the loss of most nodes at once: the network, or this node, is the likelier cause.
+nor does the loss of most nodes at once: the network, or this node, is the likelier cause. Nor is a
+start counted that failed by a lost connection, or after another node was lost: it says nothing of
+the node.
 
 Workers may fail to connect while their agents see nothing wrong: the agents use another network, or
 a firewall blocks the workers' ports. The workers' errors name the pairs of nodes: gloo and TCPStore
@@ -264,8 +266,10 @@ def _is_explained_by_cut(state: RoundState, cause: Failure, found: Sequence[Unco
 def _count_failing_start(
     rules: RoundRules, state: RoundState, held: HeldOutNodes, cause: Failure, names: Set[str]
 ) -> HoldDecision | None:
-    """Count a start that failed on one node of several."""
+    """Count a start that failed on one node of several, unless it may have lost a peer."""
     world = the_world(state)
+    if root_cause.lost_connection(cause) or world.ending == "node-failure":
+        return None
     found = [node for node in world.nodes if node.name in names and node.node in state.members]
     if len(names) > 1 or not found or world.count == 1:
         return None

@@ -54,12 +54,15 @@ STOPPED_SHELL = failure("exit code 143", 143)
 OLDER = failure("ValueError: of another world", generation=2)
 #: The user's own network: a cause for all we know, unless there is a better one.
 DATA_SERVER = told("ConnectionRefusedError: [Errno 111] Connection refused")
+#: The same, or a peer, in the script's own words.
+OWN_WORDS = told("ConnectionError: a peer is gone")
 #: No connection was broken.
 TEXT_ONLY = [
     told("ValueError: the connection refused by the user has no colour"),
     told("KeyError: 'Broken pipe'"),
     told("AssertionError: failed to recv, they said"),
     told("TypeError: connection reset must be a number"),
+    told("ConnectionStringError: no host given"),
 ]
 OWN_DEVICE = told(
     "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1234, unhandled cuda "
@@ -103,6 +106,8 @@ NODE, OTHER_NODE = (node_failure(name, 3, "its lease has ended") for name in ("b
         # The user's own goes before what a lost peer leaves behind.
         ([GLOO, DATA_SERVER, NCCL], [], DATA_SERVER),
         ([DATA_SERVER, BUG], [], BUG),
+        ([OWN_WORDS, BUG], [], BUG),
+        ([OWN_WORDS], [NODE], NODE),
         ([PEER, OWN_DEVICE], [], OWN_DEVICE),
         ([SILENT, GLOO], [], SILENT),
         ([GLOO, SILENT], [], SILENT),
@@ -191,7 +196,10 @@ def test_no_failures_have_no_cause():
 
 
 def test_failure_explained_by_a_lost_peer_is_a_consequence():
-    for item in (GLOO, NCCL, NCCL2, STORE, WRAPPED, STOPPED, STOPPED_SHELL, ABORTED):
+    for item in (
+        *(GLOO, NCCL, NCCL2, STORE, WRAPPED, OWN_WORDS),
+        *(STOPPED, STOPPED_SHELL, ABORTED),
+    ):
         assert is_consequence(item), item
     for item in (BUG, KILLED, SEGFAULT, SPEAKS_OF_IT, *TEXT_ONLY):
         assert not is_consequence(item), item

@@ -298,13 +298,23 @@ def test_a_flaky_node_that_the_world_needs_is_let_in_anyway():
         assert (job.world.phase, job.names) == ("running", ["a", "b"])
 
 
-def test_a_node_whose_workers_alone_keep_failing_at_start_is_held_out():
+@pytest.mark.parametrize(
+    "message",
+    [
+        NO,
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "RuntimeError: CUDA error: no kernel image is available for execution on the device",
+        "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1234, unhandled cuda error",
+        "KeyError: 'Broken pipe'",
+    ],
+)
+def test_a_node_whose_workers_alone_keep_failing_at_start_is_held_out(message):
     job = running("1:3", "abc")
     for used in range(1, FAILURES_ALLOWED + 1):
-        job.fail("b")
+        job.fail("b", message=message)
         assert (job.names, job.world.restarts.used) == (["a", "b", "c"], used)
         job.wait(2)
-    job.fail("b")
+    job.fail("b", message=message)
     assert job.names == ["a", "c"]
     assert job.world.restarts.used == FAILURES_ALLOWED
     assert job.world.reason.endswith("b keeps failing at start; holding out b for 60 s")
@@ -332,14 +342,40 @@ def test_nodes_that_are_not_ready_do_not_make_up_for_one_that_keeps_failing():
     assert job.world.phase == "closed"
 
 
-def test_node_waiting_for_others_is_not_counted_as_failing():
+@pytest.mark.parametrize(
+    "message",
+    [
+        "DistStoreError: Timed out after 61 seconds waiting for clients. 2/3 clients joined.",
+        "DistNetworkError: failed to recv, got 0 bytes",
+        "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4711",
+        "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection reset by peer",
+        "ConnectionResetError: [Errno 104] Connection reset by peer",
+        "ConnectionRefusedError: [Errno 111] Connection refused",
+        "BrokenPipeError: [Errno 32] Broken pipe",
+        "OSError: [Errno 104] Connection reset by peer",
+        "ConnectionError: a peer is gone",
+    ],
+)
+def test_node_whose_workers_lose_a_connection_at_start_is_not_counted_as_failing(message):
+    """Its network flaps, or another node's."""
     job = running("1:3", "abc")
-    late = "DistStoreError: Timed out after 61 seconds waiting for clients. 2/3 clients joined."
     for used in range(1, FAILURES_ALLOWED + 3):
-        job.fail("a", message=late)
+        job.fail("a", message=message)
         job.wait(2)
         assert (job.names, job.world.restarts.used) == (["a", "b", "c"], used)
     assert job.world.held == ()
+
+
+def test_node_whose_workers_fail_after_another_node_is_not_counted_as_failing():
+    """A script tells in its own words that a peer is gone, while it is stopped."""
+    job = running("1:5", "abcde")
+    for name in "cde"[: FAILURES_ALLOWED + 1]:
+        job.die(name)
+        assert job.world.ending == "node-failure"
+        job.fail("b", message="RuntimeError: training failed")
+        job.wait(2)
+    assert job.names == ["a", "b"]
+    assert "b" not in [one.name for one in job.world.held]
 
 
 def test_newcomers_are_held_out_whichever_of_them_waited_in_vain():
