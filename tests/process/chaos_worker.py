@@ -73,13 +73,17 @@ class Items(torch.utils.data.Dataset):
     """Each item handed out has a number of its own, and is written down."""
 
     def __init__(self) -> None:
-        self._serials = count()
+        self._handed = count()
+        #: By process: this object is copied into loading processes. The kernel reuses process ids,
+        #: so items are numbered from the clock on.
+        self._first: dict[int, int] = {}
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, sample: int) -> torch.Tensor:
-        serial = next(self._serials)
+        first = self._first.setdefault(os.getpid(), time.monotonic_ns())
+        serial = first + next(self._handed)
         write("item", item=[sample, os.getpid(), serial])
         return torch.tensor([sample, os.getpid(), serial])
 
