@@ -7,7 +7,6 @@ name of the flag or variable in front.
 from __future__ import annotations
 
 import enum
-import json
 import math
 import re
 import signal
@@ -407,6 +406,8 @@ def amount(given: str) -> float:
 
 def resources(given: str) -> dict[str, float]:
     """Return amounts by name, from JSON as `ray start --resources` takes it."""
+    import json  # not for the guard, which imports next to nothing
+
     try:
         found = json.loads(given)
         return {name: amount(str(value)) for name, value in found.items()}

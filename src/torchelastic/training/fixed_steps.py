@@ -55,8 +55,8 @@ class FixedSteps:
     """The steps of one state with one policy.
 
     When a worker is lost, the others keep the sums of the micro-batches that they have run, and the
-    next world runs only those that nobody holds (`enter`). This is for the first loop of a step;
-    further ones run again.
+    next world runs only those that nobody holds (`enter`). A step with several loops is taken again
+    from its beginning: its batch has to be there for all of them.
     """
 
     def __init__(self, policy: FixedBatch, step: Callable[[], int]) -> None:
@@ -68,6 +68,8 @@ class FixedSteps:
         self._held: Held = {}
         self._after: list[torch.Tensor] = []
         self._ending: Round | None = None
+        #: Whether steps have several loops, as far as this worker has seen.
+        self._several = False
         #: By rank: the micro-batches held when this world began, if any are.
         self._known: list[list[int]] | None = None
         #: Seconds of this worker's latest micro-batches; and by rank, how fast workers are.
@@ -118,10 +120,13 @@ class FixedSteps:
             self.forget()
         own = [number for start, stop in self._held for number in range(start, stop)]
         took = round(1e6 * self._took())
-        said = tell_all([took, *_packed(own, self._policy.count)])
-        known = [_unpacked(one[1:]) for one in said]
-        self._known = known if any(known) else None
+        said = tell_all([took, self._several, *_packed(own, self._policy.count)])
         self._speeds = _speeds([one[0] for one in said])
+        self._several = any(one[1] for one in said)
+        known = [_unpacked(one[2:]) for one in said]
+        self._known = known if any(known) and not self._several else None
+        if self._known is None:
+            self.forget()
 
     def speeds(self, size: int) -> tuple[float, ...]:
         """How fast the workers are, relative to each other."""
@@ -162,6 +167,14 @@ class FixedSteps:
         """Run this worker's micro-batches. See `BatchPolicy.accumulate`."""
         if here != own_rank():
             raise ConfigError("BatchPolicy.fixed takes rank and size from the process group.")
+        if self._loops:
+            self._several = True
+            if self._known is not None:
+                # The first step of a job: nobody knew. All workers are here, and all raise.
+                raise RuntimeError(
+                    "This interrupted step has a second loop over micro-batches: it is taken again "
+                    "from its beginning."
+                )
         policy = self._policy
         samples = policy.batch(here.size) if total is None else total
         assigned = self.resumed(here.size, samples)
