@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
+from tests.unit.snapshot.cast import FakeSnapshotAgent
 from tests.unit.training.fake_agent import Coordinator, Counting, FakeAgent, store
-from tests.unit.training.keep_support import FakeSnapshotAgent
 from torchelastic.checkpoint import CheckpointStore, finish, set_checkpoint_manager
 from torchelastic.snapshot import agent_client
 from torchelastic.training import train

@@ -19,17 +19,20 @@ import torch.distributed.checkpoint as dcp
 
 from tests.support import poll_for
 from tests.unit.checkpoint.conftest import Number, after, saved, state, steps
-from torchelastic import checkpoint, faults
+from torchelastic import TorchState, checkpoint, faults
 from torchelastic.checkpoint import (
     CheckpointStore,
     get_checkpoint_manager,
+    save_job,
     set_checkpoint_manager,
+    staging,
 )
 from torchelastic.checkpoint import checkpoint_store as store_module
-from torchelastic.checkpoint.catalog import Catalog
+from torchelastic.checkpoint.staging import Staging, layout, staged
 from torchelastic.checkpoint.storage import safe_pickle
-from torchelastic.checkpoint.storage.storage import LocalStorage
 from torchelastic.errors import CheckpointError, ConfigError
+from torchelastic.system import memory_limit
+from torchelastic.tensors import agreement
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -385,42 +388,6 @@ def test_a_torch_state_is_stored_tensor_by_tensor(used):
     assert torch.equal(used.load().tree["model"]["weight"], trained.module.weight)
 
 
-# --- storage that fails ---------------------------------------------------------------------------
-
-
-class EveryThirdFails(LocalStorage):
-    """Fails at every third write, at its end."""
-
-    def __init__(self, path):
-        super().__init__(path)
-        self.writes = 0
-
-    def writer(self, path):
-        self.writes += 1
-        if self.writes % 3 == 0:
-            raise OSError(5, "Input/output error", path)
-        return super().writer(path)
-
-
-def test_storage_that_fails_every_third_time(open_store, tmp_path, caplog):
-    store = open_store(tmp_path, keep_last=2)
-    store.catalog = Catalog(EveryThirdFails(tmp_path), keep_last=2)
-    good = []
-    for step in range(1, 13):
-        store.save(state(step), step)
-        try:
-            store.finish()
-        except CheckpointError:
-            assert good, "the first one is good"
-            assert store.load().step == good[-1], "the one before stays"
-        else:
-            good.append(step)
-    assert 3 < len(good) < 12
-    assert steps(store) == good[-1:-3:-1]
-    assert caplog.text.count("Could not write") == 12 - len(good)
-    assert list(tmp_path.glob(".new-*")) == []
-
-
 # --- the guide ------------------------------------------------------------------------------------
 
 
@@ -436,3 +403,290 @@ def test_examples_run(tmp_path, monkeypatch):
     exec(script, {})
     # Not the one of step 20 for certain: these steps may be faster than the storage.
     assert CheckpointStore("checkpoints/job-2").load().step == 30
+
+
+# --- the copy that a checkpoint is written from: made behind the training, and never of two ste---
+
+
+@pytest.fixture
+def behind(open_store, tmp_path, monkeypatch):
+    """A store that takes any state for a large one, and what was saved of `lasting` tensors."""
+    monkeypatch.setattr(store_module, "LARGE", 1)
+    return open_store(tmp_path, writer="thread")
+
+
+def copying_held(store, monkeypatch):
+    """Have the thread wait before it copies anything."""
+    go = threading.Event()
+    monkeypatch.setattr(store, "_finish_copy", after(go, store._finish_copy))
+    return go
+
+
+def large(value):
+    return torch.full((1 << 15,), float(value))
+
+
+def test_store_copies_lasting_tensors_before_their_write(behind, monkeypatch):
+    """Nobody has copied it by then: who waits does it, and that is the cost."""
+    go, weight, other = copying_held(behind, monkeypatch), large(1), large(1)
+    assert behind.save({"w": weight, "b": other}, 1, lasting=[weight])
+    other.fill_(2)
+    before = behind._blocked
+    behind.before_write()
+    weight.fill_(2)
+    behind.before_write()  # once is enough
+    go.set()
+    behind.finish()
+    found = behind.load().tree
+    assert found["w"].eq(1).all()
+    assert found["b"].eq(1).all()
+    assert behind._measured.blocked == behind._blocked > before
+
+
+def test_a_state_that_is_written_to_meanwhile_is_not_stored(behind, monkeypatch, caplog):
+    """From then on all is copied before save returns."""
+    saved(behind, 1)
+    go, weight = copying_held(behind, monkeypatch), large(1)
+    assert behind.save({"w": weight}, 2, lasting=[weight])
+    weight.fill_(2)
+    go.set()
+    with pytest.raises(CheckpointError, match=rf"checkpoint of step 2 to {behind.url}: parameters"):
+        behind.finish()
+    assert behind.load().step == 1
+    assert behind.save({"w": weight}, 3, lasting=[weight])
+    weight.fill_(3)
+    behind.finish()
+    assert behind.load().tree["w"].eq(2).all()
+
+
+@pytest.fixture
+def no_memory(monkeypatch):
+    monkeypatch.setattr(
+        memory_limit, "limits", lambda: [memory_limit.Limit("its cgroup", 100, 100)]
+    )
+
+
+def test_without_memory_for_a_copy_training_waits_until_it_is_written(behind, no_memory, caplog):
+    """From where it lies: better than no checkpoint at all."""
+    weight = large(1)
+    assert behind.save({"w": weight}, 1, lasting=[weight])
+    assert steps(behind) == [1]
+    weight.fill_(2)
+    assert behind.load().tree["w"].eq(1).all()
+    assert "Training waits until the checkpoint of step 1 is written: No room for" in caplog.text
+    assert behind._stagings[0].descriptor == -1
+
+
+def test_without_memory_storage_that_fails_is_reported_and_training_goes_on(
+    behind, no_memory, caplog
+):
+    faults.plan("raise@place=checkpoint.write,generation=any")
+    assert behind.save(state(1), 1)
+    assert "Could not write the checkpoint of step 1" in caplog.text
+    with pytest.raises(CheckpointError, match="Could not write the checkpoint of step 1"):
+        behind.finish()
+    saved(behind, 2)
+    assert steps(behind) == [2]
+
+
+def test_a_state_that_is_loaded_is_copied_first(used, monkeypatch):
+    """What is read back must not get into the checkpoint that is being written."""
+    monkeypatch.setattr(used, "_writer", "thread")
+    model = torch.nn.Linear(300, 300)
+    trained = TorchState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    torch.nn.init.ones_(model.weight)
+    checkpoint.save(trained, 1)
+    checkpoint.finish()
+    monkeypatch.setattr(store_module, "LARGE", 1)
+    go = copying_held(used, monkeypatch)
+    torch.nn.init.zeros_(model.weight)
+    checkpoint.save(trained, 2)
+    assert checkpoint.load_latest(trained) == 1
+    assert model.weight.eq(1).all()
+    go.set()
+    checkpoint.finish()
+    assert checkpoint.load_latest(trained) == 2
+    assert model.weight.eq(0).all()
+
+
+@pytest.mark.slow  # the process that writes imports torch
+def test_optimizers_wait_until_checkpoints_have_their_copy(used, monkeypatch):
+    """And nothing else has to be done for it; here the process that writes is a real one."""
+    monkeypatch.setattr(store_module, "LARGE", 1)
+    go = copying_held(used, monkeypatch)
+    model = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    trained = TorchState(model=model, optimizer=optimizer)
+    model(torch.ones(1, 300)).sum().backward()
+    optimizer.step()
+    weight, average = (
+        model.weight.detach().clone(),
+        optimizer.state[model.weight]["exp_avg"].clone(),
+    )
+    checkpoint.save(trained, 1)
+    model(torch.ones(1, 300)).sum().backward()
+    optimizer.step()
+    go.set()
+    checkpoint.finish()
+    assert checkpoint.load_latest(trained) == 1
+    assert torch.equal(model.weight, weight)
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"], average)
+
+
+# --- one rank of several --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_of_two(monkeypatch):
+    """This process takes part as rank 1 of 2; what is agreed on is what it says itself."""
+    monkeypatch.setattr(store_module, "_place", lambda: (1, 2))
+    monkeypatch.setattr(agreement, "largest", lambda *numbers: list(numbers))
+    monkeypatch.setattr(agreement, "of_rank_0", lambda _: {"token": "abcdef", "sequence": 7})
+
+
+def test_a_rank_without_memory_writes_its_part_and_keeps_count(
+    open_store, tmp_path, one_of_two, monkeypatch
+):
+    """The next checkpoint has one name on all ranks."""
+    store = open_store(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_limit, "limits", lambda: [memory_limit.Limit("its cgroup", 100, 100)])
+        assert store.save(state(1), 1, together=True)
+    assert store.save(state(2), 2, together=True)
+    store.finish()
+    parts = sorted(tmp_path.glob(".new-*/part-1"))
+    names = [path.parent.name for path in parts]
+    assert names == [".new-000007-step1-abcdef", ".new-000008-step2-abcdef"]
+
+
+def test_a_rank_whose_copy_was_disturbed_leaves_word(open_store, tmp_path, one_of_two, monkeypatch):
+    monkeypatch.setattr(store_module, "LARGE", 1)
+    store = open_store(tmp_path, writer="thread")
+    go, weight = copying_held(store, monkeypatch), large(1)
+    assert store.save({}, 1, own={"w": weight}, together=True, lasting=[weight])
+    weight.fill_(2)
+    go.set()
+    with pytest.raises(CheckpointError, match="Could not write the checkpoint of step 1"):
+        store.finish()
+    (word,) = tmp_path.glob(".new-*/failed-1")
+    assert "changed before optimizer.step" in word.read_text()
+
+
+def test_rank_0_does_not_wait_for_the_part_of_a_lost_worker(
+    open_store, tmp_path, one_of_two, monkeypatch
+):
+    monkeypatch.setattr(store_module, "_place", lambda: (0, 2))
+    store = open_store(tmp_path)
+    assert store.save(state(1), 1, together=True)
+    store.lost([1])
+    with pytest.raises(CheckpointError, match="rank 1 could not write its part: its worker was lo"):
+        store.finish()
+    store.lost([1])  # nothing is being written
+    assert list(tmp_path.glob(".new-*")) == []
+
+
+def test_a_part_that_is_there_counts_although_its_worker_is_lost(open_store, tmp_path, one_of_two):
+    store = open_store(tmp_path)
+    assert store.save(state(1), 1, together=True)
+    store.finish()
+    save_job.give_up_parts(store._part, store.catalog, [1, 2], "lost")
+    found = {path.name for path in tmp_path.glob(".new-*/*-?")}
+    assert found == {"part-1", "failed-2"}
+
+
+# --- the copy of a state: what is small at once, the rest by whoever gets to it, and never torn---
+
+
+MANY = staging.SMALL // 4 + 1
+
+
+@pytest.fixture
+def staging():
+    made = Staging()
+    yield made
+    made.close()
+
+
+def begin(staging, tensors, lasting=None):
+    """Begin to copy; what is in the staging, by name, now and later, and the copying."""
+    slots, size = layout(tensors)
+    copying = staging.copy(tensors, slots, size, lasting)
+    return copying, staged(staging.descriptor, slots)
+
+
+def test_tensors_are_copied_as_they_are(staging):
+    tensors = {
+        "empty": torch.empty(0, 3),
+        "number": torch.tensor(1.5),
+        "flags": torch.tensor([True, False, True]),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "turned": torch.arange(6).view(2, 3).t(),
+        "complex": torch.tensor([1 + 2j]),
+        "large": torch.arange(2.0 * MANY).view(2, MANY),
+        "large, turned": torch.arange(2.0 * MANY).view(2, MANY).t(),
+        "large, with gaps": torch.arange(4.0 * MANY).view(MANY, 4).t()[::2],
+    }
+    copying, found = begin(staging, tensors)
+    copying.run()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+        assert found[name].untyped_storage().nbytes() == tensor.nbytes, "torch.save writes that"
+
+
+def test_the_memory_is_used_again(staging):
+    begin(staging, {"a": torch.zeros(2 * MANY), "b": torch.zeros(3)})[0].run()
+    descriptor = staging.descriptor
+    for value in (1.0, 2.0):
+        tensors = {"a": torch.full((MANY,), value), "b": torch.full((3,), value)}
+        copying, found = begin(staging, tensors)
+        copying.run()
+        assert staging.descriptor == descriptor
+        assert found["a"].eq(value).all()
+        assert found["b"].eq(value).all()
+    copying, found = begin(staging, {"a": torch.ones(9 * MANY)})
+    copying.run()
+    assert found["a"].eq(1).all()
+
+
+def test_small_ones_find_their_slots_again(staging):
+    tensors = {"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.int64)}
+    slots, size = layout(tensors)
+    for value in range(3):
+        staging.copy({name: one.fill_(value) for name, one in tensors.items()}, slots, size)
+        found = staged(staging.descriptor, slots)
+        assert all(one.eq(value).all() for one in found.values())
+
+
+def test_staging_copies_only_lasting_tensors_later(staging):
+    tensors = {name: torch.ones(MANY) for name in ("parameter", "buffer")}
+    tensors["number"] = torch.ones(1)
+    lasting = {tensors["parameter"].data_ptr(): tensors["parameter"]}
+    copying, found = begin(staging, tensors, lasting)
+    assert [name for name, one in found.items() if one.eq(1).all()] == ["buffer", "number"]
+    tensors["buffer"].zero_()
+    tensors["number"].zero_()
+    copying.run()
+    assert all(one.eq(1).all() for one in found.values())
+
+
+def test_a_write_before_its_time_is_noticed_and_one_after_its_end_is_none(staging):
+    tensor = torch.ones(MANY)
+    copying, found = begin(staging, {"w": tensor}, {tensor.data_ptr(): tensor})
+    copying.run()
+    tensor.add_(1)
+    assert not copying.is_disturbed
+    assert found["w"].eq(1).all()
+    copying, _ = begin(staging, {"w": tensor}, {tensor.data_ptr(): tensor})
+    tensor.add_(1)
+    copying.run()
+    assert copying.is_disturbed
+
+
+def test_memory_that_is_not_there_is_not_taken(staging, monkeypatch):
+    monkeypatch.setattr(
+        memory_limit, "limits", lambda: [memory_limit.Limit("its cgroup", 1000, 900)]
+    )
+    with pytest.raises(memory_limit.NoRoom, match=r"No room for copies to write checkpoints from"):
+        begin(staging, {"w": torch.ones(MANY)})
+    assert staging.descriptor == -1

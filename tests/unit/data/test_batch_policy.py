@@ -1,13 +1,24 @@
-"""Who takes how many samples of a step, in worlds of any size."""
+"""What a step consists of in worlds of any size: shares, micro-batches, learning rates."""
+
+import gc
+import warnings
+from collections import namedtuple
+from functools import cache
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import nn
+from torch.optim import lr_scheduler as lrs
+from torch.utils._pytree import tree_map
 
 from tests.unit.data.worlds import examples
 from torchelastic.data.batch_policy import BatchPolicy, MicroBatchSlice
+from torchelastic.data.learning_rate import SampleSchedule
 from torchelastic.data.shares import Plan, Share, every_nth, turns_left
 from torchelastic.errors import ConfigError
+from torchelastic.training.torch_state import TorchState
 
 SIZES = st.integers(1, 97)
 MICROS = st.none() | st.integers(1, 40)
@@ -200,3 +211,336 @@ def test_in_turns(position, length, drop_last, ranks):
     found = [list(every_nth(position, length, rank, 2, drop_last=drop_last)) for rank in (0, 1)]
     assert found == ranks
     assert turns_left(position, length, 2, drop_last=drop_last) == len(ranks[0])
+
+
+# --- gradients of a step in micro-batches, against those of one process with the whole batch ------
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def samples(count):
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(count, 3, generator=generator, dtype=torch.float64),
+        torch.randn(count, 2, generator=generator, dtype=torch.float64),
+    )
+
+
+def gradients(network):
+    return [parameter.grad for parameter in network.parameters()]
+
+
+def whole(inputs, targets):
+    network = model()
+    nn.functional.mse_loss(network(inputs), targets).backward()
+    return gradients(network)
+
+
+def in_a_world(policy, size, inputs, targets):
+    """What DDP makes of it: the mean of the gradients of all ranks."""
+    total, added, at = len(inputs), None, 0
+    for rank, share in enumerate(policy.shares(size, total)):
+        network = model()
+        mine = [part[at : at + share] if share else part[:1] for part in (inputs, targets)]
+        for micro in policy.accumulate(mine, network, total=total, rank=rank, size=size):
+            x, y = micro.data
+            micro.backward(nn.functional.mse_loss(network(x), y))
+        at += share
+        found = gradients(network)
+        added = found if added is None else [a + b for a, b in zip(added, found, strict=True)]
+    return [gradient / size for gradient in added]
+
+
+@examples(10)
+@given(st.integers(1, 24), st.none() | st.integers(1, 5), st.integers(1, 11))
+def test_the_gradient_is_that_of_all_samples_at_any_size(total, micro, size):
+    policy = BatchPolicy.constant_global(24, micro=micro)
+    inputs, targets = samples(total)
+    for ours, theirs in zip(
+        in_a_world(policy, size, inputs, targets), whole(inputs, targets), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+class Exchanging(nn.Module):
+    """What DDP and fully_shard have for saying whether the next backward exchanges gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.require_backward_grad_sync = True
+
+
+class Sharded(nn.Module):
+    require_backward_grad_sync = None
+
+    def set_requires_gradient_sync(self, on):
+        self.on = on
+
+
+def three(network, *more):
+    policy = BatchPolicy.constant_global(3, micro=1)
+    return policy.accumulate(torch.zeros(3), network, *more, rank=0, size=1)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile, of torch.jit
+def test_gradients_are_exchanged_in_the_last_backward_only():
+    network, inside, other = Exchanging(), Exchanging(), Sharded()
+    seen = [
+        (network.require_backward_grad_sync, inside.require_backward_grad_sync, other.on)
+        for _ in three(network, torch.compile(inside, backend="eager"), other)
+    ]
+    assert seen == [(False,) * 3, (False,) * 3, (True,) * 3]
+    assert other.require_backward_grad_sync is None
+
+
+def test_a_loop_that_is_left_early_leaves_the_exchange_on():
+    network = Exchanging()
+    for _ in three(network):
+        break
+    assert network.require_backward_grad_sync
+
+
+def fails_in_the_middle(network):
+    loop = three(network)  # with a name it is held by the error
+    for _ in loop:
+        raise RuntimeError("a peer is lost")
+
+
+def test_a_failed_step_whose_error_is_kept_does_not_touch_the_next():
+    network = Exchanging()
+    with pytest.raises(RuntimeError) as kept:
+        fails_in_the_middle(network)
+    assert not network.require_backward_grad_sync
+    seen = []
+    for micro in three(network):
+        if micro.samples and len(seen) == 1:
+            kept.value.__traceback__ = None
+            del kept
+            gc.collect()  # ends it, in the middle of the next
+        seen.append(network.require_backward_grad_sync)
+    assert seen == [False, False, True]
+    assert network.require_backward_grad_sync
+
+
+@pytest.mark.parametrize(
+    ("batch", "first", "second"),
+    [
+        (torch.arange(4), [0, 1], [2, 3]),
+        ({"a": torch.arange(4), "b": ["p", "q", "r", "s"]}, {"a": [0, 1], "b": ["p", "q"]}, None),
+        (Pair(torch.arange(4), [5, 6, 7, 8]), Pair([0, 1], [5, 6]), Pair([2, 3], [7, 8])),
+        ([torch.arange(4), (torch.arange(4),)], [[0, 1], ([0, 1],)], None),
+    ],
+)
+def test_a_batch_is_cut_whatever_it_is_made_of(batch, first, second):
+    policy = BatchPolicy.constant_global(4, micro=2)
+    found = [micro.data for micro in policy.accumulate(batch, rank=0, size=1)]
+    assert plain_tree(found[0]) == first
+    assert type(found[0]) is type(batch)
+    if second is not None:
+        assert plain_tree(found[1]) == second
+
+
+def plain_tree(tree):
+    return tree_map(lambda one: one.tolist() if isinstance(one, torch.Tensor) else one, tree)
+
+
+def test_anything_else_is_cut_by_a_function():
+    policy = BatchPolicy.constant_global(4, micro=2)
+    found = policy.accumulate("abcd", rank=0, size=1, cut=lambda batch, a, b: batch[a:b])
+    assert [micro.data for micro in found] == ["ab", "cd"]
+
+
+@pytest.mark.parametrize("batch", [torch.zeros(3), [torch.zeros(4), torch.zeros(3)], 7, []])
+def test_a_batch_that_is_not_the_share_is_refused(batch):
+    with pytest.raises(ConfigError, match=r"This rank's share is 4 samples, but .* Pass total="):
+        BatchPolicy.constant_global(4).accumulate(batch, rank=0, size=1)
+
+
+def test_placeholder_of_an_empty_share_has_no_weight():
+    policy = BatchPolicy.constant_global(4)
+    (micro,) = policy.accumulate(torch.ones(1), total=2, rank=2, size=3)
+    assert (micro.samples, micro.scale, micro.last) == (0, 0.0, True)
+    assert len(micro.data) == 1
+
+
+# --- schedules by samples, against torch's own with the same samples in equal batches -------------
+
+
+UNIT = 8
+
+
+def warmup_then_cosine(optimizer):
+    warmup = lrs.LinearLR(optimizer, start_factor=0.1, total_iters=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of SequentialLR's way to begin
+        return lrs.SequentialLR(
+            optimizer, [warmup, lrs.CosineAnnealingLR(optimizer, T_max=40)], milestones=[5]
+        )
+
+
+SCHEDULERS = {
+    "StepLR": lambda optimizer: lrs.StepLR(optimizer, 3, gamma=0.7),
+    "ExponentialLR": lambda optimizer: lrs.ExponentialLR(optimizer, 0.93),
+    "CosineAnnealingLR": lambda optimizer: lrs.CosineAnnealingLR(optimizer, T_max=40),
+    "OneCycleLR": lambda optimizer: lrs.OneCycleLR(optimizer, 0.5, total_steps=1000),
+    "LambdaLR": lambda optimizer: lrs.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "SequentialLR": warmup_then_cosine,
+}
+BATCHES = st.lists(st.integers(0, 40), max_size=12)
+
+
+def optimizer(rate=0.1):
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    made = torch.optim.SGD([{"params": [one]} for one in parameters], lr=rate, momentum=0.9)
+    made.param_groups[1]["lr"] = rate / 3 if isinstance(rate, float) else rate.clone()
+    return made
+
+
+def rates(made):
+    return [float(group["lr"]) for group in made.param_groups]
+
+
+def torchs_rates(name, steps):
+    """Torch's own scheduler after so many steps."""
+    return trajectory(name)[steps]
+
+
+@cache
+def trajectory(name):
+    made = optimizer()
+    scheduler = SCHEDULERS[name](made)
+    made.step()
+    found = [rates(made)]
+    for _ in range(100):
+        scheduler.step()
+        found.append(rates(made))
+    return found
+
+
+@pytest.fixture
+def world(monkeypatch):
+    def of(size):
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", str(size))
+
+    of(1)
+    return of
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@examples(10)
+@example(batches=[UNIT] * 29)  # equal ones are the scheduler itself
+@given(batches=BATCHES)
+def test_the_rate_depends_on_the_samples_alone(name, batches):
+    made = optimizer()
+    schedule = SampleSchedule(SCHEDULERS[name](made), unit=UNIT)
+    for number, batch in enumerate(batches, 1):
+        made.step()
+        schedule.step(batch)
+        assert schedule.samples == sum(batches[:number])
+        assert rates(made) == schedule.get_last_lr() == torchs_rates(name, schedule.samples // UNIT)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@examples(10)
+@given(sizes=st.lists(st.integers(1, 7), min_size=1, max_size=12), data=st.data())
+def test_the_factor_of_one_world_leaves_nothing_in_the_next(name, sizes, data):
+    """Bitwise, and though everything is loaded into new objects somewhere on the way."""
+    policy = BatchPolicy.scale_with_world(UNIT, lr_rule="sqrt", base_size=2)
+    made = optimizer()
+    schedule = SampleSchedule(SCHEDULERS[name](made), unit=UNIT, policy=policy)
+    restart = data.draw(st.integers(0, len(sizes)))
+    samples = 0
+    with pytest.MonkeyPatch.context() as patch:
+        for number, size in enumerate(sizes):
+            if number == restart:
+                made, schedule = loaded(name, made, schedule, policy)
+            patch.setenv("RANK", "0")
+            patch.setenv("WORLD_SIZE", str(size))
+            made.step()
+            expected = [
+                rate * policy.lr_factor(size) for rate in torchs_rates(name, samples // UNIT)
+            ]
+            assert rates(made) == expected
+            schedule.step()
+            samples += UNIT * size
+
+
+def loaded(name, old, old_schedule, policy):
+    made = optimizer()
+    schedule = SampleSchedule(SCHEDULERS[name](made), unit=UNIT, policy=policy)
+    made.load_state_dict(old.state_dict())
+    made.step()  # so that torch does not warn of the order
+    schedule.load_state_dict(old_schedule.state_dict())
+    return made, schedule
+
+
+def test_a_step_uses_the_rate_of_the_world_it_is_taken_in(world):
+    made = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    policy = BatchPolicy.scale_with_world(1)
+    SampleSchedule(lrs.StepLR(made, 100), unit=1, policy=policy)
+    (parameter,) = made.param_groups[0]["params"]
+    for size, left in ((2, -1.0), (3, -4.0), (1, -5.0)):
+        world(size)
+        parameter.grad = torch.ones(1)
+        made.step()
+        assert parameter.item() == left
+
+
+def test_a_rate_that_is_a_tensor_stays_that_tensor(world):
+    made = optimizer(torch.tensor(0.5))
+    held = made.param_groups[0]["lr"]
+    policy = BatchPolicy.scale_with_world(UNIT)
+    schedule = SampleSchedule(lrs.StepLR(made, 1, gamma=0.5), unit=UNIT, policy=policy)
+    world(2)
+    made.step()
+    assert made.param_groups[0]["lr"] is held
+    assert held.item() == 1.0
+    schedule.step()  # two units
+    assert held.item() == 0.25
+
+
+def test_a_step_of_a_torch_state_is_undone_with_it(world):
+    model = torch.nn.Linear(1, 1)
+    made = torch.optim.SGD(model.parameters(), lr=1.0)
+    policy = BatchPolicy.scale_with_world(UNIT)
+    schedule = SampleSchedule(lrs.StepLR(made, 1, gamma=0.5), unit=UNIT, policy=policy)
+    state = TorchState(model=model, optimizer=made, scheduler=schedule)
+    world(4)
+    made.step()
+    snapshot = state.snapshot()
+    schedule.step()
+    assert schedule.samples == 4 * UNIT
+    world(2)
+    state.apply(snapshot)
+    assert (schedule.samples, schedule.scheduler.last_epoch) == (0, 0)
+    assert rates(made) == schedule.get_last_lr() == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda made: SampleSchedule(lrs.StepLR(made, 1), unit=0), "unit is 0"),
+        (lambda made: SampleSchedule(lrs.ReduceLROnPlateau(made), unit=1), "step it yourself"),
+        (
+            lambda made: SampleSchedule(lrs.StepLR(made, 1), unit=1).step(),
+            "needs the samples of all ranks",
+        ),
+        (lambda made: SampleSchedule(lrs.StepLR(made, 1), unit=1).step(-1), "samples is -1"),
+        (
+            lambda made: SampleSchedule(lrs.StepLR(made, 1), unit=9).load_state_dict(
+                SampleSchedule(lrs.StepLR(made, 1), unit=8).state_dict()
+            ),
+            "unit is 9, but this state was saved with 8",
+        ),
+    ],
+)
+def test_schedule_refuses_invalid_arguments(wrong, told):
+    with pytest.raises(ConfigError, match=told):
+        wrong(optimizer())

@@ -3,8 +3,6 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
 
@@ -245,32 +243,6 @@ def test_a_writer_cut_after_any_byte_leaves_what_was_sealed_before(steps_before)
             publish(made, (1, steps_before + 1))
             assert versions(made) == [(1, steps_before + 1), (0, steps_before)]
             assert_sound(made)
-
-
-KILLED_WRITER = """
-import sys
-import time
-from torchelastic import faults
-from torchelastic.snapshot import layout
-
-faults.plan(f"kill@generation=any,place={sys.argv[2]}")
-memory = layout.Memory(int(sys.argv[1]))
-data = bytes([8]) * 5_000
-memory.begin((0, 8))[: len(data)] = data
-memory.seal((0, 8), b"[0, 8]", len(data), layout.checksum(data))
-"""
-
-
-@pytest.mark.parametrize("place", ["snapshot.begun", "snapshot.skeleton", "snapshot.sealing"])
-def test_a_writer_killed_at_a_place_leaves_what_was_sealed_before(made, descriptor, place):
-    publish(made, (0, 6))
-    publish(made, (0, 7))
-    ended = subprocess.run(
-        [sys.executable, "-c", KILLED_WRITER, str(descriptor), place], pass_fds=[descriptor]
-    )
-    assert ended.returncode == -signal.SIGKILL
-    assert versions(made) == [(0, 7)]
-    assert_sound(made)
 
 
 def write_until_killed(descriptor, generation):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.support import poll_for
-from tests.unit.training.keep_support import (
+from tests.unit.snapshot.cast import (
     FakeSnapshotAgent,
     build,
     fingerprint,
@@ -36,14 +36,6 @@ SAVE, GO = Leave(signal.SIGTERM, None, saves=True), Leave(signal.SIGTERM, None, 
 @pytest.fixture
 def store(make_store):
     return make_store()
-
-
-@pytest.fixture
-def signals(monkeypatch):
-    """What the worker sends to itself in the end."""
-    sent = []
-    monkeypatch.setattr(snapshot_leave.os, "kill", lambda pid, signum: sent.append(signum))
-    return sent
 
 
 def leave(snapshot_agent, *orders):

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.unit.training.keep_support import FakeSnapshotAgent, finish
+from tests.unit.snapshot.cast import finish
 from torchelastic import checkpoint
 from torchelastic.checkpoint import checkpoint_store, saving
 from torchelastic.errors import CheckpointError, SnapshotError
 from torchelastic.snapshot import agent_client, writer
 from torchelastic.snapshot import leave as snapshot_leave
-from torchelastic.snapshot.layout import SHARED, Memory, shard
-from torchelastic.snapshot.messages import InventoryItem, Sealed
+from torchelastic.snapshot.layout import SHARED, shard
+from torchelastic.snapshot.messages import InventoryItem
 from torchelastic.snapshot.pieces import find_shards
 from torchelastic.snapshot.search import Node
 from torchelastic.snapshot.shards import Piece
@@ -31,30 +31,6 @@ from torchelastic.tensors import agreement
 from torchelastic.tensors.shard_layout import Split, region
 from torchelastic.training.torch_state import TorchState
 from torchelastic.worker.orders import Leave
-
-
-class Replicating(FakeSnapshotAgent):
-    """An agent whose copies to other nodes arrive when a test says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.arrives = True
-
-    def tell(self, message) -> None:
-        super().tell(message)
-        if self.arrives and isinstance(message, Sealed):
-            memory = Memory(self.descriptors[message.piece])
-            memory.note_replicated(message.version)
-            memory.close()
-
-
-@pytest.fixture
-def snapshot_agent(monkeypatch):
-    made = Replicating()
-    monkeypatch.setattr(agent_client, "connect", lambda: made)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")
@@ -144,21 +120,6 @@ def test_a_restarted_script_has_the_same_bits(kind, mesh, snapshot_agent, monkey
     step(again)
     assert everything(again) == everything(state)
     finish(again)
-
-
-def test_flattened_once_as_long_as_the_shards_are_in_the_same_memory(mesh, snapshot_agent):
-    state = trained(mesh, 1)
-    shards, writer = state._keeper._shards, state._keeper._writer
-    first, plan = shards._flat, writer._shards._plan
-    train(state, 2)
-    assert (shards._flat, writer._shards._plan) == (first, plan)
-    weight = state.module[0].weight
-    weight._local_tensor = weight._local_tensor.clone()  # the same DTensor, as FSDP2 has it
-    train(state, 3)
-    assert shards._flat is not first
-    assert writer._shards._plan is not plan
-    assert any(one.data_ptr() == weight._local_tensor.data_ptr() for one in shards._flat.lasting)
-    writer.close()
 
 
 def test_steps_are_not_kept_while_the_last_one_has_no_copies(mesh, snapshot_agent):
@@ -349,14 +310,6 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_on_all_ranks(mesh, store, mo
     store.finish()
     with pytest.raises(CheckpointError, match="was not written by a TorchState"):
         build(mesh).restore()
-
-
-@pytest.fixture
-def signals(monkeypatch):
-    """What a worker that leaves sends to itself."""
-    sent = []
-    monkeypatch.setattr(snapshot_leave.os, "kill", lambda pid, signum: sent.append(signum))
-    return sent
 
 
 @pytest.mark.parametrize(

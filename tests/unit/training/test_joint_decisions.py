@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +18,8 @@ from torch import nn
 
 import torchelastic
 from tests.unit.checkpoint.conftest import open_store, state
+from tests.unit.snapshot.cast import Ranks
 from torchelastic.checkpoint import checkpoint_store, saving
-from torchelastic.tensors import agreement
 from torchelastic.training import coordinator, session, stored_state
 from torchelastic.training.sharded.between import Buckets
 from torchelastic.training.torch_state import TorchState
@@ -144,58 +143,13 @@ def test_every_caller_of_a_collective_is_listed_with_the_reason_why_all_ranks_ca
 # --- one old and one new process -----------------------------------------------------------------
 
 
-class TwoRanks:
-    """Two ranks in threads. A collective that only one of them enters fails."""
-
-    def __init__(self, monkeypatch) -> None:
-        self._here = threading.local()
-        self._slots = [None, None]
-        self._barrier = threading.Barrier(2)
-        monkeypatch.setattr(agreement, "place", lambda: (self.rank, 2))
-        monkeypatch.setattr(agreement, "least", lambda one, *_: min(self.all("least", one)))
-        monkeypatch.setattr(checkpoint_store, "_place", lambda: (self.rank, 2))
-        monkeypatch.setattr(agreement, "largest", self._largest)
-        monkeypatch.setattr(agreement, "of_rank_0", lambda one: self.all("of rank 0", one)[0])
-        monkeypatch.setattr("torch.distributed.barrier", lambda: self.all("barrier", None))
-        monkeypatch.setattr(coordinator, "_gather", lambda rate: self.all("rates", rate))
-
-    @property
-    def rank(self) -> int:
-        return self._here.rank
-
-    def _largest(self, *numbers: int) -> list[int]:
-        said = self.all("largest", numbers)
-        return [max(values) for values in zip(*said, strict=True)]
-
-    def all(self, name, value):
-        """What both ranks say, in the same collective."""
-        self._slots[self.rank] = (name, value)
-        self._barrier.wait(20)
-        said = list(self._slots)
-        self._barrier.wait(20)
-        assert said[0][0] == said[1][0], f"different collectives: {said}"
-        return [value for _, value in said]
-
-    def run(self, work):
-        """What `work(rank)` returns on both ranks."""
-
-        def perform(rank):
-            self._here.rank = rank
-            try:
-                found = work(rank)
-                self.all("end", None)
-                return found
-            except BaseException:
-                self._barrier.abort()  # the other one waits for nothing
-                raise
-
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(perform, range(2)))
-
-
 @pytest.fixture
 def two(monkeypatch):
-    return TwoRanks(monkeypatch)
+    made = Ranks(monkeypatch)
+    monkeypatch.setattr(checkpoint_store, "_place", lambda: (made.rank, 2))
+    monkeypatch.setattr("torch.distributed.barrier", lambda: made.all("barrier", None))
+    monkeypatch.setattr(coordinator, "_gather", lambda rate: made.all("rates", rate))
+    return made
 
 
 def generation(monkeypatch, number):
@@ -271,7 +225,8 @@ def test_leaving_ranks_write_the_last_step_together_or_not_at_all(
     monkeypatch.setattr(saving, "save_together", lambda *_: saved.append(two.all("save", None)))
     # Each rank is a process: its manager is its own.
     monkeypatch.setattr(saving, "get_checkpoint_manager", lambda: stores[two.rank])
-    two.run(lambda rank: stored_state.save_together_and_wait(SHARDED_WORLD, None, 4))
+    save = two.run(lambda rank: stored_state.save_together_and_wait(SHARDED_WORLD, None, 4))
+    assert save == [None, None]
     assert len(saved) == (0 if stored == 4 else 2)
 
 

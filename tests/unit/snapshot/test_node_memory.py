@@ -43,6 +43,8 @@ def test_a_piece_keeps_its_memory(snapshot_memory):
     first = snapshot_memory.memory_for(SHARED, 1000, 100)
     assert snapshot_memory.memory_for(SHARED, 1000, 100) is first
     assert snapshot_memory.memory_for(SHARED, 900, 50) is first
+    large = snapshot_memory.memory_for(own(0), 8 << 20, 100)
+    assert snapshot_memory.memory_for(own(0), 100, 100) is not large
     with pytest.raises(ValueError, match="is not a piece"):
         snapshot_memory.memory_for("own:x", 10, 10)
 
@@ -58,11 +60,6 @@ def test_a_piece_that_has_grown_gets_another_and_keeps_the_old_until_it_is_of_no
     assert held(snapshot_memory) == [(SHARED, (1, 8), False), (SHARED, (1, 7), False)]
 
 
-def test_a_memory_much_too_large_is_given_back(snapshot_memory):
-    large = snapshot_memory.memory_for(SHARED, 8 << 20, 100)
-    assert snapshot_memory.memory_for(SHARED, 100, 100) is not large
-
-
 def test_pieces_of_older_generations_go_when_this_one_has_committed_enough(snapshot_memory):
     write(snapshot_memory, own(2), (0, 5))
     write(snapshot_memory, own(3), (0, 5), origin="b")
@@ -73,11 +70,9 @@ def test_pieces_of_older_generations_go_when_this_one_has_committed_enough(snaps
     assert {piece for piece, _, _ in held(snapshot_memory)} == {own(0)}
 
 
-def test_once_they_are_gone_no_commit_looks_for_them_again(snapshot_memory, monkeypatch):
+def test_a_piece_of_an_older_generation_that_comes_late_is_let_go_of(snapshot_memory):
     for step in (6, 7, 8):
         write(snapshot_memory, own(0), (1, step))
-    monkeypatch.setattr(snapshot_memory, "_stale", lambda generation: pytest.fail("it looked"))
-    write(snapshot_memory, own(0), (1, 9))
     late = snapshot_memory.memory_for_replica(own(3), "b", 1000, 100)
     with snapshot_memory.bringing(late):
         write(snapshot_memory, own(3), (0, 5), origin="b")
@@ -190,18 +185,6 @@ def test_a_held_snapshot_can_be_opened_after_its_memory_is_closed(snapshot_memor
     assert memory.freshest().version == (0, 5)
     memory.close()
     os.close(descriptor)
-
-
-def test_memory_overwrites_read_versions_last(snapshot_memory):
-    kept = write(snapshot_memory, own(0), (0, 1))
-    for step in (2, 3):
-        write(snapshot_memory, own(0), (0, step))
-    with snapshot_memory.reading(own(0), (0, 1)) as (memory, _, found):
-        for step in (4, 5, 6):
-            write(snapshot_memory, own(0), (0, step))
-        assert memory.still_holds(found)
-    write(snapshot_memory, own(0), (0, 7))
-    assert kept.memory.find((0, 1)) is None
 
 
 def test_the_freshest_of_a_piece_is_that_of_this_nodes_workers(snapshot_memory):

@@ -1,11 +1,11 @@
-"""Snapshots from one agent to another, over real connections."""
+"""Snapshots on other nodes: what an agent answers, and to whom it brings copies."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import doctest
-import functools
 import os
 import socket
 import ssl
@@ -20,13 +20,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.certificates import Authority
+from tests.unit.agent.support import in_loop, place
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import TransferError
-from torchelastic.snapshot import layout
-from torchelastic.snapshot.layout import SHARED, own, shard
-from torchelastic.snapshot.node import replicator, stream
+from torchelastic.rendezvous.world import Base, World
+from torchelastic.snapshot import layout, messages
+from torchelastic.snapshot.layout import SHARED, Memory, own, shard
+from torchelastic.snapshot.node import replicator, snapshot_service, stream
 from torchelastic.snapshot.node.memory import SnapshotMemory
 from torchelastic.snapshot.node.replicator import Replicator
+from torchelastic.snapshot.node.snapshot_service import Snapshots, chosen_holders, holders
 from torchelastic.snapshot.node.stream import BURST, Bucket, Header, SnapshotStream
 from torchelastic.system import memory_limit
 from torchelastic.system.memory_limit import Limit, NoRoom
@@ -91,16 +94,6 @@ async def node(name: str, shown: Credentials = SECRET, **options) -> AsyncIterat
         snapshot_memory.close()
 
 
-def told(story):
-    """A test that is a coroutine."""
-
-    @functools.wraps(story)
-    def test(*arguments, **named):
-        asyncio.run(asyncio.wait_for(story(*arguments, **named), 60))
-
-    return test
-
-
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory) -> Credentials:
     authority = Authority(tmp_path_factory.mktemp("certificates"), "ours")
@@ -117,7 +110,7 @@ def shown(request) -> Credentials:
     return ANONYMOUS if request.param == "open" else SECRET
 
 
-@told
+@in_loop
 async def test_replicator_fetches_a_piece_from_another_node(shown):
     async with node("a", shown) as a, node("b", shown) as b:
         a.write(SHARED, (0, 1))
@@ -129,7 +122,7 @@ async def test_replicator_fetches_a_piece_from_another_node(shown):
         b.assert_holds(SHARED, (0, 2))
 
 
-@told
+@in_loop
 async def test_pieces_are_given_again_and_again_over_one_connection(shown):
     async with node("a", shown) as a, node("b", shown) as b:
         for step in range(1, 5):
@@ -140,7 +133,7 @@ async def test_pieces_are_given_again_and_again_over_one_connection(shown):
         assert len(b.replicator._visitors) == len(a.replicator._pipes) == 1
 
 
-@told
+@in_loop
 async def test_replicator_sends_no_version_twice():
     async with node("a") as a, node("b") as b:
         kept = a.write(own(1), (0, 1))
@@ -149,7 +142,7 @@ async def test_replicator_sends_no_version_twice():
         assert await a.replicator.give(own(1), b.peer) == (0, 1)
 
 
-@told
+@in_loop
 async def test_an_older_version_is_taken_once_the_fresher_one_is_void():
     async with node("a") as a, node("b") as b:
         a.write(own(1), (0, 10))
@@ -163,7 +156,7 @@ async def test_an_older_version_is_taken_once_the_fresher_one_is_void():
         assert b.held() == [(own(1), (0, 10), True)]
 
 
-@told
+@in_loop
 async def test_the_copy_of_a_dropped_version_makes_way_before_that_of_a_good_one():
     """One rank has not kept step 2, so all have dropped it: until step 3 is whole, 1 is needed."""
     async with node("a") as a, node("b") as b:
@@ -176,7 +169,7 @@ async def test_the_copy_of_a_dropped_version_makes_way_before_that_of_a_good_one
         assert b.held() == [(shard(1), (0, 3), True), (shard(1), (0, 1), True)]
 
 
-@told
+@in_loop
 async def test_the_memory_that_was_fetched_into_is_the_workers_to_write_to():
     async with node("a") as a, node("b") as b:
         a.write(SHARED, (0, 1))
@@ -184,7 +177,7 @@ async def test_the_memory_that_was_fetched_into_is_the_workers_to_write_to():
         assert b.write(SHARED, (1, 2)).memory.find((0, 1)) is not None
 
 
-@told
+@in_loop
 async def test_replicator_fetch_of_a_base_voids_later_versions():
     async with node("a") as a, node("b") as b:
         a.write(SHARED, (0, 10))
@@ -193,7 +186,7 @@ async def test_replicator_fetch_of_a_base_voids_later_versions():
         assert b.held() == [(SHARED, (0, 10), False)]
 
 
-@told
+@in_loop
 async def test_replicator_refuses_an_unknown_piece_and_keeps_the_connection():
     async with node("a") as a, node("b") as b:
         a.write(SHARED, (0, 2))
@@ -202,7 +195,7 @@ async def test_replicator_refuses_an_unknown_piece_and_keeps_the_connection():
         await b.replicator.fetch(SHARED, (0, 2), a.peer)
 
 
-@told
+@in_loop
 async def test_bytes_that_do_not_fit_their_checksum_are_not_kept():
     async with node("a") as a, node("b") as b:
         a.write(own(1), (0, 1))
@@ -216,7 +209,7 @@ async def test_bytes_that_do_not_fit_their_checksum_are_not_kept():
         b.assert_holds(own(1), (0, 3))
 
 
-@told
+@in_loop
 async def test_bytes_that_were_fetched_are_for_the_worker_to_sum():
     async with node("a") as a, node("b") as b:
         a.write(SHARED, (0, 2), summed=7)
@@ -225,7 +218,7 @@ async def test_bytes_that_were_fetched_are_for_the_worker_to_sum():
             assert not held.is_whole()
 
 
-@told
+@in_loop
 async def test_replicator_drops_a_piece_overwritten_in_transfer(monkeypatch):
     """The last bytes lie in the memory of who sends until they are taken."""
     send = replicator._send
@@ -246,7 +239,7 @@ async def test_replicator_drops_a_piece_overwritten_in_transfer(monkeypatch):
         b.assert_holds(SHARED, (0, 1))
 
 
-@told
+@in_loop
 async def test_the_freshest_can_be_had_without_knowing_which_it_is():
     async with node("a") as a, node("b") as b:
         with pytest.raises(TransferError, match="does not hold"):
@@ -265,10 +258,10 @@ def test_a_small_pipe_does_it_too(monkeypatch):
         raise PermissionError
 
     monkeypatch.setattr(stream, "fcntl", SimpleNamespace(fcntl=refuse, F_SETPIPE_SZ=0))
-    test_replicator_fetches_a_piece_from_another_node(SECRET)
+    test_replicator_fetches_a_piece_from_another_node(shown=SECRET)
 
 
-@told
+@in_loop
 async def test_a_node_without_room_says_so(monkeypatch):
     async with node("a") as a, node("b") as b:
         a.write(own(1), (0, 1))
@@ -280,7 +273,7 @@ async def test_a_node_without_room_says_so(monkeypatch):
         assert b.held() == []
 
 
-@told
+@in_loop
 async def test_copies_keep_to_their_bandwidth_and_the_loop_goes_on():
     async with node("a", bandwidth=20 * stream.CHUNK) as a, node("b") as b:
         a.write(own(1), (0, 1), size=10 * stream.CHUNK)
@@ -296,34 +289,26 @@ async def test_copies_keep_to_their_bandwidth_and_the_loop_goes_on():
         b.assert_holds(own(1), (0, 1), size=10 * stream.CHUNK)
 
 
-@told
-async def test_the_end_of_an_agent_ends_its_transfers_at_once():
-    async with node("a", bandwidth=5 * stream.CHUNK) as a, node("b") as b:
-        a.write(own(1), (0, 1), size=25 * stream.CHUNK)
-        giving = asyncio.create_task(a.replicator.give(own(1), b.peer))
-        while not b.held() and not b.snapshot_memory._kept:
-            await asyncio.sleep(0.005)
-        await asyncio.wait_for(b.replicator.close(), 10)
-        with pytest.raises(TransferError, match=r"Lost the agent"):
-            await asyncio.wait_for(giving, 20)
-        assert b.held() == []
-        with pytest.raises(TransferError):
-            await a.replicator.give(own(1), b.peer)
-
-
-@told
-async def test_giving_ends_with_this_agent():
+@pytest.mark.parametrize("end", ["giver", "taker"])
+@in_loop
+async def test_transfer_ends_at_once_with_either_agent(end):
     async with node("a", bandwidth=5 * stream.CHUNK) as a, node("b") as b:
         a.write(own(1), (0, 1), size=25 * stream.CHUNK)
         giving = asyncio.create_task(a.replicator.give(own(1), b.peer))
         while not b.snapshot_memory._kept:
             await asyncio.sleep(0.005)
-        await asyncio.wait_for(a.replicator.close(), 10)
-        with pytest.raises(TransferError):
-            await giving
+        ending = a if end == "giver" else b
+        await asyncio.wait_for(ending.replicator.close(), 10)
+        with pytest.raises(TransferError) as lost:
+            await asyncio.wait_for(giving, 20)
+        assert end == "giver" or "Lost the agent" in str(lost.value)
+        assert b.held() == []
+        if end == "taker":
+            with pytest.raises(TransferError):
+                await a.replicator.give(own(1), b.peer)
 
 
-@told
+@in_loop
 async def test_replicator_without_a_peer_fails():
     async with node("a") as a:
         with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -333,7 +318,7 @@ async def test_replicator_without_a_peer_fails():
                 await a.replicator.fetch(SHARED, (0, 1), peer)
 
 
-@told
+@in_loop
 async def test_replicator_rejects_a_wrong_secret():
     other = Credentials(Secret(b"another secret, of another job"))
     async with node("a") as a, node("b", other) as b:
@@ -342,7 +327,7 @@ async def test_replicator_rejects_a_wrong_secret():
             await b.replicator.fetch(SHARED, (0, 1), a.peer)
 
 
-@told
+@in_loop
 async def test_connections_to_nodes_that_are_gone_are_closed():
     async with node("a") as a, node("b") as b:
         a.write(own(1), (0, 1))
@@ -371,7 +356,7 @@ async def rest(one):
         await asyncio.sleep(0.005)
 
 
-@told
+@in_loop
 async def test_idle_peers_make_room_and_busy_ones_stay(monkeypatch):
     monkeypatch.setattr(replicator, "MOST_VISITORS", 2)
 
@@ -396,7 +381,7 @@ async def test_idle_peers_make_room_and_busy_ones_stay(monkeypatch):
         await d.replicator.fetch(SHARED, (0, 2), a.peer)
 
 
-@told
+@in_loop
 async def test_replicator_keeps_waiting_clients_informed(monkeypatch):
     """One survivor serves a few at a time, and each may take longer than silence is borne."""
     monkeypatch.setattr(replicator, "WAIT_INTERVAL", 0.01)
@@ -428,7 +413,7 @@ async def test_replicator_keeps_waiting_clients_informed(monkeypatch):
             one.assert_holds(SHARED, (0, 1))
 
 
-@told
+@in_loop
 async def test_replicator_retries_a_busy_node(monkeypatch):
     monkeypatch.setattr(replicator, "WAIT_INTERVAL", 0.01)
 
@@ -446,7 +431,7 @@ async def test_replicator_retries_a_busy_node(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["_serve", "_fetch"])
-@told
+@in_loop
 async def test_replicator_closes_on_an_unexpected_message(monkeypatch, name):
     def fails(*_):
         raise RuntimeError("not foreseen")
@@ -462,7 +447,7 @@ async def test_replicator_closes_on_an_unexpected_message(monkeypatch, name):
         assert not b.replicator._pipes
 
 
-@told
+@in_loop
 async def test_bytes_go_nowhere_else_when_their_memory_is_wanted_otherwise(monkeypatch, tmp_path):
     """The sender stops amid a version, this node commits on, and files are opened and closed."""
     begun, goes_on, send_file = (
@@ -520,7 +505,7 @@ NONSENSE = [
 ]
 
 
-@told
+@in_loop
 async def talk_nonsense():
     loop = asyncio.get_running_loop()
     async with node("a") as a, node("b") as b:
@@ -548,7 +533,7 @@ def test_nonsense_ends_the_connection_or_is_refused_and_harms_nobody(caplog):
     assert [record for record in caplog.records if record.name == "asyncio"] == []
 
 
-@told
+@in_loop
 async def test_replicator_closes_on_a_message_before_the_welcome():
     """What comes right behind the greeting may have been read with it."""
     async with node("a", ANONYMOUS) as a:
@@ -561,12 +546,6 @@ async def test_replicator_closes_on_a_message_before_the_welcome():
         writer.close()
         await writer.wait_closed()
         assert not a.replicator._visitors
-
-
-def test_no_thread_is_left():
-    before = threading.active_count()
-    test_replicator_sends_no_version_twice()
-    assert threading.active_count() == before
 
 
 def test_a_header_survives_its_journey():
@@ -591,8 +570,9 @@ def test_a_header_survives_its_journey():
 # --- the stream -----------------------------------------------------------------------------------
 
 
-def test_doctests_hold():
-    assert doctest.testmod(stream).failed == 0
+@pytest.mark.parametrize("tested", [stream, snapshot_service])
+def test_doctests_hold(tested):
+    assert doctest.testmod(tested).failed == 0
 
 
 def test_no_rate_is_no_limit():
@@ -615,19 +595,14 @@ def test_time_that_passes_unused_is_not_saved_up_without_end():
     assert bucket.take(1000, 100.0) == pytest.approx(1 - BURST)
 
 
-def test_stream_ends_when_the_tls_peer_says_goodbye_and_stays_connected(tmp_path):
-    authority = Authority(tmp_path, "ours")
-    issued = authority.issue("node")
-    shown = credentials.load(
-        LaunchConfig(rdzv_tls_cert=issued.cert, rdzv_tls_key=issued.key, rdzv_tls_ca=authority.cert)
-    )
+def test_stream_ends_when_the_tls_peer_says_goodbye_and_stays_connected(tls):
     ours, theirs = socket.socketpair()
-    stream = SnapshotStream(ours, TlsPipe(shown.server_tls, server=True))
+    stream = SnapshotStream(ours, TlsPipe(tls.server_tls, server=True))
     with theirs, contextlib.closing(stream), ThreadPoolExecutor(1) as pool:
         received = pool.submit(stream.receive, 4)
         theirs.settimeout(30)
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        client = shown.client_tls.wrap_bio(incoming, outgoing)
+        client = tls.client_tls.wrap_bio(incoming, outgoing)
         while True:
             try:
                 client.do_handshake()
@@ -643,3 +618,378 @@ def test_stream_ends_when_the_tls_peer_says_goodbye_and_stays_connected(tmp_path
         assert stream.receive(6) == b" words"
         with pytest.raises(EOFError):
             stream.receive(1)
+
+
+# --- what an agent answers about snapshots, and to whom it brings copies --------------------------
+
+
+def world(*names, **peers):
+    return World(generation=3, phase="running").with_nodes(
+        place(name, at, 1, first_rank=at, peer=peers.get(name, f"{name}:1"))
+        for at, name in enumerate(names)
+    )
+
+
+def part(whole, *names):
+    """The world as an agent has it that knows these nodes only."""
+    known = tuple(item for item in whole.nodes if item.node in names)
+    return dataclasses.replace(whole, nodes=known)
+
+
+@pytest.mark.parametrize(
+    ("seen", "replicas", "chosen"),
+    [
+        (world("a", "b", "c"), 1, ["c"]),
+        (world("a", "b", "c"), 2, ["c", "a"]),
+        (world("a", "b", "c"), 9, ["c", "a"]),
+        (world("a", "b", "c"), 0, []),
+        (world("b"), 1, []),
+        (world("a", "c"), 1, []),  # it has no place itself
+        (world("a", "b", "c", c=""), 1, ["a"]),  # nobody reaches the other
+        (part(world("a", "b", "c", "d"), "a", "b"), 1, ["a"]),
+        (part(world("a", "b", "c", "d"), "b"), 1, ["a"]),  # alone in its part
+    ],
+)
+def test_service_places_pieces_on_the_next_nodes(seen, replicas, chosen):
+    assert chosen_holders(seen, "b", replicas) == [(name, f"{name}:1") for name in chosen]
+
+
+class Agent:
+    """Snapshots of one node, with a reception, as a worker sees them."""
+
+    def __init__(self, name, replicas=1):
+        self.name = name
+        self.said = []
+        self.bases = []
+        self.snapshots = Snapshots(
+            name,
+            "job",
+            replicas=replicas,
+            bandwidth=0.0,
+            say=self.said.append,
+            on_base=self.bases.append,
+        )
+        self.listener = Listener("job")
+        self.memories = {}
+
+    async def listen(self):
+        port = await self.listener.listen(bind_endpoint("127.0.0.1", 0))
+        self.peer = f"127.0.0.1:{port}"
+        backend = SimpleNamespace(serve=self.listener.serve, credentials=ANONYMOUS, peer=self.peer)
+        self.snapshots.open(backend)
+
+    async def ask(self, request):
+        """The answer, and the memory that came with it."""
+        answered = asyncio.get_running_loop().create_future()
+
+        def answer(said, descriptors):
+            taken = [os.dup(descriptor) for descriptor in descriptors]
+            answered.set_result((messages.from_json(said), taken))
+
+        self.snapshots.heard(messages.to_json(request), answer)
+        said, taken = await answered
+        made = None
+        for descriptor in taken:
+            made = Memory(descriptor)
+            os.close(descriptor)
+        return said, made
+
+    async def write(self, piece, version):
+        if piece not in self.memories:
+            _, self.memories[piece] = await self.ask(messages.Room(1, piece, 1000, 100))
+        made = self.memories[piece]
+        made.begin(version)[:5] = b"bytes"
+        made.seal(version, b"{}", 5, layout.checksum(b"bytes"))
+        self.tell(messages.Sealed(piece, version))
+
+    def tell(self, message):
+        self.snapshots.heard(messages.to_json(message), None)
+
+    async def held(self):
+        said, _ = await self.ask(messages.Inventory(1))
+        return [(item.piece, item.version, item.replica) for item in said.holdings]
+
+    async def holds(self, *wanted):
+        while wanted not in await self.held():
+            await asyncio.sleep(0.005)
+
+    async def replicates(self, version):
+        while self.memories[own(0)].replicated() != version:
+            await asyncio.sleep(0.005)
+
+    async def close(self):
+        for memory in self.memories.values():
+            memory.close()
+        await self.snapshots.close()
+        await self.listener.close()
+
+
+@contextlib.asynccontextmanager
+async def agents(*names, **options):
+    made = [Agent(name, **options) for name in names]
+    for agent in made:
+        await agent.listen()
+    try:
+        yield made
+    finally:
+        for agent in made:
+            await agent.close()
+
+
+def in_one_world(*agents, generation=3):
+    seen = world(*[agent.name for agent in agents], **{item.name: item.peer for item in agents})
+    seen = dataclasses.replace(seen, generation=generation)
+    for agent in agents:
+        agent.snapshots.turn_to(seen)
+
+
+@in_loop
+async def test_service_answers_requests_of_workers():
+    async with agents("a") as (a,):
+        for nonsense in ({"type": "snapshot.open"}, {"type": "snapshot.juggle"}):
+            a.snapshots.heard(nonsense, None)
+        assert await a.held() == []
+        await a.write(SHARED, (0, 1))
+        said, made = await a.ask(messages.Open(7, SHARED, (0, 1)))
+        assert said == messages.Opened(7)
+        assert made.freshest().data == b"bytes"
+        made.close()
+        said, made = await a.ask(messages.Open(8, SHARED, (0, 2)))
+        sentence = "This node does not hold 'shared' of generation 0, step 2."
+        assert (said, made) == (messages.Refused(8, sentence), None)
+        said, _ = await a.ask(messages.Room(9, "mine", 10, 10))
+        assert "is not a piece" in said.sentence
+        said, _ = await a.ask(messages.Inventory(10))
+        assert (said.peer, said.node) == (a.peer, "a")
+
+
+@in_loop
+async def test_a_damaged_version_is_not_offered_again_and_a_sound_one_is():
+    async with agents("a") as (a,):
+        await a.write(SHARED, (0, 1))
+        await a.write(SHARED, (0, 2))
+        at = a.memories[SHARED].sizes.buffer_at(a.memories[SHARED].find((0, 2)).index)
+        a.memories[SHARED]._map[at] ^= 1
+        for version in ((0, 1), (0, 2), (0, 3)):
+            assert await a.ask(messages.Drop(5, SHARED, version)) == (messages.Dropped(5), None)
+        assert await a.held() == [(SHARED, (0, 1), False)]
+        said, _ = await a.ask(messages.Open(6, SHARED, (0, 2)))
+        assert "does not hold" in said.sentence
+
+
+@in_loop
+async def test_a_node_outside_the_world_hears_from_the_leader_what_is_void():
+    async with agents("a") as (a,):
+        await a.write(SHARED, (2, 10))
+        await a.write(SHARED, (2, 11))
+        without = dataclasses.replace(world("b", "c"), base=Base(3, 2, 10))
+        a.snapshots.hear_of(without)
+        assert await a.held() == [(SHARED, (2, 10), False)], "at once: nobody is told of it"
+        a.snapshots.hear_of(dataclasses.replace(without, generation=4, base=Base(4, 3, 20)))
+        assert await a.held() == []
+
+
+@in_loop
+async def test_a_node_that_comes_back_offers_nothing_void():
+    """The world it is in is the next one after that in which the base was chosen without it."""
+    async with agents("a") as (a,):
+        await a.write(SHARED, (1, 10))
+        await a.write(SHARED, (1, 11))
+        a.snapshots.hear_of(dataclasses.replace(world("a", "b"), base=Base(2, 1, 10)))
+        assert await a.held() == [(SHARED, (1, 10), False)]
+
+
+@in_loop
+async def test_service_reports_the_base_once():
+    async with agents("a") as (a,):
+        for _ in range(2):
+            a.tell(messages.Settled((2, 10), 3))
+        a.snapshots.hear_of(dataclasses.replace(world("a", "b"), base=Base(3, 2, 10)))
+        a.tell(messages.Settled((3, 12), 4))
+        assert a.bases == [Base(3, 2, 10), Base(4, 3, 12)]
+
+
+@in_loop
+async def test_own_pieces_are_brought_to_the_next_node_and_shared_ones_to_none():
+    async with agents("a", "b", "c") as (a, b, c):
+        in_one_world(a, b, c, generation=0)
+        await a.write(SHARED, (0, 1))
+        await a.write(own(0), (0, 1))
+        await b.holds(own(0), (0, 1), True)
+        await a.replicates((0, 1))
+        assert await b.held() == [(own(0), (0, 1), True)]
+        assert await c.held() == []
+
+
+@in_loop
+async def test_with_two_replicas_a_version_counts_when_both_have_it():
+    async with agents("a", "b", "c", replicas=2) as (a, b, c):
+        in_one_world(a, b, c)
+        for step in range(1, 5):
+            await a.write(own(0), (0, step))
+        await b.holds(own(0), (0, 4), True)
+        await c.holds(own(0), (0, 4), True)
+        await a.replicates((0, 4))
+
+
+@in_loop
+async def test_a_new_holder_has_the_base_before_the_first_commit():
+    async with agents("a", "b", "c") as (a, b, c):
+        in_one_world(a, b)
+        await a.write(own(0), (0, 1))
+        await b.holds(own(0), (0, 1), True)
+        await b.snapshots.close()
+        in_one_world(a, c)
+        a.tell(messages.Settled((0, 1), 1))
+        await c.holds(own(0), (0, 1), True)
+        assert a.said == []
+
+
+@in_loop
+async def test_a_holder_of_something_void_is_brought_the_base(monkeypatch):
+    monkeypatch.setattr(snapshot_service, "RETRY_AFTER", 0.01)
+    async with agents("a", "b") as (a, b):
+        await a.write(own(0), (0, 10))
+        await a.write(own(0), (0, 11))
+        in_one_world(a, b)
+        a.tell(messages.Sealed(own(0), (0, 11)))
+        await b.holds(own(0), (0, 11), True)
+        for agent in (a, b):
+            agent.tell(messages.Settled((0, 10), 1))
+        await b.holds(own(0), (0, 10), True)
+        assert len(await b.held()) == 1
+
+
+@in_loop
+async def test_a_node_that_takes_no_copy_is_tried_again_and_told_of_once(monkeypatch):
+    monkeypatch.setattr(snapshot_service, "RETRY_AFTER", 0.01)
+    enough = memory_limit.limits
+    async with agents("a", "b") as (a, b):
+        in_one_world(a, b)
+        _, a.memories[own(0)] = await a.ask(messages.Room(1, own(0), 1000, 100))
+        monkeypatch.setattr(memory_limit, "limits", lambda: [Limit("its cgroup", 10, 10)])
+        await a.write(own(0), (0, 1))
+        while not a.said:
+            await asyncio.sleep(0.005)
+        assert a.said[0].startswith(f"Cannot copy snapshots to {b.peer}: No room")
+        monkeypatch.setattr(memory_limit, "limits", enough)
+        await b.holds(own(0), (0, 1), True)
+        assert len(a.said) == 1
+
+
+@in_loop
+async def test_no_room_is_told_to_the_worker_and_once_to_the_user(monkeypatch):
+    monkeypatch.setattr(memory_limit, "limits", lambda: [Limit("its cgroup", 10, 10)])
+    async with agents("a") as (a,):
+        for number in (1, 2):
+            said, _ = await a.ask(messages.Room(number, SHARED, 1000, 100))
+            assert said.sentence.startswith("No room for snapshots of 'shared'")
+        assert a.said == [said.sentence]
+
+
+@in_loop
+async def test_two_workers_that_lack_the_same_fetch_it_once():
+    async with agents("a", "b") as (a, b):
+        await a.write(SHARED, (0, 1))
+        asked = [b.ask(messages.Fetch(number, SHARED, (0, 1), a.peer)) for number in (1, 2)]
+        for said, made in await asyncio.gather(*asked):
+            assert isinstance(said, messages.Opened)
+            assert made.freshest().is_whole()
+            made.close()
+        said, _ = await b.ask(messages.Fetch(3, SHARED, (0, 2), a.peer))
+        assert "does not hold that version" in said.sentence
+
+
+@in_loop
+async def test_a_newcomer_has_the_shared_state_before_its_workers_ask():
+    async with agents("a", "b", "c") as (a, b, c):
+        await c.write(SHARED, (2, 7))
+        await c.write(SHARED, (2, 8))
+        in_one_world(a, b, c)
+        # b is next to c; a asks b in vain, or gets what that has just got, and then c.
+        for newcomer in (a, b):
+            await newcomer.holds(SHARED, (2, 8), False)
+        said, made = await b.ask(messages.Fetch(1, SHARED, (2, 8), "nobody:1"))
+        assert isinstance(said, messages.Opened)
+        assert made.freshest().is_whole()
+        made.close()
+
+
+@in_loop
+async def test_a_newcomer_that_cannot_have_it_ahead_still_answers_its_workers(monkeypatch):
+    async with agents("a", "b") as (a, b):
+        await a.write(SHARED, (0, 1))
+        monkeypatch.setattr(memory_limit, "limits", lambda: [Limit("its cgroup", 1 << 20, 1 << 20)])
+        b.snapshots.turn_to(world("a", "b", a=a.peer, b=b.peer))
+        said, _ = await b.ask(messages.Fetch(1, SHARED, (0, 1), a.peer))
+        assert "No room" in said.sentence
+        monkeypatch.undo()
+        said, made = await b.ask(messages.Fetch(2, SHARED, (0, 1), a.peer))
+        assert isinstance(said, messages.Opened)
+        made.close()
+
+
+@in_loop
+async def test_service_with_the_last_copy_replicates_it():
+    async with agents("a", "b", "c") as (a, b, c):
+        in_one_world(a, b, c, generation=0)
+        await a.write(own(0), (0, 1))
+        await b.holds(own(0), (0, 1), True)
+        in_one_world(b, c, generation=1)
+        await c.holds(own(0), (0, 1), True)
+        await b.holds(own(0), (0, 1), False)
+
+
+@in_loop
+async def test_copies_of_nodes_that_are_only_not_known_stay_copies():
+    async with agents("a", "b", "c") as (a, b, c):
+        in_one_world(a, b, c, generation=0)
+        await a.write(own(0), (0, 1))
+        await b.holds(own(0), (0, 1), True)
+        whole = world("a", "b", "c", a=a.peer, b=b.peer, c=c.peer)
+        b.snapshots.turn_to(part(whole, "b", "c"))
+        assert not [task for task in b.snapshots._tasks if "adopt" in repr(task.get_coro())]
+
+
+# --- placement ------------------------------------------------------------------------------------
+
+
+WORLDS = st.lists(st.integers(0, 99).map("n{}".format), min_size=1, max_size=16, unique=True)
+
+
+def all_pairs(nodes, replicas):
+    return {(node, holder) for node in nodes for holder in holders(nodes, node, replicas)}
+
+
+def test_placement_of_a_node_outside_the_world_is_empty():
+    assert holders(["a", "b"], "c", 1) == ()
+    assert holders(["a", "b"], "a", 0) == ()
+
+
+@given(WORLDS, st.integers(0, 5))
+def test_each_has_so_many_others_and_holds_for_as_many(nodes, replicas):
+    wanted = min(replicas, len(nodes) - 1)
+    pairs = all_pairs(nodes, replicas)
+    for node in nodes:
+        mine = holders(nodes, node, replicas)
+        assert len(set(mine)) == len(mine) == wanted
+        assert node not in mine
+        assert sum(holder == node for _, holder in pairs) == wanted
+
+
+@given(WORLDS, st.integers(1, 3), st.data())
+def test_the_loss_of_a_node_moves_only_what_it_held(nodes, replicas, data):
+    lost = data.draw(st.sampled_from(nodes))
+    left = [node for node in nodes if node != lost]
+    before, after = all_pairs(nodes, replicas), all_pairs(left, replicas)
+    new = after - before
+    held_by_lost = {node for node, holder in before if holder == lost}
+    assert {node for node, _ in new} <= held_by_lost
+    assert len(new) <= len(held_by_lost)
+
+
+@given(WORLDS, st.integers(1, 3))
+def test_a_newcomer_moves_only_what_comes_to_it_and_what_it_brings(nodes, replicas):
+    new = all_pairs([*nodes, "newcomer"], replicas) - all_pairs(nodes, replicas)
+    assert all("newcomer" in pair for pair in new)
+    assert len(new) <= 2 * replicas

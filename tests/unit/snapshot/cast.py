@@ -39,6 +39,8 @@ class FakeSnapshotAgent:
         self.steps: list[int] = []
         self.begun: list[Begins] = []
         self.refusal = ""
+        #: Whether copies on other nodes arrive as soon as they are wanted.
+        self.arrives = True
         #: Those who want to be told to leave.
         self.on_leave: list[Callable[[Leave], None]] = []
         #: Cleared: it does not answer.
@@ -86,6 +88,10 @@ class FakeSnapshotAgent:
 
     def tell(self, message: Sealed | Settled) -> None:
         self.told.append(message)
+        if self.arrives and isinstance(message, Sealed):
+            memory = Memory(self.descriptors[message.piece])
+            memory.note_replicated(message.version)
+            memory.close()
 
     def begins(self, begins: Begins) -> None:
         self.begun.append(begins)
@@ -207,19 +213,33 @@ PATIENCE = 60.0
 
 
 class Ranks:
-    """A world with a node for each rank; the nodes outlive it."""
+    """Ranks whose collectives are here; one that only some of them enter fails. If there is a node
+    for each, the nodes outlive them."""
 
-    def __init__(self, nodes: Sequence[FakeSnapshotAgent], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.nodes, self.size = nodes, len(nodes)
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        nodes: Sequence[FakeSnapshotAgent] = (),
+        size: int = 2,
+    ) -> None:
+        self.size = len(nodes) or size
         self._here = threading.local()
         self._slots: list[Any] = [None] * self.size
         self._barrier = threading.Barrier(self.size)
-        monkeypatch.setattr(agent_client, "connect", lambda: nodes[self._here.rank])
-        monkeypatch.setattr(agreement, "place", lambda: (self._here.rank, self.size))
+        if nodes:
+            monkeypatch.setattr(agent_client, "connect", lambda: nodes[self.rank])
+        monkeypatch.setattr(agreement, "place", lambda: (self.rank, self.size))
         monkeypatch.setattr(agreement, "gather", self._gather)
-        monkeypatch.setattr(agreement, "least", lambda number, *_: min(self._all(number)))
+        monkeypatch.setattr(agreement, "least", lambda one, *_: min(self.all("least", one)))
+        monkeypatch.setattr(agreement, "largest", self._largest)
+        monkeypatch.setattr(agreement, "of_rank_0", lambda one: self.all("of rank 0", one)[0])
         monkeypatch.setattr(agreement, "extremes", self._extremes)
         monkeypatch.setattr(transfer, "share", self._share)
+
+    @property
+    def rank(self) -> int:
+        rank: int = self._here.rank
+        return rank
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
         """What comes of it on each rank: what it returns, or the error that it ends with."""
@@ -234,22 +254,28 @@ class Ranks:
         except Exception as error:
             return error
 
-    def _all(self, value: Any) -> list[Any]:
-        self._slots[self._here.rank] = value
+    def all(self, name: str, value: Any) -> list[Any]:
+        """What all ranks say, in the same collective."""
+        self._slots[self.rank] = name, value
         self._barrier.wait(PATIENCE)
-        found = list(self._slots)
+        said = list(self._slots)
         self._barrier.wait(PATIENCE)
-        return found
+        assert {one for one, _ in said} == {name}, f"different collectives: {said}"
+        return [value for _, value in said]
 
     def _gather(self, said: Any) -> list[Any]:
-        return self._all(json.loads(json.dumps(said)))
+        return self.all("gather", json.loads(json.dumps(said)))
+
+    def _largest(self, *numbers: int) -> list[int]:
+        said = self.all("largest", numbers)
+        return [max(values) for values in zip(*said, strict=True)]
 
     def _extremes(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found = torch.stack(self._all(values))
+        found = torch.stack(self.all("extremes", values))
         return found.amin(0), found.amax(0)
 
     def _share(self, world: Any, tree: Any, *, holders: Sequence[int], into: Any = None) -> Any:
-        trees = self._all(tree)
+        trees = self.all("share", tree)
         received = None if world.rank in holders else copy.deepcopy(trees[holders[0]])
-        self._all(None)  # nobody goes on before all have their copy
+        self.all("shared", None)  # nobody goes on before all have their copy
         return received
