@@ -221,6 +221,7 @@ class CheckpointStore(CheckpointManager):
         generation: int | None = None,
         together: bool = False,
         lasting: Collection[torch.Tensor] = (),
+        hashed: bool = False,
     ) -> bool:
         """Start a checkpoint of `tree`, which has committed `step` steps. False if it is skipped.
 
@@ -228,7 +229,7 @@ class CheckpointStore(CheckpointManager):
         returns, except tensors in `lasting`, which may change only after `before_write`. With
         `together` all ranks of the default process group call this, each with its shards (DTensors)
         of a tree that is otherwise the same, and with its `own` part; without it, this process
-        writes the whole tree.
+        writes the whole tree. With `hashed`, the hash of the copy's "model" is reported.
         """
         from torchelastic.checkpoint.save_job import Job
         from torchelastic.checkpoint.write_plan import Planner, by_address
@@ -250,9 +251,9 @@ class CheckpointStore(CheckpointManager):
         behind = content.bytes >= LARGE and bool(lasting) and not self._at_once
         staged = self._copy(content, step, by_address(lasting) if behind else None)
         if staged is None:
-            self._write_at_once(job, claim, content)
+            self._write_at_once(job, claim, content, hashed=hashed)
         else:
-            self._put(job, claim, *staged, self._way(content.bytes))
+            self._put(job, claim, *staged, self._way(content.bytes), hashed=hashed)
             self._copying = staged[1]
         if not behind:
             self._copy_rest()
@@ -408,14 +409,22 @@ class CheckpointStore(CheckpointManager):
         staging: Staging,
         copying: BackgroundCopy,
         write: Callable[[Job, int], Written],
+        *,
+        hashed: bool,
     ) -> None:
+        from torchelastic.checkpoint.staging import staged
+
         def task() -> None:
             self._finish_copy(job, copying)
             self._write(job, claim, lambda job: write(job, staging.descriptor))
+            if hashed:
+                _hash(job.step, staged(staging.descriptor, job.slots))
 
         self._runner.put(Task(job.step, task, staging.release))
 
-    def _write_at_once(self, job: Job, claim: FenceClaim, content: Content) -> None:
+    def _write_at_once(
+        self, job: Job, claim: FenceClaim, content: Content, *, hashed: bool
+    ) -> None:
         """Write without a copy, while training waits: better than no checkpoint."""
         from torchelastic.checkpoint.save_job import run
 
@@ -424,6 +433,8 @@ class CheckpointStore(CheckpointManager):
 
         self._runner.put(Task(job.step, lambda: self._write(job, claim, write)))
         self._runner.wait()
+        if hashed:
+            _hash(job.step, content.tensors)
 
     def _write(self, job: Job, claim: FenceClaim, write: Callable[[Job], Written]) -> None:
         """Runs in the writer thread."""
@@ -568,6 +579,16 @@ class FileSystemCheckpointManager(CheckpointStore):
         self.directory = Path(checkpoint_dir)
         self.directory.mkdir(parents=True, exist_ok=True)
         super().__init__(checkpoint_dir, keep_last=keep_last, every=every)
+
+
+def _hash(step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Report the hash of a checkpoint's "model", whose tensors have these names."""
+    from torchelastic.tensors.tensor_bytes import sha256_of
+
+    named = {name: one for name, one in tensors.items() if name.startswith("model.")}
+    milestones.weights_hashed(
+        step, sha256_of({name.removeprefix("model."): one for name, one in named.items()})
+    )
 
 
 def _generation() -> int:

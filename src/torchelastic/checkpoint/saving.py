@@ -46,11 +46,14 @@ def save(state: Saved, step: int, generation: int | None = None) -> None:
     _finish_others(manager)
     if isinstance(manager, CheckpointStore):
         tree, lasting = _tree_of(state), _lasting_of(state)
-        manager.save(tree, step, generation=generation, lasting=lasting)
+        hashed = _is_hashed(state)
+        manager.save(tree, step, generation=generation, lasting=lasting, hashed=hashed)
         return
     stream = io.BytesIO()
     with stalls.Counted("checkpoint"):
         state.save(stream)
+        if _is_hashed(state):
+            milestones.weights_hashed(step, state.digest())  # type: ignore[attr-defined]
     content = stream.getbuffer()
     _runner.put(Task(step, lambda: _write(manager, step, content)))
 
@@ -235,6 +238,11 @@ def _lasting_of(state: Saved) -> Collection[torch.Tensor]:
     """The tensors of a TorchState that only its optimizers change, after `before_write`."""
     lasting = getattr(state, "_lasting", None)
     return lasting() if lasting is not None else ()
+
+
+def _is_hashed(state: Saved) -> bool:
+    """Whether the hash of a TorchState's weights is reported."""
+    return getattr(state, "_is_hashed", False) and milestones.is_heard()
 
 
 def _load_from_store(

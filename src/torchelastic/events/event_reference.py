@@ -21,7 +21,8 @@ agent's entry under `$XDG_RUNTIME_DIR/torchelastic` (see [logs](../guides/logs.m
 stderr.
 
 At {size} MiB the file is rotated to `events.jsonl.1`. That file begins with the events of the
-previous `events.jsonl.1`, without `progress` and `checkpoint-stored`, up to a quarter of the size.
+previous `events.jsonl.1`, without `progress`, `checkpoint-stored` and `weights-hashed`, up to a
+quarter of the size.
 Rotation runs in the background; `events.jsonl.0` exists while it does.
 
 The leader of the job also writes `job.jsonl`: the events of all agents that have reached it.

@@ -21,7 +21,9 @@ from typing import BinaryIO
 log = logging.getLogger(__name__)
 
 #: The beginnings of lines that are dropped first.
-_FREQUENT = (b'{"v":1,"type":"progress"', b'{"v":1,"type":"checkpoint-stored"')
+_FREQUENT = tuple(
+    b'{"v":1,"type":"%s"' % one for one in (b"progress", b"checkpoint-stored", b"weights-hashed")
+)
 #: Two parts whose last bytes are equal end with the same lines, since lines have times.
 _END = 4096
 

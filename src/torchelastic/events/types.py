@@ -315,6 +315,8 @@ class Progress(Event):
     #: many the optimizer had taken before this generation; 0: unknown; -1: several optimizers were
     #: counted one after another, and the count starts again with each generation.
     before: int | None = None
+    #: Micro-batches that each rank ran of its last step, with a fixed batch (`BatchPolicy.fixed`).
+    shares: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -332,6 +334,23 @@ class CheckpointStored(Event):
     seconds: float
     #: Size in bytes.
     size: int
+
+
+@dataclass(frozen=True)
+class WeightsHashed(Event):
+    """The hash of the weights in a checkpoint, or at the end of the training, of a job with a fixed
+    batch (`BatchPolicy.fixed`): equal in all runs of the same training. When checkpoints are
+    frequent, only the latest is reported."""
+
+    type: ClassVar[str] = "weights-hashed"
+    #: Rank that reported it.
+    rank: int
+    #: Steps that the weights were trained for.
+    step: int
+    #: SHA-256, as of `TorchState.digest()`.
+    sha256: str
+    #: The training has ended with these weights.
+    final: bool = False
 
 
 @dataclass(frozen=True)
@@ -450,6 +469,7 @@ EVENTS: dict[str, type[Event]] = {
         Training,
         Progress,
         CheckpointStored,
+        WeightsHashed,
         Straggler,
         Hang,
         WorkerKilled,

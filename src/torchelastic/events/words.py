@@ -167,6 +167,19 @@ def checkpoint(seen: JobView, now: float | None) -> str:
     return f"checkpoint of step {stored.step}{old}"
 
 
+def weights(seen: events.WeightsHashed) -> str:
+    """`weights sha256 3f2a… at step 1200`."""
+    return f"weights sha256 {seen.sha256} at step {seen.step}"
+
+
+def shares(seen: JobView) -> str:
+    """`micro-batches by rank: 6, 4, 6`: how many each worker ran of its last step."""
+    known = [one.share for one in seen.ranks]
+    if not known or None in known:
+        return ""
+    return f"micro-batches by rank: {listed(known)}"
+
+
 def goodput(found: Goodput) -> str:
     """`goodput 87.2% of 12 min, with 1 disruption: training 10 min; start-up 40 s, …`; without a
     step `goodput unknown (no step seen in 12 min): …`."""
@@ -301,6 +314,7 @@ _WORDS: dict[type[events.Event], Callable[[Any], str]] = {
     events.CheckpointStored: lambda e: (
         f"stored the checkpoint of step {e.step}: {size(e.size)} in {seconds(e.seconds)}"
     ),
+    events.WeightsHashed: weights,
     events.Straggler: lambda e: e.text,
     events.Hang: lambda e: e.text,
     events.WorkerKilled: lambda e: _because(f"killed rank {e.rank}", e.reason),

@@ -13,12 +13,14 @@ too: it helps, and continues when all is copied.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -61,6 +63,25 @@ def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """Return a contiguous CPU tensor's bytes. (`numpy()` is slower, and may be missing.)"""
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def sha256_of(tree: Any) -> str:
+    """Hash all tensors in dicts and lists, by the paths to them, whatever their order."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(_named(tree), key=lambda item: item[0]):
+        found.update(name.encode())
+        content = tensor.detach().cpu().contiguous()
+        found.update((ctypes.c_char * content.nbytes).from_address(content.data_ptr()))
+    return found.hexdigest()
+
+
+def _named(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, Mapping | list | tuple):
+        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        for key, one in items:
+            yield from _named(one, f"{path}.{key}" if path else str(key))
 
 
 def elements_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,7 @@ from torchelastic.data.own_rank import OwnRank, own_rank
 from torchelastic.errors import ConfigError
 from torchelastic.tensors import rng
 from torchelastic.training.fixed_sums import Exchange, Gradients, Held, Round, StepSum, add
+from torchelastic.worker_counters import milestones
 
 #: StepRunner between two comparisons of the workers' speeds.
 MEASURE_EVERY = 16
@@ -237,6 +238,7 @@ class FixedSteps:
         if here.size == 1:
             held.clear()  # the user may change its tensors, the gradients
         self.loss = float(whole.loss)
+        milestones.micro_batches = len(own)
         # By the number of the step, which all workers know, also new ones.
         is_time = self._loops == 1 and self._step() % MEASURE_EVERY == MEASURE_EVERY - 1
         if is_time and self._policy.by_speed and here.size > 1:

@@ -158,6 +158,8 @@ class Loop:
                     if finished:
                         # Not `finish`: the trained state is worth more than the last checkpoint.
                         checkpoint.wait()
+                        if self._rank == 0:
+                            self._state._ended()
                         return self._state
                 case Enter() as world:
                     broken = None if self._live_in(world) else world.generation

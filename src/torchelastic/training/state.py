@@ -103,6 +103,9 @@ class State(ABC):
     def _committed(self, version: Version) -> None:  # noqa: B027, most states need not know
         """Note that the step is done and the state has this version."""
 
+    def _ended(self) -> None:  # noqa: B027, most states need not know
+        """Note that the training is done; called on rank 0."""
+
     def _part_snapshots(self) -> PartSnapshots | None:
         """Return the snapshots of this worker's part of a sharded state, if it has any."""
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -25,7 +25,7 @@ from torchelastic.tensors.buffers import Buffers
 from torchelastic.tensors.dtensors import is_sharded
 from torchelastic.tensors.rank_private import Private, Publisher
 from torchelastic.tensors.small_state import Hyperparameters, Saver, Value, saver_of
-from torchelastic.tensors.tensor_bytes import bytes_of
+from torchelastic.tensors.tensor_bytes import bytes_of, sha256_of
 from torchelastic.training import parts, session
 from torchelastic.training.fixed_steps import FixedSteps
 from torchelastic.training.group import ddp
@@ -64,6 +64,8 @@ from torchelastic.training.state import (
 )
 from torchelastic.training.undo import Undo, UndoRecord
 from torchelastic.worker.backward_waits import BackwardWaits
+from torchelastic.worker.leaving import leaving
+from torchelastic.worker_counters import milestones
 
 #: Parts that may be several: a list, a tuple or a dict of them.
 _SEVERAL = ("model", "optimizer", "scheduler", "sampler", "scaler")
@@ -207,13 +209,19 @@ class TorchState(State):
         ]
 
     def digest(self) -> str:
-        """Return the SHA-256 of all parameters and buffers: what two runs can be compared by."""
-        found = hashlib.sha256()
-        for model in self._models:
-            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                found.update(name.encode())
-                found.update(bytes_of(tensor.detach().cpu().contiguous()))
-        return found.hexdigest()
+        """Return the SHA-256 of the model, as it is in a checkpoint: what two runs can be compared
+        by."""
+        return sha256_of(self._model_tree())
+
+    @property
+    def _is_hashed(self) -> bool:
+        """Whether the hash of the weights is reported, of each checkpoint and at the end."""
+        return self._fixed is not None and not self._sharded
+
+    def _ended(self) -> None:
+        """The training is done; called on one rank."""
+        if self._is_hashed and milestones.is_heard() and leaving() is None:
+            milestones.weights_hashed(self.step, self.digest(), final=True)
 
     # --- a step ----------------------------------------------------------------------------------
 
@@ -518,6 +526,8 @@ class TorchState(State):
             )
             if self._keeper.rank == 0:
                 checkpoint.warn_if_never_due()
+                ended = weakref.WeakMethod(self._ended)
+                milestones.at_end(lambda: (call := ended()) and call())
             self._followed = ddp.follow_all(members(self._objects.get("model")))
         step = self._keeper.restore(start)
         for model in self._followed:

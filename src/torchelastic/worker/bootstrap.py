@@ -7,6 +7,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -39,7 +40,8 @@ def attach() -> None:
     channel.adopt()
     handed_secret.adopt()
     stack_dump.adopt()
-    milestones.listen(_checkpoint_stored)
+    # The timeout: the agent may be busy.
+    milestones.listen(partial(channel.send, timeout=1.0))
     worker = os.getpid()
     raised: list[type[BaseException]] = []
 
@@ -74,8 +76,11 @@ def ignore_missing_numpy() -> None:
 def _returned(worker: int, raised: Sequence[type[BaseException]]) -> None:
     """Tell the agent that the program has returned (`orders.Returned`)."""
     if os.getpid() == worker and not raised:  # not a process that multiprocessing has forked
-        # Import nothing: Python would forget that it ends by SIGINT.
-        channel.send({"type": "returned"}, timeout=1.0)
+        try:
+            milestones.ended()
+        finally:
+            # Import nothing: Python would forget that it ends by SIGINT.
+            channel.send({"type": "returned"}, timeout=1.0)
 
 
 def _end_soon() -> None:
@@ -129,13 +134,6 @@ def _is_said_in_one_line(error: BaseException, hook: Any) -> bool:
         return bool(said)
     except Exception:  # then Python prints it all
         return False
-
-
-def _checkpoint_stored(step: int, seconds: float, size: int) -> None:
-    """Report a checkpoint. Not for the training thread: it may wait for a busy agent."""
-    from torchelastic.worker import orders  # not before it is needed: a worker starts without it
-
-    channel.send(orders.to_json(orders.Stored(step, seconds, size)), timeout=1.0)
 
 
 def _at_the_bottom() -> bool:

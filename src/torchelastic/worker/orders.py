@@ -240,6 +240,15 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class Hashed:
+    """The hash of the weights after `step` steps: in a checkpoint, or `final`."""
+
+    step: int
+    sha256: str
+    final: bool = False
+
+
+@dataclass(frozen=True)
 class Pong:
     """The answer to `Ping`."""
 
@@ -267,6 +276,7 @@ Report = (
     | Finished
     | Returned
     | Stored
+    | Hashed
     | Pong
 )
 

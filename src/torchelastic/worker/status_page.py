@@ -34,7 +34,9 @@ _SINCE = Field(f"={len(stalls.COUNTED)}d", _BEFORE.end)
 _BEGAN = Field("=d", _SINCE.end)
 #: With every step: samples trained so far.
 _SAMPLES = Field("=q", _BEGAN.end)
-_READ = _SAMPLES.end
+#: With every step: micro-batches that it ran of the step before.
+_SHARE = Field("=q", _SAMPLES.end)
+_READ = _SHARE.end
 #: Once for a generation: its first step.
 _FIRST = Field("=q", _READ)
 #: Where steps are counted from outside (`worker.optimizer_steps`): those taken before.
@@ -104,6 +106,8 @@ class ShownStatus:
     own: float = 0.0
     #: Samples that all ranks have trained on so far; -1: not counted.
     samples: int = -1
+    #: Micro-batches that it ran of its last step; -1: not counted.
+    share: int = -1
     #: As `Progress.before`.
     before: int | None = None
 
@@ -114,11 +118,13 @@ def read(descriptor: int) -> ShownStatus:
     if len(header) < _READ:  # the worker has truncated it: nothing is known
         return ShownStatus(-1, -1, -1, 0.0, (0.0,) * len(stalls.KINDS))
     generation, step, _, at = _ENTERED.of(header)
-    (rank,), (began,), (samples,) = _RANK.of(header), _BEGAN.of(header), _SAMPLES.of(header)
+    (rank,), (began,) = _RANK.of(header), _BEGAN.of(header)
+    (samples,), (share,) = _SAMPLES.of(header), _SHARE.of(header)
     before, since = _BEFORE.of(header), _SINCE.of(header)
     stalled = tuple(late - early for early, late in zip(before, since, strict=True))
     own = max(0.0, at - stalls.apart(since) - began)
-    return ShownStatus(generation, rank, step, at, stalled[: len(stalls.KINDS)], own, samples)
+    kinds = stalled[: len(stalls.KINDS)]
+    return ShownStatus(generation, rank, step, at, kinds, own, samples, share)
 
 
 @dataclass
@@ -170,6 +176,7 @@ class StatusPage:
             self._enter(generation, step, now)
         memory[_SINCE.span] = stalls.seconds
         _SAMPLES.pack_into(memory, _SAMPLES.at, milestones.samples)
+        _SHARE.pack_into(memory, _SHARE.at, milestones.micro_batches)
         _ENTERED.pack_into(memory, 0, generation, step, now, now)
 
     def _enter(self, generation: int, step: int, now: float) -> None:

@@ -225,6 +225,15 @@ def test_progress_of_a_job_is_shown(show):
     assert told in show("job")
 
 
+def test_fixed_batch_shows_shares_and_the_hash_of_the_weights(show):
+    agent = Agent("job").world(0, "node-a")
+    agent.tell(events.Progress([0, 1], [5, 5], [0.0, 0.0], shares=[6, 2]), 0)
+    agent.tell(events.WeightsHashed(0, 4, "3f2a" * 16), 0).log.close()
+    said = show("job")
+    assert "  micro-batches by rank: 6, 2\n" in said
+    assert f"  weights sha256 {'3f2a' * 16} at step 4\n" in said
+
+
 def test_json_has_the_same_picture(show):
     trained("job").log.close()
     (job,) = json.loads(show("--json"))

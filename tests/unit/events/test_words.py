@@ -50,6 +50,7 @@ def test_an_event_is_a_sentence():
             events.CheckpointStored(0, 40, at=1.0, seconds=0.25, size=5_000_000),
             "stored the checkpoint of step 40: 5.0 MB in 250 ms",
         ),
+        (events.WeightsHashed(0, 40, "3f2a"), "weights sha256 3f2a at step 40"),
         (events.Training(2, 8, 0), "rank 2 trains from step 8"),
         (
             events.Training(2, 8, 99, 0.25, 0.5),

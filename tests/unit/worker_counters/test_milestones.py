@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+from unittest.mock import create_autospec
 
 import pytest
+from torch import nn
 
 from tests.unit.checkpoint.conftest import state
-from torchelastic.checkpoint import CheckpointStore
-from torchelastic.data import ElasticSampler
-from torchelastic.worker import bootstrap, channel, status_page
+from torchelastic import TorchState
+from torchelastic.checkpoint import CheckpointStore, manager, saving
+from torchelastic.data import BatchPolicy, ElasticSampler
+from torchelastic.worker import orders, status_page
 from torchelastic.worker_counters import milestones
 
 
 @pytest.fixture
 def heard(monkeypatch):
-    found: list[tuple[int, float, int]] = []
-    monkeypatch.setattr(milestones, "_listener", lambda *told: found.append(told))
+    found: list[dict] = []
+    monkeypatch.setattr(milestones, "_listener", found.append)
     return found
 
 
@@ -28,6 +31,8 @@ def afresh(monkeypatch):
 def test_milestones_work_without_listener(monkeypatch):
     monkeypatch.setattr(milestones, "_listener", None)
     milestones.checkpoint_stored(1, 2.0, 3)
+    milestones.weights_hashed(1, "3f2a")
+    milestones.ended()
 
 
 def test_a_checkpoint_in_storage_is_reported(heard, tmp_path):
@@ -37,17 +42,52 @@ def test_a_checkpoint_in_storage_is_reported(heard, tmp_path):
         store.finish()
     finally:
         store.close()
-    [(step, seconds, size)] = heard
-    assert step == 7
-    assert seconds > 0
-    assert size > 0
+    [told] = heard
+    assert told["seconds"] > 0
+    assert told["size"] > 0
+    assert orders.from_json(told) == orders.Stored(7, told["seconds"], told["size"])
 
 
-def test_a_worker_tells_its_agent_of_a_checkpoint(monkeypatch):
-    told = []
-    monkeypatch.setattr(channel, "send", lambda message, timeout: told.append(message))
-    bootstrap._checkpoint_stored(7, 0.5, 1000)
-    assert told == [{"type": "stored", "step": 7, "seconds": 0.5, "size": 1000}]
+def test_hash_in_a_checkpoint_is_that_of_the_state(heard, tmp_path, monkeypatch):
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    made = TorchState(model=[model], policy=BatchPolicy.fixed(micro=1, count=2))
+    store = CheckpointStore(str(tmp_path))
+    monkeypatch.setattr(manager, "_manager", store)
+    try:
+        saving.save(made, 7)
+        store.finish()
+    finally:
+        store.close()
+    hashed = orders.Hashed(7, made.digest())
+    assert [orders.from_json(one) for one in heard if one["type"] == "hashed"] == [hashed]
+
+
+def test_hash_of_a_state_without_fixed_batches_is_not_computed(heard, tmp_path, monkeypatch):
+    store = CheckpointStore(str(tmp_path))
+    monkeypatch.setattr(manager, "_manager", store)
+    try:
+        saving.save(TorchState(model=nn.Linear(2, 2)), 7)
+        store.finish()
+    finally:
+        store.close()
+    assert [one["type"] for one in heard] == ["stored"]
+
+
+def test_hash_of_a_custom_managers_checkpoint_is_that_of_the_state(heard, monkeypatch):
+    made = TorchState(model=nn.Linear(2, 2), policy=BatchPolicy.fixed(micro=1, count=2))
+    custom = create_autospec(manager.CheckpointManager, instance=True)
+    monkeypatch.setattr(manager, "_manager", custom)
+    saving.save(made, 3)
+    saving.wait()
+    assert orders.from_json(heard[0]) == orders.Hashed(3, made.digest())
+
+
+def test_end_of_a_kept_training_is_its_programs(heard, monkeypatch):
+    monkeypatch.setattr(milestones, "_at_end", None)
+    made = TorchState(model=nn.Linear(2, 2), policy=BatchPolicy.fixed(micro=1, count=2))
+    assert made.restore() == 0
+    milestones.ended()
+    assert orders.from_json(heard[-1]) == orders.Hashed(0, made.digest(), final=True)
 
 
 def test_samples_count_when_they_are_committed():
@@ -62,15 +102,17 @@ def test_samples_count_when_they_are_committed():
     assert milestones.samples == 23
 
 
-def test_samples_go_to_the_status_page_with_a_step():
+def test_numbers_go_to_the_status_page_with_a_step(monkeypatch):
     descriptor = status_page.create()
     shown = status_page.StatusPage(descriptor)
     try:
         shown.entered(0, 1)
         assert status_page.read(descriptor).samples == -1
         milestones.samples = 640
+        monkeypatch.setattr(milestones, "micro_batches", 6)
         shown.entered(0, 2)
         assert status_page.read(descriptor).samples == 640
+        assert status_page.read(descriptor).share == 6
     finally:
         shown.close()
         os.close(descriptor)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torchelastic.agent.workers.handed_memory import Reported
 from torchelastic.clock import Clock
-from torchelastic.events.types import CheckpointStored, Progress
+from torchelastic.events.types import CheckpointStored, Progress, WeightsHashed
 from torchelastic.worker import orders
 from torchelastic.worker.optimizer_steps import UNKNOWN
 from torchelastic.worker.status_page import ShownStatus
@@ -26,8 +26,10 @@ SHORTEST, LONGEST = 1.0, 60.0
 AGE_DIVISOR, LONGEST_BY_AGE = 600.0, 15.0
 FULL_RATE_NODES = 32
 
-#: Receives a generation's progress, and the checkpoints that are in storage.
-Tell = Callable[[int, Progress | CheckpointStored], None]
+#: What workers achieve: progress, checkpoints in storage, and hashes of the weights.
+Seen = Progress | CheckpointStored | WeightsHashed
+#: Receives what the workers of a generation achieve.
+Tell = Callable[[int, Seen], None]
 
 
 def interval(age: float, nodes: int) -> float:
@@ -77,6 +79,7 @@ def _without_steps(one: Reported) -> ShownStatus:
 
 def _progress(ones: Sequence[ShownStatus], metrics: Mapping[str, float | None]) -> Progress:
     sums = [round(sum(parts), 6) for parts in zip(*(one.stalled for one in ones), strict=True)]
+    shares = [one.share for one in ones]
     return Progress(
         ranks=[one.rank for one in ones],
         steps=[one.step for one in ones],
@@ -86,6 +89,7 @@ def _progress(ones: Sequence[ShownStatus], metrics: Mapping[str, float | None]) 
         metrics=metrics,
         samples=max(one.samples for one in ones),
         before=_before([one.before for one in ones if one.step >= 0]),
+        shares=shares if min(shares) >= 0 else (),
     )
 
 
@@ -105,8 +109,8 @@ class ProgressSampler:
         self._clock = clock
         #: The statuses that have been reported.
         self._told: set[ShownStatus] = set()
-        #: The last checkpoint that has not been reported, and its generation.
-        self._stored: tuple[int, CheckpointStored] | None = None
+        #: The last checkpoint, and the last hash, that have not been reported; their generations.
+        self._waiting: dict[type[Seen], tuple[int, Seen]] = {}
         self._generation = -1
         self._began = clock.now()
         self._nodes = 1
@@ -118,12 +122,16 @@ class ProgressSampler:
 
     def stored(self, generation: int, rank: int, stored: orders.Stored) -> None:
         """Note a stored checkpoint. The next look reports the last one only: a script that stores
-        one with every step must not fill the log."""
+        one with every step must not fill the log. So it is with the hashes of their weights."""
         at = round(self._clock.now(), 6)
         event = CheckpointStored(
             rank, stored.step, at=at, seconds=round(stored.seconds, 6), size=stored.size
         )
-        self._stored = (generation, event)
+        self._waiting[CheckpointStored] = generation, event
+
+    def hashed(self, generation: int, rank: int, hashed: orders.Hashed) -> None:
+        event = WeightsHashed(rank, hashed.step, hashed.sha256, hashed.final)
+        self._waiting[WeightsHashed] = generation, event
 
     def look(self, shown: Iterable[ShownStatus], reported: Sequence[Reported] = ()) -> None:
         """Report what is new. Also called when workers stop: the next generation overwrites the
@@ -135,9 +143,9 @@ class ProgressSampler:
             if generation in news:
                 self._tell(generation, progress)
         self._told = seen
-        if self._stored is not None:
-            self._tell(*self._stored)
-            self._stored = None
+        for generation, event in self._waiting.values():
+            self._tell(generation, event)
+        self._waiting = {}
 
     async def run(self, look: Callable[[], None]) -> None:
         """Call `look` at intervals for as long as the agent runs."""

@@ -11,6 +11,7 @@ from typing import Any
 from torchelastic import env
 from torchelastic.agent import failure_report
 from torchelastic.agent.output.console import Console, WaitingLine, show
+from torchelastic.agent.telemetry.progress_sampler import Seen
 from torchelastic.agent.workers.supervisor import WorkerExit
 from torchelastic.best_effort import quiet
 from torchelastic.clock import Clock
@@ -363,7 +364,9 @@ class Reporter:
             logger.warning(told)
             self._log.emit(events.Note(text=told), generation=begins.generation)
 
-    def sampled(self, generation: int, seen: events.Progress | events.CheckpointStored) -> None:
+    def sampled(self, generation: int, seen: Seen) -> None:
+        if isinstance(seen, events.WeightsHashed) and seen.final:
+            logger.info(words.weights(seen))
         self._log.emit(seen, generation=generation)
 
     def hang(self, generation: int, hang: events.Hang) -> None:

@@ -351,6 +351,8 @@ class WorkerPool:
                 self._tell_event(WorkerReturned(record.generation, local_rank))
             case orders.Stored() as stored:
                 self._sampling.stored(*record.place, stored)
+            case orders.Hashed() as hashed:
+                self._sampling.hashed(*record.place, hashed)
             case orders.Up() as up:
                 record.step, record.trains_in = up.step, up.generation
                 self._reporter.training(record.rank, up)

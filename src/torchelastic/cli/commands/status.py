@@ -183,10 +183,13 @@ def _pace_line(seen: JobView, now: float | None) -> list[str]:
 
 
 def _progress_lines(seen: JobView, now: float | None) -> list[str]:
-    """Describe what the script reports, the samples, and the last checkpoint."""
+    """Describe what the script reports, the samples, the last checkpoint; with a fixed batch, the
+    shares and the hash of the weights."""
     samples = f"{seen.samples:,} samples" if seen.samples is not None else ""
     parts = (words.reported(seen), samples, words.checkpoint(seen, now))
-    return _wrapped("; ".join(filter(None, parts)), "  ", "    ")
+    lines = _wrapped("; ".join(filter(None, parts)), "  ", "    ")
+    lines += _wrapped(words.shares(seen), "  ", "    ")
+    return [*lines, f"  {words.weights(seen.weights)}"] if seen.weights is not None else lines
 
 
 def _goodput(seen: JobView) -> list[str]:

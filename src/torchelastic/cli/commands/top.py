@@ -104,11 +104,13 @@ def _head(seen: JobView, now: float) -> Text:
 
 
 def _achieved(seen: JobView, now: float) -> list[Text]:
-    """Show what the script reports, the samples, and the last checkpoint."""
+    """Show what the script reports, the samples, the last checkpoint; with a fixed batch, the shares
+    and the hash of the weights."""
     samples = f"{seen.samples:,} samples" if seen.samples is not None else ""
     stored = words.checkpoint(seen, now if seen.ended is None else None)
     line = "  ".join(filter(None, (words.reported(seen), samples, stored)))
-    return [_text(line)] if line else []
+    hashed = words.weights(seen.weights) if seen.weights is not None else ""
+    return [_text(one) for one in (line, words.shares(seen), hashed) if one]
 
 
 def _bar(goodput: Goodput) -> Text:

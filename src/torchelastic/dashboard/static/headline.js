@@ -115,7 +115,7 @@ function training(view, now, live) {
     view.rate === null || !live ? null : rate(view.rate),
   ];
   const bold = h("b", null, pace.filter(Boolean).join(" · "));
-  const small = [bold, text, since(view, now), stored(view, now)];
+  const small = [bold, text, since(view, now), stored(view, now), weights(view)];
   return answer("training", "Is it training?", word, tone, ...small);
 }
 
@@ -123,6 +123,13 @@ function training(view, now, live) {
 function stored({ checkpoint }, now) {
   if (!checkpoint) return null;
   return `checkpoint of step ${count(checkpoint.step)}, ${ago(checkpoint.wall, now)}`;
+}
+
+/** The hash of the weights, with a fixed batch; all of it where the pointer is. */
+function weights({ weights: hashed }) {
+  if (!hashed) return null;
+  const text = `weights sha256 ${hashed.sha256.slice(0, 12)}… at step ${count(hashed.step)}`;
+  return h("span", { title: hashed.sha256 }, text);
 }
 
 /** How long the job has been in its current state. */

@@ -5,6 +5,8 @@ import { ago, count, counted, number, oneLine, ranges, rate, seconds } from "./w
 
 /** Nodes that are shown at first. */
 const SHOWN = 24;
+/** Workers whose part of the bar of micro-batches has a text. */
+const MOST_NAMED = 8;
 /** The tone of each node state. */
 const TONES = {
   running: "good",
@@ -27,6 +29,7 @@ export function nodes(picture, state) {
     { key: "nodes", id: "nodes", "aria-labelledby": "nodes-title" },
     h("h2", { id: "nodes-title" }, "Nodes and ranks", aside),
     view.stragglers.map(straggler),
+    shares(view.ranks),
     h("div", { key: "list", class: "nodes" }, head(), shown.map((one) => row(one, now, state))),
     more(all.length - shown.length),
     view.unnamed ? unnamed(view.unnamed) : null,
@@ -57,6 +60,34 @@ function summary(view, all) {
     texts.push(`stragglers cost ${seconds(view.straggler_seconds)}`);
   }
   return texts.join(", ");
+}
+
+/** With a fixed batch: how many micro-batches each worker ran of the last step, as one bar. */
+function shares(ranks) {
+  const known = ranks.filter((rank) => rank.share > 0);
+  if (!known.length) return null;
+  const total = known.reduce((sum, rank) => sum + rank.share, 0);
+  const percents = (number) => `${((100 * number) / total).toFixed(3)}%`;
+  let passed = 0;
+  const parts = known.map((rank) => {
+    const text = `rank ${rank.rank}: ${rank.share}`;
+    const [at, width] = [percents(passed), percents(rank.share)];
+    passed += rank.share;
+    return h(
+      "svg",
+      { key: `${rank.rank}`, x: at, width, height: "100%" },
+      h("rect", { class: "micro", width: "100%", height: "100%" }, h("title", null, text)),
+      known.length > MOST_NAMED ? null : h("text", { x: "8", y: "50%", dy: "0.35em" }, text),
+    );
+  });
+  const label = `Micro-batches of the last step: ${count(total)}`;
+  const size = { width: "100%", height: "28" };
+  return h(
+    "div",
+    { key: "shares", id: "shares" },
+    h("p", { class: "quiet" }, label),
+    h("svg", { class: "bar tall", ...size, role: "img", "aria-label": label }, parts),
+  );
 }
 
 function straggler(slow) {
@@ -133,7 +164,10 @@ function middle(all) {
 }
 
 function rankTable(node) {
-  const heads = ["rank", "step", "rate", ""].map((name) => h("th", { scope: "col" }, name));
+  const names = ["rank", "step", "rate", "micro-batches", ""];
+  const shared = node.ranks.some((rank) => Number.isFinite(rank.share));
+  const shown = names.filter((name) => shared || name !== "micro-batches");
+  const heads = shown.map((name) => h("th", { scope: "col" }, name));
   const label = `Ranks of ${oneLine(node.name, 60)}`;
   return h(
     "div",
@@ -142,18 +176,19 @@ function rankTable(node) {
       "table",
       null,
       h("thead", null, h("tr", null, heads)),
-      h("tbody", null, node.ranks.map(rankRow)),
+      h("tbody", null, node.ranks.map((rank) => rankRow(rank, shared))),
     ),
   );
 }
 
-function rankRow(rank) {
+function rankRow(rank, shared) {
   return h(
     "tr",
     { key: `${rank.rank}` },
     h("td", { class: "number" }, rank.rank),
     h("td", { class: "number" }, Number.isFinite(rank.step) ? count(rank.step) : "–"),
     h("td", { class: "number" }, rate(rank.rate)),
+    shared ? h("td", { class: "number" }, rank.share ?? "–") : null,
     h("td", null, rank.slow ? slowness(rank.slow) : null),
   );
 }

@@ -28,6 +28,8 @@ class RankView:
     rate: float | None = None
     #: Recent seconds per step without waiting for others.
     own: float | None = None
+    #: Micro-batches that it ran of its last step, with a fixed batch.
+    share: int | None = None
 
 
 #: A step that a worker entered, when, and its seconds without waiting until then, if known.
@@ -46,6 +48,7 @@ class _Pace:
     last: _Point | None = None
     far: _Point | None = None
     near: _Point | None = None
+    share: int | None = None
 
     def entered(self, step: int, at: float, own: float | None) -> None:
         if self.last is not None and (step <= self.last[0] or at <= self.last[1]):
@@ -114,7 +117,9 @@ class Ranks:
                     self._pace(rank, record)
             case events.Training(rank=rank, step=step):
                 self._entered(record, rank, step, record.mono, 0.0)
-            case events.Progress(ranks=ranks, steps=steps, at=times, own=own):
+            case events.Progress(ranks=ranks, steps=steps, at=times, own=own, shares=shares):
+                for rank, share in zip(ranks, shares, strict=False):
+                    self._pace(rank, record).share = share
                 points = zip_longest(zip(ranks, steps, times, strict=False), own[: len(ranks)])
                 for (rank, step, at), spent in points:
                     self._entered(record, rank, step, at, spent)
@@ -152,6 +157,7 @@ class Ranks:
                 step=pace.last[0] if pace.last is not None else None,
                 rate=pace.rate(now),
                 own=pace.own(),
+                share=pace.share,
             )
             for rank, pace in sorted(self._paces.items())
         )

@@ -165,6 +165,8 @@ class JobView:
     #: Samples that all workers have trained with; None: not counted.
     samples: int | None = None
     checkpoint: StoredView | None = None
+    #: The last hash of the weights, with a fixed batch.
+    weights: events.WeightsHashed | None = None
 
     @property
     def last_change(self) -> HistoryEntry | None:
@@ -316,6 +318,8 @@ class JobFold:
                 self._tell(record, f"{name} received {signal}", action)
             case events.CheckpointStored() as stored:
                 self._checkpoint_stored(record, stored)
+            case events.WeightsHashed() as hashed:
+                self._change(weights=hashed)
             case events.JobEnded() as ended:
                 self._job_ended(record, name, ended)
             case _:

@@ -7,8 +7,8 @@ import pytest
 from torchelastic.agent.telemetry.progress_sampler import ProgressSampler, interval, progress_of
 from torchelastic.agent.workers.handed_memory import Reported
 from torchelastic.clock import FakeClock
-from torchelastic.events.types import CheckpointStored, Progress
-from torchelastic.worker.orders import Stored
+from torchelastic.events.types import CheckpointStored, Progress, WeightsHashed
+from torchelastic.worker.orders import Hashed, Stored
 from torchelastic.worker.status_page import ShownStatus
 
 NOTHING = (0.0, 0.0, 0.0, 0.0)
@@ -167,14 +167,24 @@ def test_samples_are_counted_by_whoever_knows():
     assert progress_of([other])[0].samples == -1
 
 
+def test_shares_of_all_workers_are_reported_if_they_are_counted():
+    one, other = replace(shown(0, 5), share=6), replace(shown(1, 5), share=0)
+    assert progress_of([one, other])[0].shares == [6, 0]
+    assert progress_of([one, shown(1, 5)])[0].shares == ()
+
+
 def test_of_checkpoints_the_last_is_reported_with_the_next_look():
     told, clock = [], FakeClock(7.0)
     sampling = ProgressSampler(lambda generation, event: told.append((generation, event)), clock)
     sampling.look([])
     for step in (10, 20):
         sampling.stored(3, 1, Stored(step, 0.5, 1000))
+        sampling.hashed(3, 1, Hashed(step, "3f2a"))
         clock.advance(1.0)
     assert told == []
     sampling.look([])
     sampling.look([])
-    assert told == [(3, CheckpointStored(1, 20, at=8.0, seconds=0.5, size=1000))]
+    assert told == [
+        (3, CheckpointStored(1, 20, at=8.0, seconds=0.5, size=1000)),
+        (3, WeightsHashed(1, 20, "3f2a")),
+    ]
