@@ -104,8 +104,8 @@ def _head(seen: JobView, now: float) -> Text:
 
 
 def _achieved(seen: JobView, now: float) -> list[Text]:
-    """Show what the script reports, the samples, the last checkpoint; with a fixed batch, the shares
-    and the hash of the weights."""
+    """Show what the script reports, the samples and the last checkpoint; with a fixed batch, the
+    shares and the hash of the weights."""
     samples = f"{seen.samples:,} samples" if seen.samples is not None else ""
     stored = words.checkpoint(seen, now if seen.ended is None else None)
     line = "  ".join(filter(None, (words.reported(seen), samples, stored)))
