@@ -37,10 +37,9 @@ Layout, from top to bottom; nothing imports from a layer above its own:
     timer/, metrics/      blocks that must end in time; numbers of the job and of the user
     checkpoint/, data/    states in storage; each sample once an epoch in worlds of any size
 
-    cluster/              the schedulers that start jobs: what they say, how to submit to them
+    cluster/              where a job runs: what schedulers and clouds say, how to submit to them
     rendezvous/           how the nodes agree on a world; the store they agree through
     tensors/              the parts of a training state, as trees of tensors and as bytes
-    cluster/              where a job runs: schedulers and clouds
 
     transport/            connections between agents
 

@@ -14,10 +14,15 @@ from torchelastic.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-#: A path in backticks that begins with a folder of ours.
-TREES = "|".join(
-    sorted(p.name for p in (ROOT / "src/torchelastic").iterdir() if (p / "__init__.py").exists())
+PACKAGE = ROOT / "src/torchelastic"
+#: Files and folders of ours in backticks: below the package, below the checkout, and test files.
+TREES = "|".join(sorted(p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists()))
+NAMED = re.compile(rf"`((?:{TREES})/(?:[\w/]+\.py|(?:\w+/)*))`")
+BESIDE = re.compile(
+    r"`(?:\./)?((?:src|tests|scripts|benchmarks|examples|deploy|docs|\.ci)/[^`\s:]*)[`\s:]"
 )
+#: The page of old APIs names a test of torch.
+TEST_FILES = re.compile(r"(?<!torch's )`(test_\w+\.py)`")
 
 
 @pytest.mark.parametrize("name", reference.PAGES)
@@ -26,13 +31,15 @@ def test_generated_pages_are_current(name):
     assert written == reference.PAGES[name](), "run: python -m torchelastic.cli.reference docs"
 
 
-def test_the_modules_that_pages_name_exist():
-    missing = [
-        f"{page.relative_to(ROOT)}: {name}"
-        for page in PAGES
-        for name in re.findall(rf"`((?:{TREES})/[\w/]+\.py)`", page.read_text())
-        if not (ROOT / "src/torchelastic" / name).exists()
-    ]
+def test_files_and_folders_that_pages_name_exist():
+    tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    missing = []
+    for page in [*PAGES, *ROOT.glob("*.md"), ROOT / "benchmarks/README.md"]:
+        text = page.read_text()
+        absent = [name for name in NAMED.findall(text) if not (PACKAGE / name).exists()]
+        absent += [name for name in BESIDE.findall(text) if not any(ROOT.glob(name))]
+        absent += [name for name in TEST_FILES.findall(text) if name not in tests]
+        missing += [f"{page.relative_to(ROOT)}: {name}" for name in absent]
     assert missing == []
 
 

@@ -1,4 +1,5 @@
-"""The metric table: the last value of a few metrics of a worker, in memory that its agent reads.
+"""The metric table: the last values that a worker's script has put, in memory its agent reads.
+The metrics that the agent serves are in `job_metrics`.
 
 A value costs no system call and no lock. Layout: a row for each name. It has the count of values so
 far, the last value, and the count again; then the name, which is written before the first value. A

@@ -1,4 +1,4 @@
-"""Load the job's secret and the certificates of this node."""
+"""Load the job's secret and the certificates of this node; the TLS contexts made of them."""
 
 from __future__ import annotations
 
