@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from torchelastic.cli.flags import FLAGS
-from torchelastic.config import DEFAULT_PORT, PAGE_ANYWHERE, values
+from torchelastic.config import DEFAULT_PORT, PAGE_ANYWHERE, PAGE_PORT, values
 from torchelastic.config.flag import HELP, Flag
 
 
@@ -168,7 +168,7 @@ DASHBOARD = _about_a_job(
         metavar="[HOST:]PORT",
         convert=values.page,
         default=PAGE_ANYWHERE,
-        default_words="29480, or a free port",
+        default_words=f"{PAGE_PORT}, or a free port",
         help="Where to listen; loopback only if HOST is omitted.",
     ),
     _value(

@@ -24,6 +24,7 @@ from torchelastic.config.values import (
     ETCD_BACKENDS,
     OWN_ETCD,
     PAGE_ANYWHERE,
+    PAGE_PORT,
     WITNESS_SCHEMES,
     Grow,
     Std,
@@ -570,8 +571,8 @@ class LaunchConfig:
         default_words="none",
         alone=PAGE_ANYWHERE,
         looks=values.PAGE,
-        help="Serve a web page that shows the job (loopback only if HOST is omitted; port 29480, "
-        "or a free one, if PORT is omitted or auto).",
+        help="Serve a web page that shows the job (loopback only if HOST is omitted; port "
+        f"{PAGE_PORT}, or a free one, if PORT is omitted or auto).",
     )
     dashboard_token_file: str | None = setting(
         "--dashboard-token-file",

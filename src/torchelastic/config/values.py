@@ -23,6 +23,8 @@ DEFAULT_PORT, DEFAULT_STATIC_PORT, DEFAULT_ETCD_PORT = 29400, 29500, 2379
 OWN_ETCD = "localhost:0"
 #: The dashboard uses its default port, or a free one.
 PAGE_ANYWHERE = "auto"
+#: The default port of the page; if it is taken, a free one.
+PAGE_PORT = 29480
 #: Object stores whose fsspec drivers create a key atomically; all others look, and then write.
 WITNESS_SCHEMES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
 #: Three names of one rendezvous, which always uses etcd's v3 API.

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchelastic.config import PAGE_ANYWHERE, format_endpoint, parse_endpoint
+from torchelastic.config import PAGE_ANYWHERE, PAGE_PORT, format_endpoint, parse_endpoint
 from torchelastic.dashboard import responses
 from torchelastic.dashboard.access import AccessControl
 from torchelastic.dashboard.job_state import PACKED_HEAD, STILL_HERE, JobState, StateReader, packed
@@ -247,8 +247,8 @@ async def _send(connection: socket.socket, data: bytes) -> None:
 
 # --- the page at an address ----------------------------------------------------------------------
 
-#: The default address of the page; if the port is taken, a free one.
-HOST, PORT = "127.0.0.1", 29480
+#: Where the page is if no host is given.
+HOST = "127.0.0.1"
 
 
 async def serve(
@@ -289,7 +289,7 @@ async def _open_at(server: Server, address: str) -> tuple[str, int]:
         host, port = parse_endpoint(address)
         return await server.open((*loopback_addresses(host), host)[0], port)
     try:
-        return await server.open(HOST, PORT)
+        return await server.open(HOST, PAGE_PORT)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise

@@ -347,13 +347,13 @@ def serve(address, token=None):
 
 def test_page_listens_on_default_port_or_a_free_one(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.setattr(page_server, "PORT", taken.getsockname()[1])
+        monkeypatch.setattr(page_server, "PAGE_PORT", taken.getsockname()[1])
         with pytest.raises(OSError, match="Address already in use"):
-            serve(f"127.0.0.1:{page_server.PORT}")  # a port that was asked for is no other
+            serve(f"127.0.0.1:{page_server.PAGE_PORT}")  # a port that was asked for is no other
         url = serve("auto")
     assert url.startswith("http://127.0.0.1:")
     assert url.endswith("/")
-    assert not url.endswith(f":{page_server.PORT}/")
+    assert not url.endswith(f":{page_server.PAGE_PORT}/")
 
 
 def test_a_token_is_made_up_where_one_is_needed_and_a_given_one_is_used_everywhere():
