@@ -69,6 +69,8 @@ class VirtualHost:
         self.loop: ProcessLoop | None = None
         self._agent: VirtualAgent | None = None
         self._is_known = False
+        #: Whether the agent has been asked to leave.
+        self.leaves = False
 
     @property
     def node(self) -> str:
@@ -81,7 +83,7 @@ class VirtualHost:
         return frozenset([*self._disk, *([self.node] if self.loop is not None else [])])
 
     @property
-    def _is_frozen(self) -> bool:
+    def is_frozen(self) -> bool:
         return self.loop is not None and self.loop.held is not None
 
     def start(self) -> None:
@@ -89,7 +91,7 @@ class VirtualHost:
             return
         if self.node not in self._disk:
             self.nodes.append(f"{self._name}{len(self.nodes) + 1}" if self.nodes else self._name)
-        self._is_known = False
+        self._is_known = self.leaves = False
         loop = ProcessLoop(self._stack.scheduler, self.machine)  # type: ignore[abstract]
         self.loop = loop
         self._stack.loops.append(loop)
@@ -158,14 +160,15 @@ class VirtualHost:
 
     def freeze(self, *, workers: bool = True) -> None:
         """Freeze the agent, and its workers if asked."""
-        if self.loop is not None and not self._is_frozen:
+        if self.loop is not None and not self.is_frozen:
             self.loop.freeze()
             if self._agent is not None:
                 self._agent.workers.are_frozen = workers
             self._stack.note(laws.NodeFrozen(self._stack.now, self.node))
+            self._stack.note_seemingly_dead()
 
     def thaw(self) -> None:
-        if self.loop is not None and self._is_frozen:
+        if self.loop is not None and self.is_frozen:
             self.loop.thaw()
             if self._agent is not None:
                 # Nothing keeps a script from its next step, which it may finish before its agent
@@ -177,11 +180,12 @@ class VirtualHost:
 
     def leave(self) -> None:
         if self.loop is not None and SIGTERM in self.loop.signal_handlers:
+            self.leaves = True
             self._stack.note(laws.NodeLeaves(self._stack.now, self.node))
             self.loop.call_soon(self.loop.signal_handlers[SIGTERM], context=self.loop.context)
 
     def kill_worker(self) -> None:
-        if self._agent is not None and not self._is_frozen:
+        if self._agent is not None and not self.is_frozen:
             rank = int(self._stack.now * 1000) % self._stack.schedule.workers
             self._agent.workers.kill(rank)
 
@@ -305,8 +309,11 @@ class StackSimulation:
         return [*self.laws.violations, *left_out, *uncaught]
 
     def _left_out(self) -> list[laws.Violation]:
-        """With etcd, all nodes train in the end: no hold for lack of reach outlives the contact."""
-        if self._is_over or self._etcd is None or self.laws.is_closed or self._last is None:
+        """With etcd, all nodes train in the end: no hold for lack of reach outlives the contact.
+        Once the training is done, the job may wait for a node that has left."""
+        is_done = any(isinstance(event, laws.TrainingFinished) for event in self.history)
+        is_over = self._is_over or self.laws.is_closed or is_done
+        if is_over or self._etcd is None or self._last is None:
             return []
         there = frozenset(host.node for host in self.hosts.values() if host.loop is not None)
         nodes, out = self._last.nodes, sorted(there - self._last.nodes)
@@ -364,6 +371,18 @@ class StackSimulation:
                 continue
             self.network.cut(*addresses, reset=resets)
             self.note(laws.PathCut(self.now, self.hosts[source].node, self.hosts[target].node))
+        self.note_seemingly_dead()
+
+    def note_seemingly_dead(self) -> None:
+        """With etcd, expect nothing of the copy of a frozen agent in whose name a firewall refuses
+        connections: that is what a dead one looks like, and it cannot say that it lives."""
+        for host in self.hosts.values() if self.schedule.etcd else ():
+            address = host.machine.address
+            if host.is_frozen and any(
+                self.network.rejects(other.machine.address, address)
+                for other in self.hosts.values()
+            ):
+                self.note(laws.LeaseOver(self.now, host.node))
 
     def note_cuts(self, host: VirtualHost) -> None:
         """Note the cuts around a node that starts."""
@@ -388,7 +407,9 @@ class StackSimulation:
             host.thaw()
         for name in self.schedule.machines:
             self.hosts[name].start()
-        if any(self.hosts[name].loop is not None for name in self.endpoints):
+        # A newcomer asks the endpoints; whoever leaves may be gone before.
+        found = [self.hosts[name] for name in self.endpoints]
+        if any(host.loop is not None and not host.leaves for host in found):
             for host in self.hosts.values():
                 host.joined()
 

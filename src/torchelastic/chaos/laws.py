@@ -587,10 +587,14 @@ class Laws:
     # --- law 8 -----------------------------------------------------------------------------------
 
     def _is_able(self) -> bool:
-        """Return whether one group of connected nodes is enough to train."""
+        """Return whether one group of connected nodes is enough to train. With an arbiter, that is
+        open while some nodes of a larger group do not reach each other: the job may be theirs."""
         if self._able is None:
-            there = self._up - self._frozen - self._leaving
-            self._able = any(self._are_enough(group) for group in groups(there, self._cut))
+            there = groups(self._up - self._frozen - self._leaving, self._cut)
+            if self._rules.arbiter:
+                torn = [len(group) for group in there if not all_linked(group, self._cut)]
+                there = [group for group in there if len(group) >= max(torn, default=0)]
+            self._able = any(self._are_enough(group) for group in there)
         return self._able
 
     def _are_enough(self, group: frozenset[str]) -> bool:

@@ -274,3 +274,16 @@ def test_with_an_arbiter_nodes_without_the_state_wait_for_its_holders(more, laws
     events = [*leases, *job(), *cut_off(1.1), *lost, *more, JobDisturbed(9.0, "")]
     rules = Rules(min_nodes=2, within=5.0, arbiter=True)
     assert [one.law for one in check(events, rules)] == laws
+
+
+@pytest.mark.parametrize(("cut", "laws"), [((), [8]), ((("a", "b"), ("b", "a")), [])])
+def test_with_an_arbiter_a_node_need_not_train_beside_a_larger_group_with_a_cut(cut, laws):
+    """Node c is cut off; the others train, or would if all of them reached each other."""
+    every = frozenset("abcd")
+    world = [*(NodeUp(0.0, node) for node in sorted(every)), WorldPublished(0.5, 0, "", every)]
+    alone = [PathCut(1.0, *pair) for one in "abd" for pair in ((one, "c"), ("c", one))]
+    inside = [PathCut(1.0, *pair) for pair in cut]
+    rules = Rules(min_nodes=1, within=5.0, arbiter=True)
+    assert [
+        one.law for one in check([*world, *alone, *inside, JobDisturbed(9.0, "")], rules)
+    ] == laws

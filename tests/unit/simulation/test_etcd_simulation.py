@@ -85,6 +85,14 @@ def test_newcomer_is_not_held_out_for_what_it_did_not_cause(seed):
     assert not violations(schedule), simulate.explained(schedule, StackSimulation)
 
 
+@pytest.mark.parametrize("seed", [20762, 20774, 21529])
+def test_etcd_stack_is_not_blamed_for_what_no_node_can_know(seed):
+    """A frozen agent in whose name a firewall refuses connections; a cut between two of the four
+    nodes that have left the fifth behind; a node that has left when the training was done."""
+    schedule = peers_from(seed)
+    assert not violations(schedule), simulate.explained(schedule, StackSimulation)
+
+
 def test_leaver_behind_cut_is_given_up_by_its_peers():
     """Seed 888: its agent says that its worker is gone, and nothing from the worker gets through.
     Only the silence between workers shows that the last step cannot end."""

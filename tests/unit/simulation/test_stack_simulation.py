@@ -41,6 +41,11 @@ def test_stack_breaks_no_law(first):
         assert not violations(schedule), simulate.explained(schedule, StackSimulation)
 
 
+def test_stack_expects_no_newcomer_to_find_an_endpoint_that_leaves():
+    """Seed 21466: the only endpoint leaves when it thaws, before the newcomers have asked it."""
+    assert violations(made_from(21466)) == []
+
+
 @pytest.mark.parametrize("first", range(0, SEEDS * TESTS * SOAK, SEEDS))
 def test_stack_breaks_no_law_with_replicas(first):
     for seed in range(first, first + SEEDS):
