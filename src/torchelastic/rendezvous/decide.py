@@ -358,7 +358,9 @@ def _go_on_after(rules: RoundRules, state: RoundState, step: int, now: float) ->
     formed = form(rules, state, now, at_once=True)
     if formed.world is None:
         return formed  # no node offers a store yet, but one is starting
-    if formed.world.phase not in ("running", "agreeing"):
+    # Leavers alone, because the others are out of reach, would hand their state over to no node.
+    stays = any(not state.members[node.node].member.leaving for node in formed.world.nodes)
+    if formed.world.phase not in ("running", "agreeing") or not stays:
         return RoundDecision(replace(world, phase="over", after=step), world.ending)
     leaving = tuple(n.node for n in world.nodes if formed.world.place(n.node) is None)
     following = replace(formed.world, after=step, reason=world.reason)

@@ -340,3 +340,17 @@ def test_sides_of_thousands_of_nodes_are_found_quickly():
     pairs = {frozenset((one, other)) for one in nodes[:128] for other in nodes[2000:2300]}
     found = connectivity.sides(nodes, pairs)
     assert max(map(len, found)) == 4000 - 128
+
+
+def test_leaver_that_no_other_node_reaches_hands_its_state_over_to_no_world():
+    """It would be in the next world again, alone, and in all that follow it."""
+    job = in_process("1:2", "ab")
+    cut(job, "a", "b")
+    job.wait(LEASE)
+    assert (job.names, job.world.phase, job.world.generation) == (["a"], "running", 1)
+    job.say("a", leaving="SIGTERM")
+    job.say("a", paused=1, entered=9)
+    assert (job.world.phase, job.world.generation, job.world.after) == ("over", 1, 9)
+    job.say("a", gone=1)
+    job.die("a")
+    assert (job.names, job.world.phase) == (["b"], "running")

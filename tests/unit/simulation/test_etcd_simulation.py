@@ -102,6 +102,12 @@ def test_leaver_behind_cut_is_given_up_by_its_peers():
     assert {step.node for step in steps_of(stack, 26.0, 28.0)} == set("bcde")
 
 
+def test_leaver_behind_cut_forms_no_more_worlds_of_itself():
+    """Seed 21717: it alone has the newest state, and the other node cannot receive it."""
+    schedule = peers_from(21717)
+    assert not violations(schedule), simulate.explained(schedule, StackSimulation)
+
+
 def test_agent_that_raises_is_a_violation(monkeypatch):
     def broken(*_: object) -> None:
         raise ZeroDivisionError("a bug in the agent")
