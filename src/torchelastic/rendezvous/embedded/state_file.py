@@ -93,7 +93,7 @@ class RecordedTable(Table):
 
 @dataclass
 class KeptJob:
-    """A job in the journal."""
+    """A job in the file."""
 
     #: The name of its store, for clients that come back.
     name: str
