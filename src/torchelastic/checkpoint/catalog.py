@@ -269,7 +269,8 @@ class Catalog:
             storage.sync(draft.directory)
             if storage.renames:
                 storage.rename(draft.directory, draft.name)
-            self._point_to(draft.name)
+            if (sequence_of(self._latest()) or -1) <= (sequence_of(draft.name) or 0):
+                storage.put(LATEST, f"{draft.name}\n".encode())
         draft.release()
         self.tidy(mine)
         return CheckpointRecord(draft.name, content)
@@ -284,10 +285,6 @@ class Catalog:
             base = new.step - 1 if found.is_rebuilt and new.step is not None else None
             after = fence.taken(found, mine, sequence=new.sequence - 1, base=base)
             self.storage.put(FENCE, fence.to_json(after))
-
-    def _point_to(self, name: str) -> None:
-        if (sequence_of(self._latest()) or -1) <= (sequence_of(name) or 0):
-            self.storage.put(LATEST, f"{name}\n".encode())
 
     def _latest(self) -> str:
         return (self.storage.get(LATEST) or b"").decode(errors="replace").strip()

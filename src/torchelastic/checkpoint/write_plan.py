@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from torchelastic import torch_private
 from torchelastic.checkpoint.staging import Slots, layout
 from torchelastic.errors import CheckpointError
-from torchelastic.tensors.dtensors import region_of
+from torchelastic.tensors.dtensors import local_or_whole, region_of
 from torchelastic.tensors.shard_layout import Region
 from torchelastic.tensors.tensor_bytes import bytes_of
 
@@ -113,20 +113,20 @@ def _plan(
     if size == 1:
         _refuse_shards(shared)
     mine = _share(shared, rank, size) | owned
-    slots, room = layout({name: _memory(tensor) for name, tensor in mine.items()})
+    slots, room = layout({name: local_or_whole(tensor) for name, tensor in mine.items()})
     plain = {name: one for name, one in mine.items() if not isinstance(one, DTensor)}
     items = list(create_default_local_save_plan(plain, rank == 0).items)
     for name, tensor in mine.items():
         if isinstance(tensor, DTensor):
             items += _shard_items(name, tensor)
     plan = SavePlan(items)
-    return Planned(plan, slots, room, sum(_memory(one).nbytes for one in mine.values()))
+    return Planned(plan, slots, room, sum(local_or_whole(one).nbytes for one in mine.values()))
 
 
 def _shard_items(name: str, tensor: DTensor) -> list[WriteItem]:
     """Plan this rank's part of a DTensor, box by box. (torch's own planner writes one box, and for
     strided shards of unequal size a wrong one.)"""
-    local = _memory(tensor)
+    local = local_or_whole(tensor)
     properties = TensorProperties.create_from_tensor(local)
     empty = [ChunkStorageMetadata(torch.Size([0] * tensor.ndim), local.shape)]
     return [
@@ -204,22 +204,18 @@ def _writes(tensor: DTensor) -> bool:
     if at is None:
         return False
     first = all(at[i] == 0 for i, place in enumerate(tensor.placements) if place.is_replicate())
-    return first and (_memory(tensor).numel() > 0 or tensor.numel() == 0)
+    return first and (local_or_whole(tensor).numel() > 0 or tensor.numel() == 0)
 
 
 def by_address(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
     """Return tensors by their address; a DTensor by that of its shard."""
-    return {_memory(tensor).data_ptr(): tensor for tensor in tensors}
+    return {local_or_whole(tensor).data_ptr(): tensor for tensor in tensors}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local memory; resolves lazy conjugate and negative views."""
-    memory = _memory(tensor).detach()
+    memory = local_or_whole(tensor).detach()
     return memory.resolve_conj().resolve_neg() if memory.is_conj() or memory.is_neg() else memory
-
-
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    return torch_private.local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 # --- a tree as tensors and a skeleton -------------------------------------------------------------
@@ -239,7 +235,13 @@ def flatten(
 
 def restore(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return the tree; a tensor missing in `tensors` is an error."""
-    return _put_together(skeleton, tensors)
+    if isinstance(skeleton, list):
+        return [restore(item, tensors) for item in skeleton]
+    if not isinstance(skeleton, dict):
+        return skeleton
+    if _KIND not in skeleton:
+        return {key: restore(item, tensors) for key, item in skeleton.items()}
+    return _KINDS[skeleton[_KIND]](skeleton, tensors)
 
 
 def _take_apart(node: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -287,22 +289,6 @@ def _join(path: str, key: Any) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def _put_together(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if isinstance(node, list):
-        return [_put_together(item, tensors) for item in node]
-    if not isinstance(node, dict):
-        return node
-    if _KIND not in node:
-        return {key: _put_together(item, tensors) for key, item in node.items()}
-    return _KINDS[node[_KIND]](node, tensors)
-
-
-def _dict(node: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
-    return {
-        _put_together(key, tensors): _put_together(item, tensors) for key, item in node["items"]
-    }
-
-
 def _dtype(node: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
     found = getattr(torch, node["name"], None)
     if not isinstance(found, torch.dtype):
@@ -312,8 +298,10 @@ def _dtype(node: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.d
 
 _KINDS: dict[str, Callable[[dict[str, Any], Mapping[str, torch.Tensor]], Any]] = {
     "tensor": lambda node, tensors: tensors[node["name"]],
-    "tuple": lambda node, tensors: tuple(_put_together(node["items"], tensors)),
-    "dict": _dict,
+    "tuple": lambda node, tensors: tuple(restore(node["items"], tensors)),
+    "dict": lambda node, tensors: {
+        restore(key, tensors): restore(item, tensors) for key, item in node["items"]
+    },
     "bytes": lambda node, tensors: base64.b64decode(node["base64"]),
     "dtype": _dtype,
 }

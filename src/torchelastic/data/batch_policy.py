@@ -18,6 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchelastic.errors import ConfigError
@@ -130,7 +131,7 @@ class BatchPolicy(ABC):
     def cuts(self, rank: int, size: int, batch: int | None = None) -> tuple[MicroBatchSlice, ...]:
         """A rank's micro-batches, each with its part of the rank's weight."""
         share, total = self.shares(size, batch)[rank], self._batch(size, batch)
-        stops = _added_up(_evenly(share, self.micro_batches(size, batch)))
+        stops = list(accumulate(_evenly(share, self.micro_batches(size, batch))))
         return tuple(
             MicroBatchSlice(start, stop, size * (stop - start) / total)
             for start, stop in zip((0, *stops), stops, strict=False)
@@ -214,14 +215,6 @@ class ScaleWithWorld(BatchPolicy):
 def _evenly(total: int, parts: int) -> tuple[int, ...]:
     each, more = divmod(total, parts)
     return (each + 1,) * more + (each,) * (parts - more)
-
-
-def _added_up(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    sums, total = [], 0
-    for number in numbers:
-        total += number
-        sums.append(total)
-    return tuple(sums)
 
 
 def _check_micro(micro: int | None) -> None:

@@ -60,17 +60,13 @@ def parse(text: bytes, start: int = 0) -> Line | int | None:
         names = ("generation", "step", "rank", "epoch")
         return Line(
             **{name: _number(data[name]) for name in names},
-            ids=tuple(map(_sample, data["ids"])),
+            ids=tuple(_pair(one) if isinstance(one, list) else _number(one) for one in data["ids"]),
             size=_number(data["size"]) if "size" in data else None,
             span=_pair(data["span"]) if "span" in data else None,
             start=start,
         )
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def _sample(value: Any) -> Sample:
-    return _pair(value) if isinstance(value, list) else _number(value)
 
 
 def _pair(value: Any) -> tuple[int, int]:

@@ -192,7 +192,8 @@ def _check_epoch(
     dropped: int,
 ) -> EpochVerdict:
     uses = Counter(sample for line in lines for sample in line.ids)
-    contradictions = _strangers(uses, known)
+    strange = [sample for sample in uses if sample not in known]
+    contradictions = [f"unknown samples: {_named(strange)}"] if strange else []
     unwitnessed = 0
     if lines and all(line.span is not None for line in lines):
         unwitnessed, about_spans = _check_spans(lines)
@@ -225,11 +226,6 @@ def _having(samples: Collection[Sample], lines: Iterable[Line]) -> dict[Sample, 
             if sample in found:
                 found[sample].append(line)
     return found
-
-
-def _strangers(uses: Iterable[Sample], known: Collection[Sample]) -> list[str]:
-    strange = [sample for sample in uses if sample not in known]
-    return [f"unknown samples: {_named(strange)}"] if strange else []
 
 
 def _check_spans(lines: Sequence[Line]) -> tuple[int, list[str]]:

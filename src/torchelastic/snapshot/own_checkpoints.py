@@ -29,7 +29,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchelastic.errors import CheckpointError
-from torchelastic.tensors.dtensors import is_sharded, local_of
+from torchelastic.tensors.dtensors import local_or_whole
 
 
 @dataclass(frozen=True)
@@ -100,5 +100,4 @@ def _steps_of(entry: Mapping[str, Any]) -> int:
     if isinstance(step, torch.Tensor):
         return int(step.item())
     tensors = (value for value in entry.values() if isinstance(value, torch.Tensor))
-    local = (local_of(tensor) if is_sharded(tensor) else tensor for tensor in tensors)
-    return int(any(bool(tensor.any()) for tensor in local))
+    return int(any(bool(local_or_whole(tensor).any()) for tensor in tensors))

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torchelastic import torch_private
 from torchelastic.errors import SnapshotError, TransferError
 from torchelastic.tensors import module_state, tensor_tree
-from torchelastic.tensors.dtensors import is_sharded, local_of, region_of
+from torchelastic.tensors.dtensors import is_sharded, local_of, region_of, shard_like
 from torchelastic.tensors.shard_layout import Box, Index, Region, Take, TensorShape
 from torchelastic.tensors.tensor_bytes import SMALL, Flat, Layout
 from torchelastic.tensors.tensor_tree import Spec
@@ -214,14 +214,7 @@ def _made(name: str, shape: TensorShape, owner: Any) -> Any:
     if tuple(owner.shape) != shape.size:
         whole = torch.empty(shape.size, dtype=dtype, device=local_of(owner).device)
         return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return DTensor.from_local(
-        torch.empty_like(local_of(owner), dtype=dtype),
-        mesh,
-        owner.placements,
-        run_check=False,
-        shape=owner.shape,
-        stride=owner.stride(),
-    )
+    return shard_like(owner, torch.empty_like(local_of(owner), dtype=dtype))
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,6 @@ _NUMPY_MEMORY = _NUMPY_WORDS + 4
 #: The lengths of the states of Python, numpy and CUDA.
 _LENGTHS = struct.Struct("=qqq")
 
-#: torch's state as `get_state` returns it: seed, words left, whether seeded, position; 624 words;
-#: of three numbers the second is a normal deviate that it may keep, and whether it does; another
-#: one in single precision, and whether.
-_TORCH = struct.Struct("=QiiQ624Qdddi4xf?3x")
-#: The same as a copy of the generator's memory, which older checkpoints hold.
-_TORCH_MEMORY = struct.Struct("=Qi?3xI624I4xf?3xd?")
-
-
 _cuda_in_use: Callable[[], bool] = torch.cuda.is_initialized
 
 
@@ -92,7 +84,7 @@ def seed(*key: int) -> None:
 
 
 def restore(states: Random) -> None:
-    torch.default_generator.set_state(_tensor(_as_torch_tells(states.torch)))
+    torch.default_generator.set_state(_tensor(states.torch))
     python, numpy, cuda = _split(states.others)
     _restore_python(python)
     if numpy and "numpy" in sys.modules:
@@ -118,18 +110,6 @@ def _tensor(state: bytes) -> torch.Tensor:
 def _cuda() -> bytes:
     """Return the state of this rank's device only, without initialising CUDA."""
     return bytes_of(torch.cuda.get_rng_state()) if _cuda_in_use() else b""
-
-
-def _as_torch_tells(state: bytes) -> bytes:
-    """Convert a copy of a generator's memory to the form of `get_state`."""
-    if len(state) != _TORCH_MEMORY.size:
-        return state
-    seed, left, seeded, position, *more = _TORCH_MEMORY.unpack(state)
-    *words, single, keeps_single, double, keeps_double = more
-    kept = double if keeps_double else 0.0
-    head, deviate = (seed, left, seeded, position), (0.0, kept, 0.0, keeps_double)
-    single = single if keeps_single else 0.0
-    return _TORCH.pack(*head, *words, *deviate, single, keeps_single)
 
 
 # --- Python ---------------------------------------------------------------------------------------

@@ -347,9 +347,6 @@ class _Reader:
         elements = self._tensor(index, depth)
         return elements.cpu().numpy().view(dtype).reshape(shape)
 
-    def _scalar(self, content: Any, depth: int) -> Any:
-        return self._array(content, depth)[()]
-
 
 _READERS: Mapping[str, Callable[[_Reader, Any, int], Any]] = {
     "t": _Reader._tuple,
@@ -357,7 +354,7 @@ _READERS: Mapping[str, Callable[[_Reader, Any, int], Any]] = {
     "f": _Reader._float,
     "x": _Reader._tensor,
     "n": _Reader._array,
-    "s": _Reader._scalar,
+    "s": lambda reader, content, depth: reader._array(content, depth)[()],
 }
 
 

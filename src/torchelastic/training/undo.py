@@ -207,7 +207,9 @@ class Gradients:
             if self._unhooked:
                 backward.watch(id(self), self._install)
             if self._at_once:
-                self._keep_all()
+                for index, pending in enumerate(self._pending):
+                    if pending:
+                        self._keep(index)
 
     def before_write(self, parameters: Iterable[torch.Tensor], *, copy: bool) -> None:
         """Prepare for an optimizer that reads the gradients of these parameters.
@@ -269,11 +271,6 @@ class Gradients:
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
         return self._parameters
-
-    def _keep_all(self) -> None:
-        for index, pending in enumerate(self._pending):
-            if pending:
-                self._keep(index)
 
     def _install(self) -> None:
         """Install the copying hooks when a backward begins that may add to old values."""

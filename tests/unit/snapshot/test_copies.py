@@ -548,6 +548,12 @@ async def test_replicator_closes_on_a_message_before_the_welcome():
         assert not a.replicator._visitors
 
 
+def test_replicator_close_leaves_no_thread():
+    before = threading.active_count()
+    test_replicator_sends_no_version_twice()
+    assert threading.active_count() == before
+
+
 def test_a_header_survives_its_journey():
     full = Header(
         kind=stream.GIVE,

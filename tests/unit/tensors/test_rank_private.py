@@ -79,18 +79,6 @@ def test_a_state_of_torchs_that_is_set_is_noticed():
     assert rng.capture().torch == bytes_of(other) != seen.torch
 
 
-@pytest.mark.parametrize("single", [None, 0.5])
-@pytest.mark.parametrize("double", [None, 0.25])
-def test_a_copy_of_torchs_memory_in_an_older_checkpoint_is_restored(single, double):
-    words = [7 * n for n in range(624)]
-    deviates = (single or 0.125, single is not None, double or 0.125, double is not None)
-    memory = rng._TORCH_MEMORY.pack(11, 600, True, 24, *words, *deviates)
-    rng.restore(rng.Random(memory, rng.capture().others))
-    kept = (0.0, double or 0.0, 0.0, double is not None, single or 0.0, single is not None)
-    expected = rng._TORCH.pack(11, 600, 1, 24, *words, *kept)
-    assert rng.capture().torch == expected
-
-
 @pytest.mark.parametrize("unknown", ["numpy before 1.24", "another Python"])
 def test_the_memory_of_a_generator_need_not_be_known(monkeypatch, unknown):
     if unknown == "another Python":

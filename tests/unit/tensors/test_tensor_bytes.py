@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -93,11 +94,8 @@ def test_large_tensors_are_copied_to_where_the_first_thread_says(monkeypatch):
         return memory.data_ptr()
 
     copy = BackgroundCopy(tensors, [0, 448], begin, watched=tensors)
-    threads = [threading.Thread(target=copy.run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda _: copy.run(), range(3)))
     assert (begun, copy.error, copy.is_disturbed) == ([1], None, False)
     assert memory[:400].view(torch.float32).equal(tensors[0])
     assert memory[448:768].view(torch.int64).equal(tensors[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -40,17 +41,9 @@ def alone(monkeypatch):
 
 def gloo_pair(timeout):
     """Two ranks of plain gloo in this process: the groups, and the connections of the first."""
-    store, made = dist.HashStore(), {}
-
-    def make(rank):
-        made[rank] = gloo.connect(store, rank, 2, timeout)[:2]
-
-    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return made[0], made[1]
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda rank: gloo.connect(store, rank, 2, timeout)[:2], range(2)))
 
 
 def test_a_group_of_gloo_is_ours_while_a_world_is_alive(alone):
@@ -215,22 +208,17 @@ def test_gloo_is_dropped_without_the_lock_of_the_interpreter():
 
 def test_gloo_bears_with_a_connection_that_says_nothing():
     """Who looks whether a rank can be reached connects to its port, and closes again."""
-    store, made = dist.HashStore(), {}
-
-    def make(rank):
-        made[rank] = gloo.connect(store, rank, 2, SOON)
-
-    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
-    threads[0].start()
-    address = sockets.listening_address(store.get("0/0"))
-    for _ in range(3):
-        assert not sockets.is_silent(address)
-    threads[1].start()
-    for thread in threads:
-        thread.join()
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(gloo.connect, store, 0, 2, SOON)
+        address = sockets.listening_address(store.get("0/0"))
+        for _ in range(3):
+            assert not sockets.is_silent(address)
+        second = pool.submit(gloo.connect, store, 1, 2, SOON)
+        groups = [made.result()[0] for made in (first, second)]
     assert gloo.silent_peer(store, 1, 2, 2) == ""
     ones = [torch.ones(1), torch.ones(1)]
-    works = [made[rank][0].allreduce([ones[rank]]) for rank in range(2)]
+    works = [group.allreduce([one]) for group, one in zip(groups, ones, strict=True)]
     for work in works:
         work.wait()
     assert ones[0].item() == 2.0

@@ -537,18 +537,6 @@ def test_buffers_that_are_replaced_grown_or_large_are_put_back():
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_large_buffer_that_does_not_change_is_copied_once():
-    model = Replacing()
-    state = TorchState(model=model)
-    state.snapshot()
-    (heavy,) = [one for one in state._undo.buffers.heavy if one._name == "mask"]
-    first = heavy._saved
-    first.fill_(7)
-    state.snapshot()
-    assert heavy._saved is first
-    assert bool((first == 7).all())
-
-
 def test_values_of_every_kind_are_put_back():
     state = TorchState(
         best=0.5, history=[1], names=("a", (2, 3)), table={1: {"x": None}},
@@ -589,9 +577,6 @@ def test_a_parameter_group_added_in_the_step_is_gone():
     optimizer.add_param_group({"params": [model.bias], "lr": 7.0})
     state.apply(begin)
     assert len(optimizer.param_groups) == 1
-
-
-# --- torchState: its parts, what peers give to each other, checkpoints ----------------------------
 
 
 # --- parts ----------------------------------------------------------------------------------------

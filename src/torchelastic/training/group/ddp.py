@@ -68,7 +68,11 @@ def wrap(module: torch.nn.Module, **options: Any) -> DistributedDataParallel:
 
 def follow(ddp: DistributedDataParallel) -> None:
     """Know and decide the layout of a DDP from now on. It has its first layout."""
-    _KEPT[ddp] = layouts = _Layouts(first=_by_size(ddp) if _is_fixed(ddp) else _all_in_one(ddp))
+    if _is_fixed(ddp):  # buckets of the configured size, the last parameters first
+        limits = torch_private.bucket_limits(ddp)
+    else:  # DDP's first layout: one bucket per dtype, since the order is not known
+        limits = torch_private.limits_by_hand(ddp) or [torch.iinfo(torch.int64).max]
+    _KEPT[ddp] = layouts = _Layouts(first=_assign(ddp, limits))
     if ddp.static_graph:
         _dictate(ddp, layouts.first)
     _watch(ddp)
@@ -153,7 +157,9 @@ def swap(ddp: DistributedDataParallel, *, interrupted: bool = True) -> None:
     if not _is_fixed(ddp) and interrupted:
         adopt(ddp, layout(ddp))
     elif interrupted or ddp.static_graph:
-        _renew(ddp)
+        torch_private.renew_reducer(ddp)  # with the same layout: this kind never changes it
+        if ddp.static_graph:
+            _dictate(ddp, _KEPT[ddp].first)
     else:
         torch_private.show_group(ddp, group)
 
@@ -193,16 +199,6 @@ def agree(ddp: DistributedDataParallel, source: int) -> None:
 def _is_fixed(ddp: DistributedDataParallel) -> bool:
     """Return whether this DDP never changes its first layout."""
     return bool(ddp.static_graph or ddp.find_unused_parameters)
-
-
-def _all_in_one(ddp: DistributedDataParallel) -> Layout:
-    """Return DDP's first layout: one bucket per dtype, since the order is not known."""
-    return _assign(ddp, torch_private.limits_by_hand(ddp) or [torch.iinfo(torch.int64).max])
-
-
-def _by_size(ddp: DistributedDataParallel) -> Layout:
-    """Return buckets of the configured size, the last parameters first."""
-    return _assign(ddp, torch_private.bucket_limits(ddp))
 
 
 def _assign(ddp: DistributedDataParallel, limits: Sequence[int]) -> Layout:
@@ -273,13 +269,6 @@ def _rebuild(ddp: DistributedDataParallel, wanted: Layout | None) -> Layout | No
     finally:
         torch_private.show_group(ddp, ddp.process_group)
     return dictation.taken() if rebuilt else None
-
-
-def _renew(ddp: DistributedDataParallel) -> None:
-    """Create a new reducer with the same layout: this kind never changes its layout."""
-    torch_private.renew_reducer(ddp)
-    if ddp.static_graph:
-        _dictate(ddp, _KEPT[ddp].first)
 
 
 def _watch(ddp: DistributedDataParallel) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,20 +40,8 @@ from torchelastic.training.group import backward, sockets
 from torchelastic.training.group.abortable_waits import AbortableOperation, OwnedWork, Waits
 from torchelastic.worker.collective_log import NO_ROW, Mark
 
-
-class GroupWorld(Protocol):
-    """The world that groups are connected in."""
-
-    waits: Waits
-    #: The number of workers in the world, not in a group.
-    size: int
-    #: The backend for tensors on a device; empty: gloo takes all.
-    device_backend: str
-
-    def make_native(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-        """Make a group of that backend."""
-
-    def adopt(self, group: OwnedGloo) -> None: ...
+if TYPE_CHECKING:
+    from torchelastic.training.group.group import Group
 
 
 class GroupMaker(Protocol):
@@ -212,18 +200,18 @@ class OwnedGloo(dist.ProcessGroup):
         self._store, self._timeout = store, timeout
         #: The group for tensors on a device, and the world that makes it.
         self._native: Any = None
-        self._world: GroupWorld | None = None
+        self._world: Group | None = None
         self._plain: dist.ProcessGroup | None = None
         self._gloo: Any = _Unconnected()
         self.connections: frozenset[int] = frozenset()
         _owner.made(self, store)
 
-    def connect(self, world: GroupWorld, store: Store) -> None:
+    def connect(self, world: Group, store: Store) -> None:
         """Connect to the other ranks of the group, in this world."""
         self.connect_later(world, store)
         self._connected()
 
-    def connect_later(self, world: GroupWorld, store: Store) -> None:
+    def connect_later(self, world: Group, store: Store) -> None:
         """Connect when the group is used: until then, other ranks may not have made it."""
         self._waits, self._store = world.waits, store
         #: The number of collectives launched in this group, and where the agent sees them.

@@ -10,7 +10,7 @@ its partners may.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -18,7 +18,10 @@ from torchelastic import torch_private
 from torchelastic.errors import ConfigError
 from torchelastic.torch_private import PrefixStore, Store
 from torchelastic.training.group import gloo
-from torchelastic.training.group.gloo import GroupWorld, OwnedGloo
+from torchelastic.training.group.gloo import OwnedGloo
+
+if TYPE_CHECKING:
+    from torchelastic.training.group.group import Group
 
 
 class Replica:
@@ -35,7 +38,7 @@ class Replica:
         #: Groups by the name under which their ranks meet, and the names of those made in a world.
         self._groups: dict[str, OwnedGloo] = {}
         self._late: set[str] = set()
-        self._world: tuple[GroupWorld, Store] | None = None
+        self._world: tuple[Group, Store] | None = None
         if dist.is_initialized():
             raise ConfigError(
                 "torch.distributed is already initialized: call torchelastic.mesh before anything "
@@ -56,7 +59,7 @@ class Replica:
             self._late.add(name)
             group.connect_later(world, PrefixStore(name, of_world))
 
-    def enter(self, world: GroupWorld, store: Store, number: int) -> None:
+    def enter(self, world: Group, store: Store, number: int) -> None:
         """Connect all groups to the partners in this world, as the replica of this number."""
         gloo.install(self)
         for name, group in self._groups.items():

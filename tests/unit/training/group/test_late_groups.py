@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests import late_backend
 from tests.late_backend import GARBAGE, LateGroup, device
 from tests.support import poll_for
-from tests.unit.training.fake_agent import Coordinator, Counting, Steps, begin, finish
+from tests.unit.training.fake_agent import Coordinator, Counting, begin, finish
 from torchelastic import TorchState, torch_backends, torch_private
 from torchelastic.compat import collectives
 from torchelastic.errors import ConfigError, StopException
@@ -234,16 +234,6 @@ class LateCoordinator(Coordinator):
     def __init__(self, *args):
         super().__init__(*args)
         self.c10d_backend = "late"
-
-
-def test_the_loop_trains_on_it(run):
-    steps = Steps()
-
-    def script(agent):
-        begin(agent)
-        finish(agent)
-
-    assert run(script, steps, coordinator=LateCoordinator).count == len(steps.taken)
 
 
 def test_a_step_whose_collective_was_aborted_is_not_committed(run):
