@@ -207,8 +207,8 @@ class Gradients:
             if self._unhooked:
                 backward.watch(id(self), self._install)
             if self._at_once:
-                for index, pending in enumerate(self._pending):
-                    if pending:
+                for index, old in enumerate(self._pending):
+                    if old:
                         self._keep(index)
 
     def before_write(self, parameters: Iterable[torch.Tensor], *, copy: bool) -> None:
