@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
 from tests.browser.conftest import address, looking_at
-from tests.process.jobs import job
+from tests.process.jobs import HERE, job
 from tests.support import poll_for
-
-TRAINER = Path(__file__).parents[1] / "process" / "resident.py"
 
 
 @pytest.mark.timeout(300)
 def test_a_kill_and_its_recovery_are_shown_live(tab, tmp_path):
     """Its zygote imports torch."""
     flags = "--nnodes=1 --nproc-per-node=2 --dashboard=0 --redirects=3"
-    with job(tmp_path / "job", flags, script=TRAINER) as made:
-        arguments = [str(made._lines), str(made._orders), "steps=1000000", "slow=0.02"]
-        node = made.start(script=[str(TRAINER), *arguments])
+    script = HERE / "resident.py"
+    with job(tmp_path / "job", flags, script, steps=1_000_000, slow=0.02) as made:
+        node = made.start()
         tab.go(poll_for(lambda: address(node.stderr), what="the page's address", timeout=100))
         tab.wait_for(".answers", "Training")
         tab.wait_for("#failure", "No failure so far.")

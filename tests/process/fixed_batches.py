@@ -1,24 +1,23 @@
 """A worker that trains with a fixed batch, and writes the hash of its weights in the end.
 
-fixed_batches.py DIRECTORY [key=value ...]
+fixed_batches.py LINES ORDERS ledger=DIRECTORY [key=value ...]
 
 Keys: model (transformer, conv, lstm, gan), mode (train, keep), steps, count, dtype (fp32, bf16),
 bucket (bytes of a bucket), wait (seconds that a micro-batch takes at least), slow (ranks that take
 twice as long), shares (speed, equal), samples, loaders (loading processes),
-measure (steps between two comparisons of speeds).
+measure (steps between two comparisons of speeds), differs=1 (each rank has another count).
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import worker_side
 from torch import nn
+from worker_side import write
 
 import torchelastic
 from torchelastic.data import BatchPolicy, DataLoader, ElasticSampler, Ledger
@@ -26,13 +25,11 @@ from torchelastic.p2p import CoordinatorP2P
 from torchelastic.training import fixed_steps as steps
 from torchelastic.training import fixed_sums as sums
 
-DIRECTORY = Path(sys.argv[1])
 KEYS = {"model": "transformer", "mode": "train", "steps": 12, "count": 8, "dtype": "fp32"}
 KEYS |= {"bucket": sums.BUCKET_BYTES, "wait": 0.0, "samples": 150, "loaders": 0, "shares": ""}
-KEYS |= {"slow": "", "measure": steps.MEASURE_EVERY}
-KEYS |= {
-    name: type(KEYS[name])(value) for name, value in (text.split("=") for text in sys.argv[2:])
-}
+KEYS |= {"slow": "", "measure": steps.MEASURE_EVERY, "differs": 0}
+KEYS["ledger"] = ""
+KEYS |= {name: type(KEYS[name])(value) for name, value in worker_side.KEYS.items()}
 sums.BUCKET_BYTES, steps.MEASURE_EVERY = KEYS["bucket"], KEYS["measure"]
 torch.set_num_threads(1)
 torch.manual_seed(os.getpid())  # only the first rank's parameters count: the same by the seed
@@ -93,16 +90,16 @@ else:
 optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
 data = torch.randint(50, (KEYS["samples"], 64), generator=torch.Generator().manual_seed(1))
 sampler = ElasticSampler(len(data), seed=3)
-policy = BatchPolicy.fixed(micro=4, count=KEYS["count"], shares=KEYS["shares"] or "speed")
+count = KEYS["count"] + KEYS["differs"] * int(os.environ["RANK"])
+policy = BatchPolicy.fixed(micro=4, count=count, shares=KEYS["shares"] or "speed")
 loader = DataLoader(data, sampler=sampler, policy=policy, num_workers=KEYS["loaders"])
 state = torchelastic.TorchState(
     model=models,
     optimizer=optimizers,
     sampler=sampler,
     policy=policy,
-    ledger=Ledger(DIRECTORY / "ledger"),
+    ledger=Ledger(KEYS["ledger"]),
 )
-lines = open(DIRECTORY / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
 batches = iter(loader)
 
 
@@ -120,7 +117,7 @@ def micro_batches(batch: torch.Tensor, model: nn.Module, step: int):
         slow = 2 if os.environ["RANK"] in KEYS["slow"].split() else 1
         time.sleep(KEYS["wait"] * slow)
         yield micro
-        lines.write(json.dumps({"step": step, "ran": micro.samples, "at": time.monotonic()}) + "\n")
+        write("ran", step=step)
 
 
 def one_step(step: int) -> None:
@@ -170,4 +167,4 @@ else:
         one_step(step)
         state.commit()
 
-lines.write(json.dumps({"digest": state.digest(), "loss": policy.loss}) + "\n")
+write("done", digest=state.digest(), loss=policy.loss)

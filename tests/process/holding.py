@@ -1,34 +1,28 @@
-"""A worker that keeps a counter in its agent's memory: `holding.py LINES ORDERS [BYTES]`. No torch.
+"""A worker that keeps a counter in its agent's memory: `holding.py LINES ORDERS [size=BYTES]`.
 
-At its start it tells what its node holds. Then it does as it is told by files in ORDERS, named
-`GENERATION-RANK`: `commit STEP` (each once), `fetch PIECE GENERATION STEP PEER`, `die`, `finish`.
+Imports no torch. At its start it tells what its node holds. Then it does as it is told by files in
+ORDERS, named `GENERATION-RANK`: `commit STEP` (each once), `fetch PIECE GENERATION STEP PEER`,
+`die`, `finish`.
 """
 
-import json
 import os
 import signal
 import sys
 import time
+from functools import partial
 from itertools import count
-from pathlib import Path
+
+from worker_side import GENERATION, HERE, KEYS, ORDERS, RANK, SIZE, write
 
 from torchelastic.snapshot import layout, messages
 from torchelastic.snapshot.layout import SHARED, Memory, own
 from torchelastic.worker import channel
 
-lines, orders = map(Path, sys.argv[1:3])
-size = int(sys.argv[3]) if len(sys.argv) > 3 else 10_000
-generation, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
-world_size = int(os.environ["WORLD_SIZE"])
-out = open(lines / f"{generation}-{rank}-{os.getpid()}", "a", buffering=1)  # noqa: SIM115
+size = int(KEYS.get("size", "10000"))
+tell = partial(write, **HERE)
 link = channel.link()
 assert link is not None
 numbers = count(1)
-
-
-def tell(event: str, **more: object) -> None:
-    place = {"generation": generation, "rank": rank, "world_size": world_size, "pid": os.getpid()}
-    out.write(json.dumps({"event": event, **place, **more}) + "\n")
 
 
 def ask(request: messages.Request) -> tuple[messages.Answer, int | None]:
@@ -55,12 +49,12 @@ def content(piece: str, step: int) -> bytes:
 
 
 def commit(step: int) -> None:
-    version = (generation, step)
+    version = (GENERATION, step)
     for piece, memory in written.items():
         data = content(piece, step)
         memory.begin(version)[:size] = data
         summed = layout.checksum(data)
-        memory.seal(version, b"{}", size, summed, rank=rank, size=world_size)
+        memory.seal(version, b"{}", size, summed, rank=RANK, size=SIZE)
         channel.send(messages.to_json(messages.Sealed(piece, version)))
     tell("committed", step=step)
 
@@ -85,12 +79,12 @@ def inventory() -> None:
 
 tell("start")
 inventory()
-pieces = [own(rank)] if os.environ["LOCAL_RANK"] != "0" else [SHARED, own(rank)]
+pieces = [own(RANK)] if os.environ["LOCAL_RANK"] != "0" else [SHARED, own(RANK)]
 written = {piece: memory for piece in pieces if (memory := room(piece)) is not None}
 tell("ready")
 done: set[str] = set()
 while True:
-    for path in sorted(orders.glob(f"{generation}-{rank}*")):
+    for path in sorted(ORDERS.glob(f"{GENERATION}-{RANK}*")):
         if path.name in done or path.suffix == ".part":
             continue
         done.add(path.name)

@@ -1,7 +1,8 @@
 """Real agents on this machine, and a worker script that does as it is told.
 
 The script (`obedient.py`) imports no torch: it writes a line when it starts and then looks for
-orders, files named after its generation and rank.
+orders, files named after its generation and rank. What all worker scripts share is in
+`worker_side.py`.
 """
 
 from __future__ import annotations
@@ -11,16 +12,22 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.light import with_light_torch
 from tests.ports import free_port
 from tests.support import poll_for
 
-SCRIPT = Path(__file__).with_name("obedient.py")
+HERE = Path(__file__).parent
+SCRIPT = HERE / "obedient.py"
+#: Scripts that use no torch: their agents have a light one.
+LIGHT = [HERE / name for name in ("obedient.py", "linked.py", "holding.py", "rounds.py")]
+
+T = TypeVar("T")
 
 
 class Node:
@@ -77,24 +84,33 @@ class Node:
 
 
 class Job:
-    """Nodes of one job and what its workers wrote."""
+    """Nodes of one job and what its workers wrote; `keys` are the script's."""
 
     def __init__(
-        self, directory: Path, flags: str = "", script: Path = SCRIPT, port: int = 0
+        self, directory: Path, flags: str = "", script: Path = SCRIPT, port: int = 0, **keys: Any
     ) -> None:
         self.directory = directory
         self.flags = flags.split()
         self.script = script
+        self.keys = keys
         self.port = port or free_port()
         self.nodes: list[Node] = []
         #: What is run as `torchelastic`.
         self.program = ["-m", "torchelastic"]
-        self._lines = directory / "lines"
-        self._orders = directory / "orders"
-        self._lines.mkdir(parents=True)
-        self._orders.mkdir()
+        self.written, self.orders = directory / "lines", directory / "orders"
+        self.written.mkdir(parents=True)
+        self.orders.mkdir()
 
-    def start(self, flags: str = "", *, script: list[str] | None = None) -> Node:
+    def command(self, **keys: Any) -> list[str]:
+        """The script and its arguments."""
+        words = [f"{name}={value}" for name, value in {**self.keys, **keys}.items()]
+        return [str(self.script), str(self.written), str(self.orders), *words]
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return with_light_torch() if self.script in LIGHT else dict(os.environ)
+
+    def start(self, flags: str = "", *, script: list[str] | None = None, **keys: Any) -> Node:
         """Start another node; the first one hosts, so the others come when it does.
 
         Of a job of 1 to n nodes the first may begin alone, on a busy machine. If all n are started
@@ -108,23 +124,25 @@ class Job:
         command = [sys.executable, *self.program, "run", f"--log-dir={directory}/logs"]
         if not any(flag == "--nnodes=1" or flag == "--standalone" for flag in self.flags):
             command += [f"--rdzv-endpoint=127.0.0.1:{self.port}", f"--rdzv-id=job{self.port}"]
-        command += [*self.flags, *flags.split()]
-        command += script or [str(self.script), str(self._lines), str(self._orders)]
-        light = script is None and self.script == SCRIPT
-        node = Node(command, directory, with_light_torch() if light else dict(os.environ))
+        command += [*self.flags, *flags.split(), *(script or self.command(**keys))]
+        node = Node(command, directory, dict(os.environ) if script else self.environ)
         self.nodes.append(node)
         return node
 
     def order(self, what: str, *, rank: int | str = "any", generation: int | str = "any") -> None:
         """`raise`, `exit 3`, `finish`, `ignore-term`, `train 2` (and raise where there are more
         than two workers): for one worker or for all."""
-        path = self._orders / f"{generation}-{rank}"
+        path = self.orders / f"{generation}-{rank}"
         path.with_suffix(".part").write_text(what)
         path.with_suffix(".part").rename(path)
 
+    def give(self, name: str) -> None:
+        """Give an order that is a name alone, as `go-4`."""
+        (self.orders / name).touch()
+
     def lines(self, **wanted: Any) -> list[dict[str, Any]]:
         found = []
-        for path in sorted(self._lines.iterdir()):
+        for path in sorted(self.written.iterdir()):
             # What comes after the last line's end is being written, or its writer was killed.
             for text in path.read_text().split("\n")[:-1]:
                 line = json.loads(text)
@@ -139,13 +157,47 @@ class Job:
             lines = self.lines(generation=generation, event="start", world_size=size)
             return lines if len(lines) == size else []
 
+        lines = self.wait_for(complete, f"{size} workers of generation {generation}", timeout)
+        return sorted(lines, key=lambda line: line["rank"])
+
+    def begun(self, size: int, after: int = -1, timeout: float = 60.0) -> int:
+        """Wait until all workers of a later world of this size have started; its generation."""
+
+        def found() -> list[int]:
+            lines = self.lines(event="start", world_size=size)
+            generations = [line["generation"] for line in lines]
+            return [one for one in generations if one > after and generations.count(one) == size]
+
+        return max(self.wait_for(found, f"{size} workers after generation {after}", timeout))
+
+    def steps(self, **wanted: Any) -> list[dict[str, Any]]:
+        return self.lines(event="step", **wanted)
+
+    def newest(self) -> int:
+        """The generation of the last steps."""
+        return max(line["generation"] for line in self.steps())
+
+    def wait_steps(
+        self, number: int = 3, *, after: int = -1, timeout: float = 60.0, **wanted: Any
+    ) -> int:
+        """Wait until a generation later than `after` has made so many steps; which one it is."""
+
+        def stepped() -> list[int]:
+            made: dict[int, set[int]] = defaultdict(set)
+            for line in self.steps(**wanted):
+                if line["generation"] > after:
+                    made[line["generation"]].add(line["step"])
+            return [generation for generation, steps in made.items() if len(steps) >= number]
+
+        what = f"{number} steps of a world after generation {after}, with {wanted}"
+        return max(self.wait_for(stepped, what, timeout))
+
+    def wait_for(self, probe: Callable[[], T], what: str, timeout: float = 60.0) -> T:
+        """`poll_for` that shows what the nodes have said."""
         try:
-            lines = poll_for(
-                complete, what=f"{size} workers of generation {generation}", timeout=timeout
-            )
+            return poll_for(probe, what=what, timeout=timeout)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.said()}") from None
-        return sorted(lines, key=lambda line: line["rank"])
 
     def world_is(self, generation: int) -> bool:
         """Whether no newer generation has been formed than this one."""
@@ -168,20 +220,37 @@ class Job:
 
 
 @contextmanager
-def job(directory: Path, flags: str = "", **more: Any) -> Iterator[Job]:
-    made = Job(directory, flags, **more)
+def job(directory: Path, flags: str = "", script: Path = SCRIPT, **keys: Any) -> Iterator[Job]:
+    made = Job(directory, flags, script, **keys)
     try:
         yield made
     finally:
         made.close()
 
 
+def torchelastic(*argv: str) -> subprocess.CompletedProcess[str]:
+    """Run another command to its end, as a user types it."""
+    command = [sys.executable, "-m", "torchelastic", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def status(run_id: str) -> dict[str, Any]:
+    """What `torchelastic status` says of a job, for programs."""
+    (told,) = json.loads(torchelastic("status", "--json", run_id).stdout)
+    return told
+
+
+def state_of(pid: int) -> str:
+    """The letter that /proc has for the state of a process; empty if it does not exist."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def alive(pid: int) -> bool:
     """Whether a process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return state_of(pid) not in ("", "Z")
 
 
 def child_running(pid: int, what: str) -> int:

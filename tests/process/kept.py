@@ -13,27 +13,22 @@ that nobody interrupts.
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import random
-import sys
 import time
 import warnings
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from worker_side import GENERATION, HERE, KEYS, RANK, SIZE, is_ordered, write
 
 import torchelastic
 from torchelastic import checkpoint, faults
 
-LINES, ORDERS = Path(sys.argv[1]), Path(sys.argv[2])
-KEYS = dict(text.split("=", 1) for text in sys.argv[3:])
 STEPS, PAUSE = int(KEYS.get("steps", "12")), float(KEYS.get("pause", "0"))
-RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-GENERATION = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+tell = partial(write, **HERE)
 
 
 class Data:
@@ -90,17 +85,12 @@ class Training:
         return digest.hexdigest()[:16]
 
 
-def write(event: str, **more: object) -> None:
-    said = {"event": event, "generation": GENERATION, "rank": RANK, "world_size": SIZE, **more}
-    lines.write(json.dumps(said) + "\n")
-
-
 def write_expected() -> None:
     undisturbed = Training()
     for step in range(1, 1 + STEPS):
         undisturbed.step()
         undisturbed.data.committed()
-        write("expected", step=step, fingerprint=undisturbed.fingerprint())
+        tell("expected", step=step, fingerprint=undisturbed.fingerprint())
 
 
 def wait_for_go() -> None:
@@ -114,14 +104,13 @@ def wait_for_go() -> None:
     if "took" in KEYS:
         checkpoint.wait()
         checkpoint.get_checkpoint_manager().seconds = float(KEYS["took"])
-    write("holding", step=kept.step)
-    while not (ORDERS / "go").exists() and not (ORDERS / f"go-{kept.step}").exists():
+    tell("holding", step=kept.step)
+    while not is_ordered("go") and not is_ordered(f"go-{kept.step}"):
         time.sleep(0.005)
 
 
 torch.set_num_threads(1)
 warnings.simplefilter("ignore", FutureWarning)  # torch's, of the name broadcast_buffers
-lines = open(LINES / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
 dist.init_process_group("gloo")
 if "expected" in KEYS and GENERATION == 0:
     write_expected()
@@ -130,17 +119,17 @@ if "checkpoints" in KEYS:
     checkpoint.set_checkpoint_manager(checkpoint.FileSystemCheckpointManager(KEYS["checkpoints"]))
 kept = torchelastic.TorchState(model=it.wrapped, optimizer=it.optimizer, sampler=it.data)
 start = kept.restore()
-write("start", step=start, position=it.data.position, pid=os.getpid())
+tell("start", step=start, position=it.data.position)
 for step in range(start, STEPS):
     if str(step) in KEYS.get("hold", "").split(","):
         wait_for_go()
     it.step()
     time.sleep(PAUSE)
     kept.commit()
-    write("step", step=kept.step, fingerprint=it.fingerprint())
+    tell("step", step=kept.step, fingerprint=it.fingerprint())
     if kept.step % 3 == 0 and RANK == 0:
         checkpoint.save(kept, kept.step)
 checkpoint.finish()
-write("end", step=kept.step, position=it.data.position)
+tell("end", step=kept.step, position=it.data.position)
 dist.barrier()
 dist.destroy_process_group()

@@ -14,11 +14,8 @@ kept: none is committed before the one before it is in memory.
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import sys
 import time
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -31,24 +28,17 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from worker_side import GENERATION, HERE, KEYS, SIZE, is_ordered, wait_for_order, write
 
 import torchelastic
 from torchelastic import checkpoint
 from torchelastic.snapshot import leave
 from torchelastic.snapshot.writer import ShardStatus
 
-LINES, ORDERS = Path(sys.argv[1]), Path(sys.argv[2])
-KEYS = dict(text.split("=", 1) for text in sys.argv[3:])
 STEPS = int(KEYS["steps"])
 HOLD = KEYS.get("hold", "").split(",")
 KEPT = int(KEYS.get("kept", "0"))
-RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-GENERATION = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-
-
-def write(event: str, **more: object) -> None:
-    said = {"event": event, "generation": GENERATION, "rank": RANK, "world_size": SIZE, **more}
-    lines.write(json.dumps(said) + "\n")
+tell = partial(write, **HERE)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,21 +60,20 @@ def is_safe() -> bool:
     return writer is None or writer.shard_status() == ShardStatus.DONE
 
 
-def wait_until(what) -> None:
-    while not what():
+def wait_until_safe() -> None:
+    while not is_safe():
         time.sleep(0.005)
 
 
 def hold() -> None:
     print_of = fingerprint()
-    wait_until(is_safe)
-    write("holding", step=kept.step, fingerprint=print_of)
-    wait_until((ORDERS / f"go-{kept.step}").exists)
+    wait_until_safe()
+    tell("holding", step=kept.step, fingerprint=print_of)
+    wait_for_order(f"go-{kept.step}")
 
 
 torch.set_num_threads(1)
 leave.STOP_OF_ALL_NODES = 30.0  # a busy agent may take longer to hear of its node's end
-lines = open(LINES / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
 dist.init_process_group("gloo")
 torch.manual_seed(1 + GENERATION)  # what is built must not matter after a restart
 # Sizes that no world divides (two ranks divide one of them), and one tensor that is copied behind
@@ -92,7 +81,7 @@ torch.manual_seed(1 + GENERATION)  # what is built must not matter after a resta
 model = nn.Sequential(nn.Linear(7, 150), nn.ReLU(), nn.Linear(150, 149), nn.Linear(149, 3))
 SHAPES = {"2d": (2, SIZE // 2), "tp": (SIZE // 2, 2)}
 kind = KEYS.get("mesh", "")
-if SIZE % 2 or (ORDERS / "no-tp").exists():
+if SIZE % 2 or is_ordered("no-tp"):
     kind = ""
 mesh = init_device_mesh(
     "cpu", SHAPES.get(kind, (SIZE,)), mesh_dim_names=("a", "b")[: 1 + bool(kind)]
@@ -112,7 +101,7 @@ if "checkpoints" in KEYS:
 kept = torchelastic.TorchState(model=model, optimizer=optimizer)
 start = kept.restore()
 placements = [type(one).__name__ for one in model[0].weight.placements]
-write("start", step=start, fingerprint=fingerprint(), pid=os.getpid(), placements=placements)
+tell("start", step=start, fingerprint=fingerprint(), placements=placements)
 for step in range(start, STEPS):
     if str(step) in HOLD:
         hold()
@@ -121,13 +110,13 @@ for step in range(start, STEPS):
     optimizer.step()
     optimizer.zero_grad()
     # Before it is committed: it may be killed in between.
-    write("step", step=step + 1, fingerprint=fingerprint())
+    tell("step", step=step + 1, fingerprint=fingerprint())
     with torch.no_grad():
         model(torch.randn(4, 7))  # leaves the last layer whole
     if str(step + 1) in HOLD or step < KEPT:
-        wait_until(is_safe)  # so that this step is kept, too
+        wait_until_safe()  # so that this step is kept, too
     kept.commit()
     checkpoint.wait()
-write("end", step=kept.step, fingerprint=fingerprint())
+tell("end", step=kept.step, fingerprint=fingerprint())
 dist.barrier()
 dist.destroy_process_group()

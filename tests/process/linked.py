@@ -5,7 +5,6 @@ files named after the generation and the rank, as `obedient.py` has them.
 """
 
 import atexit
-import json
 import os
 import signal
 import socket
@@ -13,24 +12,17 @@ import sys
 import time
 from pathlib import Path
 
-lines, orders = map(Path, sys.argv[1:3])
-generation, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], int(os.environ["RANK"])
-size = int(os.environ["WORLD_SIZE"])
-address = f"\0torchelastic-test-{os.environ['MASTER_PORT']}-{generation}"
-out = open(lines / f"{generation}-{rank}-{os.getpid()}", "a", buffering=1)  # noqa: SIM115
+from worker_side import GENERATION, HERE, ORDERS, RANK, SIZE, wait_for_order, write
 
-
-def tell(event: str) -> None:
-    facts = {"generation": int(generation), "rank": rank, "world_size": size, "pid": os.getpid()}
-    out.write(json.dumps({"event": event, **facts}) + "\n")
+address = f"\0torchelastic-test-{os.environ['MASTER_PORT']}-{GENERATION}"
 
 
 def links() -> list[socket.socket]:
-    if rank == 0:
+    if RANK == 0:
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(address)
             listening.listen()
-            return [listening.accept()[0] for _ in range(size - 1)]
+            return [listening.accept()[0] for _ in range(SIZE - 1)]
     while True:
         link = socket.socket(socket.AF_UNIX)
         try:
@@ -58,8 +50,7 @@ def die_slowly() -> None:
     """What closes first is the connection; the process itself takes its time."""
     for link in linked:
         link.close()
-    while not (orders / "release").exists():
-        time.sleep(0.01)
+    wait_for_order("release")
 
 
 def eat() -> None:
@@ -87,11 +78,11 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("linking", flush=True)
 linked = links()
 print("linked", flush=True)
-tell("start")
+write("start", **HERE)
 while True:
-    for name in (f"{generation}-{rank}", f"{generation}-any", "any-any"):
-        if (orders / name).exists():
-            obey(*(orders / name).read_text().partition(" ")[::2])
+    for name in (f"{GENERATION}-{RANK}", f"{GENERATION}-any", "any-any"):
+        if (ORDERS / name).exists():
+            obey(*(ORDERS / name).read_text().partition(" ")[::2])
     for link in linked:
         check(link)
     time.sleep(0.01)

@@ -1,23 +1,16 @@
 """The training of `sharded.py` as torch does it alone, on a fixed mesh: one line per rank and step.
 
-native_hsdp.py LINES [key=value ...]
+native_hsdp.py LINES ORDERS [key=value ...]
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from pathlib import Path
-
-import torch
 import torch.distributed as dist
+from sharded_model import Training
 from torch.distributed.device_mesh import init_device_mesh
+from worker_side import KEYS, write
 
-from tests.process.sharded_model import Training
 from torchelastic.data import BatchPolicy, DataLoader, ElasticSampler
-
-KEYS = dict(text.partition("=")[::2] for text in sys.argv[2:])
 
 training = Training(KEYS)
 dist.init_process_group("gloo")
@@ -49,10 +42,7 @@ def average_the_rest() -> None:
             dist.all_reduce(grad, op=dist.ReduceOp.AVG, group=group)
 
 
-with open(Path(sys.argv[1]) / f"{os.getpid()}.jsonl", "a") as lines:
-    for step, batch in enumerate(loader):
-        training.step(batch.tolist(), loader.weight, average_the_rest)
-        shards = torch.cat([one.reshape(-1) for one in training.shards()]).tolist()
-        line = {"step": step, "rank": dist.get_rank(), "hash": training.fingerprint()}
-        lines.write(json.dumps(line | {"shards": shards}) + "\n")
+for step, batch in enumerate(loader):
+    training.step(batch.tolist(), loader.weight, average_the_rest)
+    write("step", step=step, rank=dist.get_rank(), hash=training.fingerprint())
 dist.destroy_process_group()

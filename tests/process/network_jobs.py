@@ -11,13 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.light import with_light_torch
 from tests.netns import Host, Network
-from tests.process.jobs import Job, Node
-from tests.support import poll_for
+from tests.process.jobs import HERE, Job, Node
 from torchelastic.config import format_endpoint
 
-ROUNDS = Path(__file__).with_name("rounds.py")
+ROUNDS = HERE / "rounds.py"
 PORT = 29400
 
 
@@ -37,18 +35,17 @@ class NetworkJob(Job):
     def __init__(
         self,
         directory: Path,
-        endpoint: str,
         flags: str,
         script: Path,
-        keys: Sequence[str],
-        hosts: Sequence[Host] = (),
+        endpoint: str,
+        hosts: Sequence[Host],
+        **keys: Any,
     ) -> None:
-        super().__init__(directory, flags, script, PORT)
+        super().__init__(directory, flags, script, PORT, **keys)
         self.endpoint = endpoint
         self.hosts = list(hosts)
-        self._keys = list(keys)
 
-    def start(self, flags: str = "", *, script: list[str] | None = None) -> HostNode:
+    def start(self, flags: str = "", *, script: list[str] | None = None, **keys: Any) -> HostNode:
         """Start the next node, on the next host."""
         return self.start_on(self.hosts[len(self.nodes)], flags, script=script)
 
@@ -64,45 +61,13 @@ class NetworkJob(Job):
         directory = self.directory / f"{host.name}-{len(self.nodes)}"
         command = [sys.executable, "-m", "torchelastic", "run", f"--log-dir={directory}/logs"]
         command += [f"--rdzv-endpoint={endpoint or self.endpoint}", f"--rdzv-id={run_id}"]
-        command += [*self.flags, *flags.split()]
-        command += script or [str(self.script), str(self._lines), str(self._orders), *self._keys]
-        light = script is None and self.script == ROUNDS
-        env = with_light_torch() if light else dict(os.environ)
-        node = HostNode(host, command, directory, env)
+        command += [*self.flags, *flags.split(), *(script or self.command())]
+        node = HostNode(host, command, directory, dict(os.environ) if script else self.environ)
         self.nodes.append(node)
         return node
 
     def start_all(self, hosts: Sequence[Host]) -> list[HostNode]:
         return [self.start_on(host) for host in hosts]
-
-    def wait_for(self, probe: Any, what: str, timeout: float = 60.0) -> Any:
-        """`poll_for` that shows what the nodes have said."""
-        try:
-            return poll_for(probe, what=what, timeout=timeout)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.said()}") from None
-
-    def steps(self, **wanted: Any) -> list[dict[str, Any]]:
-        return self.lines(event="step", **wanted)
-
-    def newest(self) -> int:
-        """The generation of the last steps."""
-        return max(line["generation"] for line in self.steps())
-
-    def wait_steps(
-        self, number: int = 3, *, after: int = -1, timeout: float = 60.0, **wanted: Any
-    ) -> int:
-        """Wait until a generation later than `after` has made so many steps; which one it is."""
-
-        def stepped() -> list[int]:
-            made: dict[int, set[int]] = defaultdict(set)
-            for line in self.steps(**wanted):
-                if line["generation"] > after:
-                    made[line["generation"]].add(line["step"])
-            return [generation for generation, steps in made.items() if len(steps) >= number]
-
-        what = f"{number} steps of a world after generation {after}, with {wanted}"
-        return max(self.wait_for(stepped, what, timeout))
 
 
 @contextmanager
@@ -119,8 +84,7 @@ def network_job(
     """A job on a network; the first host's name is where it meets, unless told otherwise. `hosts`
     are those of its nodes."""
     endpoint = endpoint or format_endpoint(network.hosts[0].name, PORT)
-    words = [f"{key}={value}" for key, value in keys.items()]
-    made = NetworkJob(directory, endpoint, flags, script, words, hosts or network.hosts)
+    made = NetworkJob(directory, flags, script, endpoint, hosts or network.hosts, **keys)
     try:
         yield made
     finally:

@@ -1,36 +1,31 @@
 """A DDP script with a checkpoint file of its own, to which the three lines of keep were added.
 
-    own_checkpoints.py LINES FILE STEPS
+    own_checkpoints.py LINES ORDERS file=PATH steps=N
 
 It saves every fifth step, and each line says how many steps its optimizer has taken.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from worker_side import GENERATION, KEYS, write
 
 import torchelastic
 
-LINES, FILE, STEPS = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+FILE, STEPS = Path(KEYS["file"]), int(KEYS["steps"])
 
 
-def write(event: str, step: int) -> None:
+def tell(event: str, step: int) -> None:
     taken = [int(entry["step"]) for entry in optimizer.state.values()]
-    said = {"event": event, "generation": GENERATION, "step": step, "taken": max(taken, default=0)}
-    lines.write(json.dumps(said) + "\n")
+    write(event, generation=GENERATION, step=step, taken=max(taken, default=0))
 
 
 torch.set_num_threads(1)
-GENERATION = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-lines = open(LINES / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
 dist.init_process_group("gloo")
 model = DistributedDataParallel(nn.Linear(16, 16))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -40,11 +35,11 @@ if FILE.exists():
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     start = saved["step"]
-write("loaded", start)
+tell("loaded", start)
 
 kept = torchelastic.TorchState(model=model, optimizer=optimizer)
 start = kept.restore(start=start)
-write("start", start)
+tell("start", start)
 for step in range(start, STEPS):
     optimizer.zero_grad()
     model(torch.randn(4, 16)).square().mean().backward()
@@ -54,6 +49,6 @@ for step in range(start, STEPS):
         states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save({**states, "step": step + 1}, FILE.with_suffix(".new"))
         FILE.with_suffix(".new").replace(FILE)
-write("end", kept.step)
+tell("end", kept.step)
 dist.barrier()
 dist.destroy_process_group()

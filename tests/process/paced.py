@@ -9,23 +9,18 @@ on, until the order `well`. The order `stop` ends the training.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from worker_side import GENERATION, KEYS, is_ordered, write
 
 import torchelastic
 from torchelastic.p2p import CoordinatorP2P
 from torchelastic.training import session
 
-LINES, ORDERS = Path(sys.argv[1]), Path(sys.argv[2])
-KEYS = dict(text.split("=", 1) for text in sys.argv[3:])
 PAUSE, MORE, SINCE = (float(KEYS.get(key, "0")) for key in ("pause", "more", "since"))
 
 torch.manual_seed(5)
@@ -33,13 +28,12 @@ torch.set_num_threads(1)
 model = nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 kept = torchelastic.TorchState(model=model, optimizer=optimizer)
-lines = open(LINES / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
 
 
 def pace(step: int, rank: int) -> None:
     """What this worker's own part of a step takes."""
     is_slow = KEYS.get("slow") in (str(rank), "any") and step >= SINCE
-    time.sleep(PAUSE + MORE * (is_slow and not (ORDERS / "well").exists()))
+    time.sleep(PAUSE + MORE * (is_slow and not is_ordered("well")))
 
 
 def learn(network: nn.Module, rank: int) -> None:
@@ -48,33 +42,32 @@ def learn(network: nn.Module, rank: int) -> None:
     optimizer.step()
 
 
-def write(step: int, rank: int, generation: int) -> None:
-    said = {"event": "step", "step": step, "rank": rank, "generation": generation}
-    lines.write(json.dumps(said) + "\n")
+def tell(step: int, rank: int, generation: int) -> None:
+    write("step", step=step, rank=rank, generation=generation)
 
 
 def train_step(state: torchelastic.TorchState) -> None:
-    if (ORDERS / "stop").exists():
+    if is_ordered("stop"):
         raise StopIteration
     here = session.current()
     pace(state.step, here.rank)
     learn(state.model, here.rank)
-    write(state.step, here.rank, here.generation)
+    tell(state.step, here.rank, here.generation)
 
 
 def run_script(network: nn.Module) -> None:
-    rank, generation = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    rank = dist.get_rank()
     kept.restore()
     goes_on = torch.ones(1)
     while True:
-        if rank == 0 and (ORDERS / "stop").exists():
+        if rank == 0 and is_ordered("stop"):
             goes_on.zero_()
         dist.broadcast(goes_on, src=0)
         if not goes_on.item():
             break
         pace(kept.step, rank)
         learn(network, rank)
-        write(kept.step, rank, generation)
+        tell(kept.step, rank, GENERATION)
         kept.commit()
 
 

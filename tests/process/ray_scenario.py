@@ -62,8 +62,10 @@ class Job:
     def __init__(self, directory: Path, **keys: int) -> None:
         self.lines_directory = directory / "lines"
         self.lines_directory.mkdir()
-        words = [directory / name for name in ("lines", "orders", "ledger")]
-        self._args = [*map(str, words), *(f"{key}={value}" for key, value in keys.items())]
+        words = [
+            f"{key}={value}" for key, value in {**keys, "ledger": directory / "ledger"}.items()
+        ]
+        self._args = [str(directory / "lines"), str(directory / "orders"), *words]
         self._ended: list[Any] = []
         self._thread = threading.Thread(target=self._run)
         self._thread.start()

@@ -1,8 +1,7 @@
-"""A worker that reports metrics.
+"""A worker that reports metrics: `reporting.py LINES ORDERS way=WAY [store=PATH]`.
 
-reporting.py script ORDERS   a plain script: fails in its first generation, then goes on until
-                             the file ORDERS/finish is there
-reporting.py train STORE     in-process, for three steps of 8 samples, each in a checkpoint
+WAY is `script`, a plain script: it fails in its first generation, then goes on until the order
+`finish`; or `train`, in-process, for three steps of 8 samples, each in a checkpoint.
 """
 
 from __future__ import annotations
@@ -10,25 +9,21 @@ from __future__ import annotations
 import math
 import os
 import sys
-import time
-from pathlib import Path
+
+from worker_side import GENERATION, KEYS, RANK, wait_for_order
 
 from torchelastic import metrics
 
-RANK = int(os.environ["RANK"])
 
-
-def run_script(orders: Path) -> None:
-    generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    metrics.put_metric("loss", 10.0 * generation + RANK)
+def run_script() -> None:
+    metrics.put_metric("loss", 10.0 * GENERATION + RANK)
     metrics.put_metric('acc"ura\ncy', 0.5, "my_app")
     if RANK == 1:
         metrics.put_metric("only one has it", math.nan)
     tell_in_a_child()
-    if generation == 0:
+    if GENERATION == 0:
         sys.exit(3)
-    while not (orders / "finish").exists():
-        time.sleep(0.01)
+    wait_for_order("finish")
 
 
 def tell_in_a_child() -> None:
@@ -68,7 +63,7 @@ def train(store: str) -> None:
     torchelastic.train(CoordinatorP2P(), train_step, state)
 
 
-if sys.argv[1] == "script":
-    run_script(Path(sys.argv[2]))
+if KEYS["way"] == "script":
+    run_script()
 else:
-    train(sys.argv[2])
+    train(KEYS["store"])

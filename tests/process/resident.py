@@ -10,23 +10,20 @@ ends (rank:step, where the data of one rank ends early), slow (seconds in each s
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import random
-import sys
 import time
 from pathlib import Path
 
 import torch
 from torch import nn
+from worker_side import KEYS, ORDERS, is_ordered, write
 
 import torchelastic
 from torchelastic import faults
 from torchelastic.p2p import CoordinatorP2P
 from torchelastic.training import session
 
-LINES, ORDERS = Path(sys.argv[1]), Path(sys.argv[2])
-KEYS = dict(text.split("=", 1) for text in sys.argv[3:])
 STEPS = int(KEYS.get("steps", "12"))
 
 torch.manual_seed(5)
@@ -61,17 +58,12 @@ def make_model() -> nn.Module:
 
 def is_wide() -> bool:
     """Also if an order says so, to those who start from then on."""
-    return KEYS.get("model") == "wide" or (ORDERS / "wide").exists()
+    return KEYS.get("model") == "wide" or is_ordered("wide")
 
 
 model = make_model()
 optimizer = HalfAdam(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3)
-lines = open(LINES / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
-
-
-def write(event: str, **more) -> None:
-    lines.write(json.dumps({"event": event, "pid": os.getpid(), **more}) + "\n")
 
 
 def fingerprint() -> str:
@@ -113,7 +105,8 @@ def train_step(state) -> None:
     if step >= int(ends.get(str(here.rank), STEPS)):
         raise StopIteration
     entered = time.monotonic()
-    write("enter", step=step, rank=here.rank, size=here.size, generation=here.generation)
+    who = {"step": step, "rank": here.rank, "size": here.size, "generation": here.generation}
+    write("enter", **who)
     time.sleep(float(KEYS.get("slow", "0")))
     obey(step, here.rank)
     batch = (
@@ -125,16 +118,7 @@ def train_step(state) -> None:
     loss.backward()
     state.optimizer.step()
     state.scheduler.step()
-    write(
-        "step",
-        step=step,
-        rank=here.rank,
-        size=here.size,
-        generation=here.generation,
-        hash=fingerprint(),
-        entered=entered,
-        at=time.monotonic(),
-    )
+    write("step", **who, hash=fingerprint(), entered=entered, at=time.monotonic())
     if KEYS.get("evaluates") == f"{here.rank}:{step}":
         with session.unhurried():
             time.sleep(600)

@@ -1,34 +1,29 @@
 """A worker that makes steps with the others of its world, over the network.
 
-    rounds.py LINES PLACES [raises=1]
+    rounds.py LINES ORDERS [raises=1]
 
 In a step all send a byte to rank 0, which answers all. Imports no torch. Who lost a peer makes
 no more steps, and waits for its agent to end it; with `raises`, it ends with the error, as with
-torch. SIGTERM ends none with a file PLACES/stays-PID.
+torch. SIGTERM ends none with an order `stays-PID`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import sys
 import time
-from pathlib import Path
 
-lines, places = map(Path, sys.argv[1:3])
-rank, size, generation = (
-    int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
-)
+from worker_side import GENERATION, KEYS, ORDERS, RANK, SIZE, is_ordered, write
+
 master = os.environ["MASTER_ADDR"]
 #: Says where rank 0 listens.
-place = places / f"{generation}-{master}-{os.environ['MASTER_PORT']}"
-out = open(lines / f"{generation}-{rank}-{os.getpid()}", "a", buffering=1)  # noqa: SIM115
+place = ORDERS / f"{GENERATION}-{master}-{os.environ['MASTER_PORT']}"
 
 
 def end(signum: int, frame: object) -> None:
-    if not (places / f"stays-{os.getpid()}").exists():
+    if not is_ordered(f"stays-{os.getpid()}"):
         sys.exit(128 + signum)
 
 
@@ -37,7 +32,7 @@ signal.signal(signal.SIGTERM, end)
 
 def meet() -> list[socket.socket]:
     """Connections to those a step is made with: all, for rank 0, and rank 0, for all others."""
-    if rank > 0:
+    if RANK > 0:
         while not place.exists():
             time.sleep(0.01)
         host, port = place.read_text().split()
@@ -45,11 +40,11 @@ def meet() -> list[socket.socket]:
     listener = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     place.with_suffix(".part").write_text(f"{os.uname().nodename} {listener.getsockname()[1]}")
     place.with_suffix(".part").rename(place)
-    return [listener.accept()[0] for _ in range(size - 1)]
+    return [listener.accept()[0] for _ in range(SIZE - 1)]
 
 
 def exchange(peers: list[socket.socket]) -> None:
-    for send in (rank > 0, rank == 0):
+    for send in (RANK > 0, RANK == 0):
         for peer in peers:
             if send:
                 peer.sendall(b"x")
@@ -63,16 +58,15 @@ def train() -> None:
         entered = time.monotonic()
         time.sleep(0.05)
         exchange(peers)
-        told = {"generation": generation, "rank": rank, "size": size, "step": step}
-        told |= {"entered": entered, "pid": os.getpid(), "master": master}
-        out.write(json.dumps({"event": "step", **told}) + "\n")
+        who = {"generation": GENERATION, "rank": RANK, "size": SIZE, "step": step}
+        write("step", **who, entered=entered, master=master)
         step += 1
 
 
 try:
     train()
 except OSError:
-    if "raises=1" in sys.argv[3:]:
+    if "raises" in KEYS:
         raise
     while True:  # a SIGTERM that comes just before a sleep is noticed after it
         time.sleep(0.1)

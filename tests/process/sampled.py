@@ -1,6 +1,6 @@
 """An in-process worker that takes its samples from an elastic loader, and writes down which.
 
-    sampled.py LINES ORDERS LEDGER [key=value ...]
+    sampled.py LINES ORDERS ledger=DIRECTORY [key=value ...]
 
 Keys: samples, batch, epochs, workers (loading processes), stream (1: an ElasticStream), full (a
 smaller world takes its time, so that it does not come to the end without the others), held (1:
@@ -9,33 +9,27 @@ until the order `hurry` all worlds take their time).
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
-from pathlib import Path
 
 import torch
+import worker_side
+from worker_side import is_ordered, write
 
 import torchelastic
 from torchelastic.data import BatchPolicy, DataLoader, ElasticSampler, ElasticStream, Ledger
 from torchelastic.p2p import CoordinatorP2P
 from torchelastic.training import session
 
-LINES, ORDERS, LEDGER = map(Path, sys.argv[1:4])
+given = dict(worker_side.KEYS)
+ledger = Ledger(given.pop("ledger"))
 KEYS = {"samples": 100, "batch": 7, "epochs": 2, "workers": 1, "stream": 0, "full": 0, "held": 0}
-KEYS |= {name: int(value) for name, value in (text.split("=") for text in sys.argv[4:])}
+KEYS |= {name: int(value) for name, value in given.items()}
 #: Of a stream: shards of unequal lengths.
 SHARD = 13
 
 torch.manual_seed(5)
 model = torch.nn.Linear(1, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-lines = open(LINES / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
-
-
-def write(event: str, **more) -> None:
-    lines.write(json.dumps({"event": event, "pid": os.getpid(), **more}) + "\n")
 
 
 def read(shard: int, first: int) -> range:
@@ -72,7 +66,7 @@ def take(state) -> torch.Tensor:
 
 def pace(size: int) -> float:
     """Seconds of a step."""
-    if KEYS["held"] and not (ORDERS / "hurry").exists():
+    if KEYS["held"] and not is_ordered("hurry"):
         return 0.5
     return 0.01 if size >= KEYS["full"] else 0.3
 
@@ -91,8 +85,6 @@ def train_step(state) -> None:
     write("finished", weights=[one.item() for one in model.parameters()], **who)
 
 
-state = torchelastic.TorchState(
-    model=model, optimizer=optimizer, sampler=sampler, ledger=Ledger(LEDGER)
-)
+state = torchelastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, ledger=ledger)
 torchelastic.train(CoordinatorP2P(), train_step, state)
 write("done", step=state.step, state=sampler.state_dict())

@@ -1,6 +1,6 @@
 """An in-process worker with a sharded model: a line per step, with the bits of its shards.
 
-    sharded.py LINES ORDERS LEDGER [key=value ...]
+    sharded.py LINES ORDERS ledger=DIRECTORY [key=value ...]
 
 Keys: those of `sharded_model.py`; slow (seconds in each step), first (those of generation 0), full
 (worlds smaller than this are slow), every (write a checkpoint every so many steps), due (the store
@@ -11,25 +11,19 @@ although it has succeeded on the others).
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from sharded_model import Training
+from worker_side import KEYS, ORDERS, write
 
 import torchelastic
-from tests.process.sharded_model import Training
 from torchelastic.data import BatchPolicy, DataLoader, ElasticSampler, Ledger
 from torchelastic.p2p import CoordinatorP2P
 from torchelastic.snapshot.writer import ShardStatus
 from torchelastic.training import session
 from torchelastic.training.group.group import PeerLostError
-
-LINES, ORDERS, LEDGER = map(Path, sys.argv[1:4])
-KEYS = dict(text.partition("=")[::2] for text in sys.argv[4:])
 
 training = Training(KEYS)
 mesh = torchelastic.mesh(training.mesh)
@@ -43,11 +37,6 @@ loader = DataLoader(
 )
 batches = iter(loader)
 beside: list[dist.ProcessGroup] = []
-lines = open(LINES / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
-
-
-def write(event: str, **more) -> None:
-    lines.write(json.dumps({"event": event, "pid": os.getpid(), **more}) + "\n")
 
 
 def train_step(state) -> None:
@@ -100,7 +89,7 @@ state = torchelastic.TorchState(
     optimizer=training.optimizers,
     scheduler=training.schedulers,
     sampler=sampler,
-    ledger=Ledger(LEDGER),
+    ledger=Ledger(KEYS["ledger"]),
     **scaler,
 )
 every, due = int(KEYS.get("every", "0")), KEYS.get("due")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.process.jobs import alive
+from tests.process.jobs import alive, state_of
 from tests.support import poll_for
 from torchelastic import faults
 from torchelastic.checkpoint import CheckpointStore
@@ -121,7 +120,7 @@ def test_one_process_writes_all(store, monkeypatch, caplog):
     saved(one, 1)
     child = one._process._process
     assert one.save(state(2), 2)
-    poll_for(lambda: status(child.pid) == "T", what="storage that hangs", timeout=PATIENCE)
+    poll_for(lambda: state_of(child.pid) == "T", what="storage that hangs", timeout=PATIENCE)
     for step in (3, 4):
         assert not one.save(state(step), step)
         assert (
@@ -171,8 +170,3 @@ def test_the_writer_of_a_killed_training_ends_with_it(store, tmp_path):
     saved(one, 3)
     assert steps(one) == [3, 1]
     assert list(path.glob(".new-*")) == []
-
-
-def status(pid):
-    """The letter that /proc has for it."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

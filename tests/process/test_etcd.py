@@ -9,7 +9,7 @@ import secrets
 import pytest
 
 from tests.etcd import FAST, Etcd, running
-from tests.unit.rendezvous.cast import Proxy, proxied, run, within
+from tests.unit.rendezvous.cast import Proxy, proxied, story, within
 from torchelastic.clock import FakeClock, SystemClock
 from torchelastic.errors import LeaseExpired, RendezvousLost, RendezvousRefused, WireError
 from torchelastic.rendezvous.etcd.etcd_store import (
@@ -52,44 +52,40 @@ async def ask(etcd: Etcd, path: str, request: dict) -> dict:
 # --- connections that break ----------------------------------------------------------------------
 
 
-def test_a_lost_connection_is_made_again_unseen(etcd, run_id):
-    async def story():
-        async with proxied(etcd.port) as proxy, connected(proxy.port, run_id) as store:
-            await store.open_lease(60.0)
-            await store.put("member/1", {"n": 0}, leased=True)
-            changes = store.watch("member/", after=0)
-            assert (await next_of(changes)).item.value == {"n": 0}
-            for n in range(1, 6):
-                await proxy.cut()
-                await store.put("member/1", {"n": n}, leased=True)
-                assert (await next_of(changes)).item.value == {"n": n}
-            assert await store.keep_alive()
-            await changes.aclose()
-
-    run(story())
+@story
+async def test_a_lost_connection_is_made_again_unseen(etcd, run_id):
+    async with proxied(etcd.port) as proxy, connected(proxy.port, run_id) as store:
+        await store.open_lease(60.0)
+        await store.put("member/1", {"n": 0}, leased=True)
+        changes = store.watch("member/", after=0)
+        assert (await next_of(changes)).item.value == {"n": 0}
+        for n in range(1, 6):
+            await proxy.cut()
+            await store.put("member/1", {"n": n}, leased=True)
+            assert (await next_of(changes)).item.value == {"n": n}
+        assert await store.keep_alive()
+        await changes.aclose()
 
 
-def test_etcd_watch_reports_changes_made_while_disconnected(etcd, run_id):
-    async def story():
-        async with (
-            proxied(etcd.port) as proxy,
-            connected(proxy.port, run_id) as cut_off,
-            connected(etcd.port, run_id) as other,
-        ):
-            changes = cut_off.watch("", after=0)
-            await other.put("a", {"n": 0})
-            await next_of(changes)
-            await proxy.shut()
-            for n in range(1, 4):
-                await other.put("a", {"n": n})
-            waiting = asyncio.ensure_future(cut_off.get(""))
-            await asyncio.sleep(0)
-            await proxy.open()
-            assert [(await next_of(changes)).item.value["n"] for _ in range(3)] == [1, 2, 3]
-            assert (await within(PATIENCE, waiting)).items["a"].value == {"n": 3}
-            await changes.aclose()
-
-    run(story())
+@story
+async def test_etcd_watch_reports_changes_made_while_disconnected(etcd, run_id):
+    async with (
+        proxied(etcd.port) as proxy,
+        connected(proxy.port, run_id) as cut_off,
+        connected(etcd.port, run_id) as other,
+    ):
+        changes = cut_off.watch("", after=0)
+        await other.put("a", {"n": 0})
+        await next_of(changes)
+        await proxy.shut()
+        for n in range(1, 4):
+            await other.put("a", {"n": n})
+        waiting = asyncio.ensure_future(cut_off.get(""))
+        await asyncio.sleep(0)
+        await proxy.open()
+        assert [(await next_of(changes)).item.value["n"] for _ in range(3)] == [1, 2, 3]
+        assert (await within(PATIENCE, waiting)).items["a"].value == {"n": 3}
+        await changes.aclose()
 
 
 async def answer_lost(proxy: Proxy, verb, done) -> object:
@@ -104,113 +100,104 @@ async def answer_lost(proxy: Proxy, verb, done) -> object:
 
 
 @pytest.mark.parametrize("leased", [False, True])
-def test_a_write_whose_answer_got_lost_is_done_once(etcd, run_id, leased):
-    async def story():
-        async with (
-            proxied(etcd.port) as proxy,
-            connected(proxy.port, run_id) as store,
-            connected(etcd.port, run_id) as other,
-        ):
-            await store.open_lease(60.0)
-            verb = store.compare_and_set("leader", {"n": 1}, expected=0, leased=leased)
+@story
+async def test_a_write_whose_answer_got_lost_is_done_once(etcd, run_id, leased):
+    async with (
+        proxied(etcd.port) as proxy,
+        connected(proxy.port, run_id) as store,
+        connected(etcd.port, run_id) as other,
+    ):
+        await store.open_lease(60.0)
+        verb = store.compare_and_set("leader", {"n": 1}, expected=0, leased=leased)
 
-            async def written(key="leader"):
-                return key in (await other.get("")).items
+        async def written(key="leader"):
+            return key in (await other.get("")).items
 
-            revision = await answer_lost(proxy, verb, written)
-            assert revision == (await other.get("")).items["leader"].modified
-            put = store.put("member", {"n": 2}, leased=leased)
-            revision = await answer_lost(proxy, put, lambda: written("member"))
-            listing = await other.get("")
-            assert revision == listing.items["member"].modified == listing.items["member"].created
-
-    run(story())
+        revision = await answer_lost(proxy, verb, written)
+        assert revision == (await other.get("")).items["leader"].modified
+        put = store.put("member", {"n": 2}, leased=leased)
+        revision = await answer_lost(proxy, put, lambda: written("member"))
+        listing = await other.get("")
+        assert revision == listing.items["member"].modified == listing.items["member"].created
 
 
-def test_a_lease_whose_grant_got_lost_is_one_lease(etcd, run_id):
-    async def story():
-        async with proxied(etcd.port) as proxy, connected(proxy.port, run_id) as store:
-            before = await ask(etcd, "/v3/lease/leases", {})
+@story
+async def test_a_lease_whose_grant_got_lost_is_one_lease(etcd, run_id):
+    async with proxied(etcd.port) as proxy, connected(proxy.port, run_id) as store:
+        before = await ask(etcd, "/v3/lease/leases", {})
 
-            async def granted():
-                now = await ask(etcd, "/v3/lease/leases", {})
-                return len(now.get("leases", [])) > len(before.get("leases", []))
+        async def granted():
+            now = await ask(etcd, "/v3/lease/leases", {})
+            return len(now.get("leases", [])) > len(before.get("leases", []))
 
-            await answer_lost(proxy, store.open_lease(60.0), granted)
-            assert await store.keep_alive()
-            await store.put("a", {}, leased=True)
-
-    run(story())
+        await answer_lost(proxy, store.open_lease(60.0), granted)
+        assert await store.keep_alive()
+        await store.put("a", {}, leased=True)
 
 
-def test_an_etcd_that_stays_away_is_lost(etcd, run_id):
-    async def story():
-        async with (
-            proxied(etcd.port) as proxy,
-            connected(proxy.port, run_id, reconnect_timeout=0.3) as store,
-        ):
-            await store.open_lease(60.0)
-            changes = store.watch("", after=0)
-            waiting = asyncio.ensure_future(changes.__anext__())
-            await store.put("a", {})
-            await within(PATIENCE, waiting)
-            waiting = asyncio.ensure_future(changes.__anext__())
-            await proxy.shut()
-            for verb in (store.get(""), waiting, store.put("b", {}), store.open_lease(1.0)):
-                with pytest.raises(RendezvousLost, match=r"no answer for 0.3 s \(connection"):
-                    await within(PATIENCE, verb)
-            assert store.lease_lost.is_set()
-
-    run(story())
+@story
+async def test_an_etcd_that_stays_away_is_lost(etcd, run_id):
+    async with (
+        proxied(etcd.port) as proxy,
+        connected(proxy.port, run_id, reconnect_timeout=0.3) as store,
+    ):
+        await store.open_lease(60.0)
+        changes = store.watch("", after=0)
+        waiting = asyncio.ensure_future(changes.__anext__())
+        await store.put("a", {})
+        await within(PATIENCE, waiting)
+        waiting = asyncio.ensure_future(changes.__anext__())
+        await proxy.shut()
+        for verb in (store.get(""), waiting, store.put("b", {}), store.open_lease(1.0)):
+            with pytest.raises(RendezvousLost, match=r"no answer for 0.3 s \(connection"):
+                await within(PATIENCE, verb)
+        assert store.lease_lost.is_set()
 
 
-def test_a_lease_ends_by_our_own_clock_while_etcd_is_away_and_can_be_opened_again(etcd, run_id):
-    async def story():
-        async with (
-            proxied(etcd.port) as proxy,
-            connected(proxy.port, run_id, settings=SHORT) as store,
-            connected(etcd.port, run_id) as other,
-        ):
-            await store.open_lease(1.1)
+@story
+async def test_lease_ends_by_our_own_clock_while_etcd_is_away_and_opens_again(etcd, run_id):
+    async with (
+        proxied(etcd.port) as proxy,
+        connected(proxy.port, run_id, settings=SHORT) as store,
+        connected(etcd.port, run_id) as other,
+    ):
+        await store.open_lease(1.1)
+        await store.put("member/1", {}, leased=True)
+        changes = other.watch("member/", after=0)
+        await next_of(changes)
+        await proxy.shut()
+        gone = asyncio.ensure_future(next_of(changes))
+        await within(PATIENCE, store.lease_lost.wait())
+        # etcd knows leases of whole seconds: for the others the node is still there.
+        assert not gone.done()
+        with pytest.raises(LeaseExpired):
             await store.put("member/1", {}, leased=True)
-            changes = other.watch("member/", after=0)
-            await next_of(changes)
-            await proxy.shut()
-            gone = asyncio.ensure_future(next_of(changes))
+        await proxy.open()
+        await within(PATIENCE, store.open_lease(60.0))
+        assert not store.lease_lost.is_set()
+        assert (await gone).item is None
+        assert (await other.get("")).items == {}
+        await store.put("member/1", {}, leased=True)
+        await changes.aclose()
+
+
+@story
+async def test_a_lease_that_etcd_has_ended_is_noticed(etcd, run_id):
+    async with connected(etcd.port, run_id, settings=SHORT) as store:
+        for notice in ("put", "keep_alive", "by itself"):
+            await store.open_lease(0.9 if notice == "by itself" else 60.0)
+            await ask(etcd, "/v3/lease/revoke", {"ID": str(store._granted)})
+            if notice == "put":
+                with pytest.raises(LeaseExpired, match="dropped this node"):
+                    await store.put("a", {}, leased=True)
+            elif notice == "keep_alive":
+                assert not await store.keep_alive()
             await within(PATIENCE, store.lease_lost.wait())
-            # etcd knows leases of whole seconds: for the others the node is still there.
-            assert not gone.done()
-            with pytest.raises(LeaseExpired):
-                await store.put("member/1", {}, leased=True)
-            await proxy.open()
-            await within(PATIENCE, store.open_lease(60.0))
-            assert not store.lease_lost.is_set()
-            assert (await gone).item is None
-            assert (await other.get("")).items == {}
-            await store.put("member/1", {}, leased=True)
-            await changes.aclose()
-
-    run(story())
 
 
-def test_a_lease_that_etcd_has_ended_is_noticed(etcd, run_id):
-    async def story():
-        async with connected(etcd.port, run_id, settings=SHORT) as store:
-            for notice in ("put", "keep_alive", "by itself"):
-                await store.open_lease(0.9 if notice == "by itself" else 60.0)
-                await ask(etcd, "/v3/lease/revoke", {"ID": str(store._granted)})
-                if notice == "put":
-                    with pytest.raises(LeaseExpired, match="dropped this node"):
-                        await store.put("a", {}, leased=True)
-                elif notice == "keep_alive":
-                    assert not await store.keep_alive()
-                await within(PATIENCE, store.lease_lost.wait())
-
-    run(story())
-
-
-def test_etcd_started_again_has_forgotten_nothing(run_id):
-    async def story(etcd):
+@story
+async def test_etcd_started_again_has_forgotten_nothing(run_id):
+    with running(*FAST) as etcd:
         async with connected(etcd.port, run_id) as store:
             await store.open_lease(60.0)
             await store.put("member/1", {"n": 1}, leased=True)
@@ -224,14 +211,11 @@ def test_etcd_started_again_has_forgotten_nothing(run_id):
             assert not store.lease_lost.is_set()
             await changes.aclose()
 
-    with running(*FAST) as etcd:
-        asyncio.run(story(etcd))
 
-
-def test_a_frozen_etcd_holds_verbs_up_until_it_goes_on(run_id, monkeypatch):
+@story
+async def test_a_frozen_etcd_holds_verbs_up_until_it_goes_on(run_id, monkeypatch):
     monkeypatch.setattr("torchelastic.rendezvous.etcd.connection_pool.ATTEMPT_TIMEOUT", 0.3)
-
-    async def story(etcd):
+    with running(*FAST) as etcd:
         async with connected(etcd.port, run_id) as store:
             await store.put("a", {"n": 1})
             etcd.freeze()
@@ -242,51 +226,44 @@ def test_a_frozen_etcd_holds_verbs_up_until_it_goes_on(run_id, monkeypatch):
             await within(PATIENCE, waiting)
             assert (await store.get("")).items["a"].value == {"n": 2}
 
-    with running(*FAST) as etcd:
-        asyncio.run(story(etcd))
 
-
-def test_a_watch_goes_on_after_what_it_asked_for_was_compacted_away(etcd, run_id):
-    async def story():
-        async with (
-            proxied(etcd.port) as proxy,
-            connected(proxy.port, run_id) as cut_off,
-            connected(etcd.port, run_id) as other,
-        ):
-            await other.open_lease(60.0)
-            await other.put("m/stays", {"n": 1})
-            await other.put("m/goes", {}, leased=True)
-            changes = cut_off.watch("m/", after=(await cut_off.get("m/")).revision)
-            waiting = asyncio.ensure_future(changes.__anext__())
-            await proxy.shut()
-            await other.put("m/stays", {"n": 2})
-            await other.put("m/stays", {"n": 3})
-            await other.end_lease()
-            last = await other.put("x", {})
-            await ask(etcd, "/v3/kv/compaction", {"revision": str(last)})
-            await proxy.open()
-            first = await within(PATIENCE, waiting)
-            assert (first.key, first.item.value) == ("m/stays", {"n": 3})
-            gone = await next_of(changes)
-            assert (gone.key, gone.item) == ("m/goes", None)
-            await other.put("m/stays", {"n": 4})
-            assert (await next_of(changes)).item.value == {"n": 4}
-            await changes.aclose()
-
-    run(story())
+@story
+async def test_a_watch_goes_on_after_what_it_asked_for_was_compacted_away(etcd, run_id):
+    async with (
+        proxied(etcd.port) as proxy,
+        connected(proxy.port, run_id) as cut_off,
+        connected(etcd.port, run_id) as other,
+    ):
+        await other.open_lease(60.0)
+        await other.put("m/stays", {"n": 1})
+        await other.put("m/goes", {}, leased=True)
+        changes = cut_off.watch("m/", after=(await cut_off.get("m/")).revision)
+        waiting = asyncio.ensure_future(changes.__anext__())
+        await proxy.shut()
+        await other.put("m/stays", {"n": 2})
+        await other.put("m/stays", {"n": 3})
+        await other.end_lease()
+        last = await other.put("x", {})
+        await ask(etcd, "/v3/kv/compaction", {"revision": str(last)})
+        await proxy.open()
+        first = await within(PATIENCE, waiting)
+        assert (first.key, first.item.value) == ("m/stays", {"n": 3})
+        gone = await next_of(changes)
+        assert (gone.key, gone.item) == ("m/goes", None)
+        await other.put("m/stays", {"n": 4})
+        assert (await next_of(changes)).item.value == {"n": 4}
+        await changes.aclose()
 
 
 @pytest.mark.needs("etcd", "ipv6")
-def test_an_address_of_ipv6(run_id):
-    async def story(etcd):
+@story
+async def test_an_address_of_ipv6(run_id):
+    with running(*FAST, also_at=["[::1]"]) as etcd:
         clock = SystemClock()
         store = await open_store(f"[::1]:{etcd.port}", run_id, {}, timeout=9.0, clock=clock)
         await store.put("a", {})
         assert store.local_addr == "::1"
         await close_store(store)
-
-    with running(*FAST, also_at=["[::1]"]) as etcd:
-        asyncio.run(story(etcd))
 
 
 # --- what else may be at the endpoint ------------------------------------------------------------
@@ -301,29 +278,25 @@ def test_an_address_of_ipv6(run_id):
         b'HTTP/1.1 200 OK\r\nContent-Length: 16\r\n\r\n{"hello": "you"}',
     ],
 )
-def test_etcd_client_refuses_a_server_that_is_not_etcd(run_id, answer):
+@story
+async def test_etcd_client_refuses_a_server_that_is_not_etcd(run_id, answer):
     async def serve(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
         writer.write(answer)
         writer.close()
 
-    async def story():
-        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            with pytest.raises(RendezvousRefused, match=r"is not etcd 3.4 or later without TLS"):
-                await within(PATIENCE, EtcdStore.connect([("127.0.0.1", port)], run_id, timeout=9))
-
-    run(story())
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(RendezvousRefused, match=r"is not etcd 3.4 or later without TLS"):
+            await within(PATIENCE, EtcdStore.connect([("127.0.0.1", port)], run_id, timeout=9))
 
 
-def test_etcd_connect_where_nothing_listens_times_out_with_a_reason(run_id):
-    async def story():
-        async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-        with pytest.raises(RendezvousLost, match=r"No etcd answered at .* \(connection refused\)"):
-            await within(PATIENCE, EtcdStore.connect([("127.0.0.1", port)], run_id, timeout=0.2))
-
-    run(story())
+@story
+async def test_etcd_connect_where_nothing_listens_times_out_with_a_reason(run_id):
+    async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+    with pytest.raises(RendezvousLost, match=r"No etcd answered at .* \(connection refused\)"):
+        await within(PATIENCE, EtcdStore.connect([("127.0.0.1", port)], run_id, timeout=0.2))
 
 
 # --- one job after another -----------------------------------------------------------------------
@@ -333,194 +306,168 @@ async def closed_world(store):
     await store.put("world", {"phase": "closed"})
 
 
-def test_the_last_to_go_clears_a_closed_job_away(etcd, run_id):
-    async def story():
-        async with connected(etcd.port, run_id) as one, connected(etcd.port, run_id) as other:
-            for store in (one, other):
-                await store.open_lease(60.0)
-                await store.put(f"member/{id(store)}", {}, leased=True)
-            await closed_world(one)
-            await one.end_lease()
-            assert not await remove_if_finished(one)
-            assert "world" in (await other.get("")).items
-            await close_store(other)
-            assert not await asyncio.to_thread(etcd.keys_of, run_id)
-
-    run(story())
+@story
+async def test_the_last_to_go_clears_a_closed_job_away(etcd, run_id):
+    async with connected(etcd.port, run_id) as one, connected(etcd.port, run_id) as other:
+        for store in (one, other):
+            await store.open_lease(60.0)
+            await store.put(f"member/{id(store)}", {}, leased=True)
+        await closed_world(one)
+        await one.end_lease()
+        assert not await remove_if_finished(one)
+        assert "world" in (await other.get("")).items
+        await close_store(other)
+        assert not await asyncio.to_thread(etcd.keys_of, run_id)
 
 
-def test_a_job_that_is_not_closed_is_left_as_it_is(etcd, run_id):
-    async def story():
-        async with connected(etcd.port, run_id) as store:
-            await store.put("world", {"phase": "running"})
-            assert not await remove_if_finished(store)
-            await within(PATIENCE, remove_closed_job(store, 1.0))
-            assert list((await store.get("")).items) == ["world"]
-
-    run(story())
+@story
+async def test_a_job_that_is_not_closed_is_left_as_it_is(etcd, run_id):
+    async with connected(etcd.port, run_id) as store:
+        await store.put("world", {"phase": "running"})
+        assert not await remove_if_finished(store)
+        await within(PATIENCE, remove_closed_job(store, 1.0))
+        assert list((await store.get("")).items) == ["world"]
 
 
-def test_the_next_job_waits_for_the_nodes_of_the_last(etcd, run_id):
-    async def story():
-        async with connected(etcd.port, run_id) as old:
-            await old.open_lease(60.0)
-            await old.put("member/1", {}, leased=True)
-            await closed_world(old)
-            opening = asyncio.ensure_future(
-                open_store(etcd.endpoint, run_id, {}, timeout=9.0, clock=SystemClock())
-            )
-            with pytest.raises(asyncio.TimeoutError):
-                await within(0.3, asyncio.shield(opening))
-            await old.end_lease()
-            new = await within(PATIENCE, opening)
-            assert (await new.get("")).items == {}
-            await close_store(new)
-
-    run(story())
+@story
+async def test_the_next_job_waits_for_the_nodes_of_the_last(etcd, run_id):
+    async with connected(etcd.port, run_id) as old:
+        await old.open_lease(60.0)
+        await old.put("member/1", {}, leased=True)
+        await closed_world(old)
+        opening = asyncio.ensure_future(
+            open_store(etcd.endpoint, run_id, {}, timeout=9.0, clock=SystemClock())
+        )
+        with pytest.raises(asyncio.TimeoutError):
+            await within(0.3, asyncio.shield(opening))
+        await old.end_lease()
+        new = await within(PATIENCE, opening)
+        assert (await new.get("")).items == {}
+        await close_store(new)
 
 
-def test_nodes_of_a_closed_job_that_do_not_go_are_named_as_the_reason(etcd, run_id):
-    async def story():
-        async with connected(etcd.port, run_id) as old:
-            await old.open_lease(60.0)
-            await old.put("member/1", {}, leased=True)
-            await closed_world(old)
-            with pytest.raises(RendezvousRefused, match=r"are still running after 0\.2 s"):
-                await open_store(etcd.endpoint, run_id, {}, timeout=0.2, clock=SystemClock())
-
-    run(story())
+@story
+async def test_nodes_of_a_closed_job_that_do_not_go_are_named_as_the_reason(etcd, run_id):
+    async with connected(etcd.port, run_id) as old:
+        await old.open_lease(60.0)
+        await old.put("member/1", {}, leased=True)
+        await closed_world(old)
+        with pytest.raises(RendezvousRefused, match=r"are still running after 0\.2 s"):
+            await open_store(etcd.endpoint, run_id, {}, timeout=0.2, clock=SystemClock())
 
 
-def test_node_away_at_the_end_of_its_job_leaves_the_next_job_alone(etcd, run_id):
-    async def story():
-        clock = FakeClock()
-        async with (
-            connected(etcd.port, run_id, clock=clock, settings=SHORT) as away,
-            connected(etcd.port, run_id) as last,
-            connected(etcd.port, run_id) as new,
-        ):
-            await away.open_lease(0.9)
-            await away.put("member/away", {}, leased=True)
-            clock.advance(0.9)  # as after a stop of the process
-            await within(PATIENCE, away.lease_lost.wait())
-            await closed_world(last)
-            # Waits until etcd, too, has given up the one that is away.
-            await within(PATIENCE, remove_closed_job(last, None))
-            # Who has said nothing yet is simply of the next job.
-            await new.put("world", {"phase": "running"})
-            await away.open_lease(60.0)
-            for verb in (away.put("member/away", {}, leased=True), away.get("")):
-                with pytest.raises(RendezvousLost, match="ended while this node was disconnected"):
-                    await verb
-            assert list((await new.get("")).items) == ["world"]
-
-    run(story())
+@story
+async def test_node_away_at_the_end_of_its_job_leaves_the_next_job_alone(etcd, run_id):
+    clock = FakeClock()
+    async with (
+        connected(etcd.port, run_id, clock=clock, settings=SHORT) as away,
+        connected(etcd.port, run_id) as last,
+        connected(etcd.port, run_id) as new,
+    ):
+        await away.open_lease(0.9)
+        await away.put("member/away", {}, leased=True)
+        clock.advance(0.9)  # as after a stop of the process
+        await within(PATIENCE, away.lease_lost.wait())
+        await closed_world(last)
+        # Waits until etcd, too, has given up the one that is away.
+        await within(PATIENCE, remove_closed_job(last, None))
+        # Who has said nothing yet is simply of the next job.
+        await new.put("world", {"phase": "running"})
+        await away.open_lease(60.0)
+        for verb in (away.put("member/away", {}, leased=True), away.get("")):
+            with pytest.raises(RendezvousLost, match="ended while this node was disconnected"):
+                await verb
+        assert list((await new.get("")).items) == ["world"]
 
 
-def test_jobs_do_not_see_each_other(etcd, run_id):
-    async def story():
-        async with (
-            connected(etcd.port, run_id) as one,
-            connected(etcd.port, f"{run_id}/keys") as inside,
-            connected(
-                etcd.port, run_id, settings=EtcdSettings(prefix="/torchelastic/p2p")
-            ) as elsewhere,
-        ):
-            await one.put("a", {"n": 1})
-            assert (await inside.get("")).items == (await elsewhere.get("")).items == {}
-
-    run(story())
+@story
+async def test_jobs_do_not_see_each_other(etcd, run_id):
+    async with (
+        connected(etcd.port, run_id) as one,
+        connected(etcd.port, f"{run_id}/keys") as inside,
+        connected(
+            etcd.port, run_id, settings=EtcdSettings(prefix="/torchelastic/p2p")
+        ) as elsewhere,
+    ):
+        await one.put("a", {"n": 1})
+        assert (await inside.get("")).items == (await elsewhere.get("")).items == {}
 
 
 @pytest.mark.parametrize("has_written", [True, False])
-def test_a_watch_tells_nothing_of_the_next_job_of_the_same_id(etcd, run_id, has_written):
-    async def story():
-        async with (
-            connected(etcd.port, run_id) as watcher,
-            connected(etcd.port, run_id) as last,
-            connected(etcd.port, run_id) as new,
-        ):
-            await last.put("a", {"n": 1})
-            if has_written:
-                await watcher.put("mine", {})
-                await watcher.compare_and_set("b", {}, expected=0)
-            changes = watcher.watch("a", after=0)
-            assert (await next_of(changes)).item.value == {"n": 1}
-            assert await last.forget_job(
-                "a", (await last.get("a")).items["a"].modified, "b", "mine"
-            )
-            assert (await next_of(changes)).item is None
-            await new.put("a", {"n": 2})
-            if has_written:
-                with pytest.raises(RendezvousLost, match="ended while this node was disconnected"):
-                    await next_of(changes)
-            else:
-                # It has said nothing yet, and so is simply of the next job.
-                assert (await next_of(changes)).item.value == {"n": 2}
-            await changes.aclose()
-
-    run(story())
-
-
-def test_a_watch_from_the_beginning_begins_with_the_job(etcd, run_id):
-    async def story():
-        async with connected(etcd.port, run_id) as last:
-            await last.put("a", {"n": 1})
-            assert await last.forget_job("a", (await last.get("a")).items["a"].modified)
-        async with connected(etcd.port, run_id) as new:
-            await new.put("a", {"n": 2})
-            changes = new.watch("", after=0)
+@story
+async def test_a_watch_tells_nothing_of_the_next_job_of_the_same_id(etcd, run_id, has_written):
+    async with (
+        connected(etcd.port, run_id) as watcher,
+        connected(etcd.port, run_id) as last,
+        connected(etcd.port, run_id) as new,
+    ):
+        await last.put("a", {"n": 1})
+        if has_written:
+            await watcher.put("mine", {})
+            await watcher.compare_and_set("b", {}, expected=0)
+        changes = watcher.watch("a", after=0)
+        assert (await next_of(changes)).item.value == {"n": 1}
+        assert await last.forget_job("a", (await last.get("a")).items["a"].modified, "b", "mine")
+        assert (await next_of(changes)).item is None
+        await new.put("a", {"n": 2})
+        if has_written:
+            with pytest.raises(RendezvousLost, match="ended while this node was disconnected"):
+                await next_of(changes)
+        else:
+            # It has said nothing yet, and so is simply of the next job.
             assert (await next_of(changes)).item.value == {"n": 2}
-            await changes.aclose()
-
-    run(story())
+        await changes.aclose()
 
 
-def test_a_change_that_etcd_would_not_take_is_refused_with_a_reason(etcd, run_id):
-    async def story():
-        async with connected(etcd.port, run_id) as store:
-            parts = {f"part/{n}": {} for n in range(127)}
-            assert await store.compare_and_set("world", {}, expected=0, beside=parts)
-            with pytest.raises(WireError, match="of 129 keys at once is too large"):
-                await store.compare_and_set(
-                    "world", {}, expected=0, beside={**parts, "part/127": {}}
-                )
-
-    run(story())
-
-
-def test_a_lease_outlives_an_outage_longer_than_itself(etcd, run_id):
-    async def story():
-        async with (
-            proxied(etcd.port) as proxy,
-            connected(proxy.port, run_id) as store,
-            connected(etcd.port, run_id) as other,
-        ):
-            await store.open_lease(1.0)
-            await store.put("member/1", {}, leased=True)
-            await proxy.shut()
-            with pytest.raises(asyncio.TimeoutError):
-                await within(2.0, store.lease_lost.wait())
-            await proxy.open()
-            assert await within(PATIENCE, store.keep_alive())
-            assert "member/1" in (await other.get("")).items
-
-    run(story())
+@story
+async def test_a_watch_from_the_beginning_begins_with_the_job(etcd, run_id):
+    async with connected(etcd.port, run_id) as last:
+        await last.put("a", {"n": 1})
+        assert await last.forget_job("a", (await last.get("a")).items["a"].modified)
+    async with connected(etcd.port, run_id) as new:
+        await new.put("a", {"n": 2})
+        changes = new.watch("", after=0)
+        assert (await next_of(changes)).item.value == {"n": 2}
+        await changes.aclose()
 
 
-def test_frozen_node_has_lost_its_lease_though_etcd_keeps_it(etcd, run_id):
-    async def story():
-        clock = FakeClock()
-        async with (
-            connected(etcd.port, run_id, clock=clock) as frozen,
-            connected(etcd.port, run_id) as other,
-        ):
-            await frozen.open_lease(3.0)
+@story
+async def test_a_change_that_etcd_would_not_take_is_refused_with_a_reason(etcd, run_id):
+    async with connected(etcd.port, run_id) as store:
+        parts = {f"part/{n}": {} for n in range(127)}
+        assert await store.compare_and_set("world", {}, expected=0, beside=parts)
+        with pytest.raises(WireError, match="of 129 keys at once is too large"):
+            await store.compare_and_set("world", {}, expected=0, beside={**parts, "part/127": {}})
+
+
+@story
+async def test_a_lease_outlives_an_outage_longer_than_itself(etcd, run_id):
+    async with (
+        proxied(etcd.port) as proxy,
+        connected(proxy.port, run_id) as store,
+        connected(etcd.port, run_id) as other,
+    ):
+        await store.open_lease(1.0)
+        await store.put("member/1", {}, leased=True)
+        await proxy.shut()
+        with pytest.raises(asyncio.TimeoutError):
+            await within(2.0, store.lease_lost.wait())
+        await proxy.open()
+        assert await within(PATIENCE, store.keep_alive())
+        assert "member/1" in (await other.get("")).items
+
+
+@story
+async def test_frozen_node_has_lost_its_lease_though_etcd_keeps_it(etcd, run_id):
+    clock = FakeClock()
+    async with (
+        connected(etcd.port, run_id, clock=clock) as frozen,
+        connected(etcd.port, run_id) as other,
+    ):
+        await frozen.open_lease(3.0)
+        await frozen.put("member/1", {}, leased=True)
+        clock.advance(3.0)
+        with pytest.raises(LeaseExpired):
             await frozen.put("member/1", {}, leased=True)
-            clock.advance(3.0)
-            with pytest.raises(LeaseExpired):
-                await frozen.put("member/1", {}, leased=True)
-            assert frozen.lease_lost.is_set()
-            assert "member/1" in (await other.get("")).items
-
-    run(story())
+        assert frozen.lease_lost.is_set()
+        assert "member/1" in (await other.get("")).items

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.etcd import FAST, cluster, running
-from tests.process.jobs import job
+from tests.process.jobs import HERE, job
+from tests.process.test_collector import has_all
 from tests.support import poll_for
 
-RESIDENT = Path(__file__).with_name("resident.py")
+RESIDENT = HERE / "resident.py"
 
 
 @pytest.fixture
@@ -37,6 +38,8 @@ def test_a_job_of_two_nodes_meets_at_etcd_and_leaves_nothing_there(some_etcd, ru
         nodes = [it.start(), it.start()]
         lines = it.world(0, 2)
         assert [line["rank"] for line in lines] == [0, 1]
+        leader = poll_for(lambda: [one for one in nodes if one.events("became-leader")], what="one")
+        poll_for(lambda: has_all(leader[0], *nodes), what="all events at the leader", timeout=90)
         it.order("finish")
         assert [node.wait() for node in nodes] == [0, 0], it.said()
     assert some_etcd.keys_of(run_id) == []
@@ -158,9 +161,9 @@ def test_workers_of_a_stopped_agent_enter_no_step_after_its_lease(some_etcd, run
     """Nothing else stops them: they train alone, and no node tells them."""
     lease = 2.0
     more = f"--nnodes=1 --lease={lease:g} --rdzv-conf=etcd_outage={lease:g}"
-    with job(tmp_path, flags(some_etcd.endpoint, run_id, more), script=RESIDENT) as it:
-        script = [str(it.script), str(it._lines), str(it._orders), "steps=1000000", "slow=0.02"]
-        node = it.start(script=script)
+    keys = {"steps": 1_000_000, "slow": 0.02}
+    with job(tmp_path, flags(some_etcd.endpoint, run_id, more), RESIDENT, **keys) as it:
+        node = it.start()
         poll_for(lambda: it.lines(event="step"), what="a step", timeout=120)
         os.kill(node.agent_pid, signal.SIGSTOP)
         stopped = time.monotonic()

@@ -9,16 +9,15 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter, defaultdict
-from pathlib import Path
 
 import pytest
 
-from tests.process.jobs import Job, Node, job
+from tests.process.jobs import HERE, Job, Node, job
 from tests.support import poll_for
 from torchelastic.data import checker
 from torchelastic.data.verdict import Verdict, check
 
-SCRIPT = Path(__file__).with_name("sampled.py")
+SCRIPT = HERE / "sampled.py"
 SAMPLES, EPOCHS, SHARD = 300, 2, 13
 PATIENCE = 120.0
 
@@ -37,9 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 def start(made: Job, **more: int) -> Node:
     keys = {"samples": SAMPLES, "epochs": EPOCHS, "stream": 1, **more}
-    words = [made.directory / name for name in ("lines", "orders", "ledger")]
-    words += [f"{key}={value}" for key, value in keys.items()]
-    return made.start(script=[str(SCRIPT), *map(str, words)])
+    return made.start(ledger=made.directory / "ledger", **keys)
 
 
 def each_was_used_once(made: Job) -> Verdict:
@@ -69,7 +66,7 @@ def test_killed_anywhere_in_a_step(tmp_path, monkeypatch):
         for number, place in enumerate(place for place in PLACES for _ in range(2))
     ]
     monkeypatch.setenv("TORCHELASTIC_FAULTS", ";".join(kills))
-    with job(tmp_path / "job", "--nnodes=1 --nproc-per-node=2 --world-sizes=2") as made:
+    with job(tmp_path / "job", "--nnodes=1 --nproc-per-node=2 --world-sizes=2", SCRIPT) as made:
         node = start(made, workers=0)
         assert node.wait(PATIENCE) == 0, made.said()
         killed = [event for event in node.events("worker-exited") if event["exitcode"] == -9]
@@ -81,7 +78,7 @@ def test_killed_anywhere_in_a_step(tmp_path, monkeypatch):
 
 def test_with_loading_processes_in_worlds_of_several_sizes(tmp_path):
     """Those who are left take steps before the replacement comes."""
-    with job(tmp_path / "job", "--nnodes=1 --nproc-per-node=3") as made:
+    with job(tmp_path / "job", "--nnodes=1 --nproc-per-node=3", SCRIPT) as made:
         node = start(made, workers=1, full=3)
         step = 3
         for rank in (1, 0):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.process.jobs import Job, job
+from tests.process.jobs import HERE, Job, job
 from torchelastic.data import checker
 from torchelastic.data.verdict import check
 
-SCRIPT = Path(__file__).with_name("fixed_batches.py")
+SCRIPT = HERE / "fixed_batches.py"
 PATIENCE = 120.0
 #: Several buckets, so that some are sent during the last backward.
 BUCKET = 3000
@@ -19,23 +19,16 @@ BUCKET = 3000
 pytestmark = pytest.mark.timeout(400)
 
 
-def lines(made: Job) -> list[dict]:
-    found = made.directory.glob("found/*.jsonl")
-    return [json.loads(line) for path in found for line in path.read_text().splitlines()]
-
-
 def start(made: Job, workers: int, **keys):
-    directory = made.directory / "found"
-    directory.mkdir(exist_ok=True)
-    words = [str(directory), *(f"{key}={value}" for key, value in keys.items())]
-    return made.start(f"--nproc-per-node={workers}", script=[str(SCRIPT), *words])
+    ledger = made.directory / "ledger"
+    return made.start(f"--nproc-per-node={workers}", ledger=ledger, **keys)
 
 
 def digests(path: Path, workers: int, flags: str = "", **keys) -> tuple[set[str], Job]:
     """The hashes and losses that all workers have in the end."""
-    with job(path, f"--nnodes=1 --max-restarts=20 {flags}") as made:
+    with job(path, f"--nnodes=1 --max-restarts=20 {flags}", SCRIPT) as made:
         assert start(made, workers, **keys).wait(PATIENCE) == 0, made.said()
-    ended = [line for line in lines(made) if "digest" in line]
+    ended = made.lines(event="done")
     assert len(ended) >= workers, "all ranks are compared"
     return {(line["digest"], line["loss"]) for line in ended}, made
 
@@ -60,7 +53,7 @@ def test_weights_of_train_are_those_of_one_worker_after_kills_at_many_places(tmp
     assert len(ended) >= len(kills), made.said()
     assert len(alone) == 1
     assert killed == alone
-    found = checker.read([made.directory / "found" / "ledger"])
+    found = checker.read([made.directory / "ledger"])
     verdict = check(found.lines, expected=set(range(150)), epochs=3, lost=found.lost)
     assert verdict.ok, str(verdict)
 
@@ -99,24 +92,17 @@ def test_survivors_run_only_the_micro_batches_of_the_lost_worker(tmp_path, monke
     """Four workers with four micro-batches each: one dies after it has run one of them."""
     monkeypatch.setenv("TORCHELASTIC_FAULTS", "kill@rank=2,step=3,place=micro_batch.begin,n=2")
     keys = {"count": 16, "steps": 5, "wait": 0.2, "samples": 64, "bucket": BUCKET}
-    with job(tmp_path / "job", "--nnodes=1 --world-sizes=3,4") as made:
+    with job(tmp_path / "job", "--nnodes=1 --world-sizes=3,4", SCRIPT) as made:
         assert start(made, 4, **keys).wait(PATIENCE) == 0, made.said()
-    ran = [line for line in lines(made) if line.get("step") == 3]
+    ran = made.lines(event="ran", step=3)
     # 16, and the one that was lost with its worker.
     assert len(ran) == 17, made.said()
 
 
-def test_job_with_another_number_of_micro_batches_is_refused(tmp_path, monkeypatch):
+def test_job_with_another_number_of_micro_batches_is_refused(tmp_path):
     """Each rank has another policy, as after a change of the script in a running job."""
-    with job(tmp_path / "job", "--nnodes=1") as made:
-        (made.directory / "found").mkdir()
-        script = made.directory / "differs.py"
-        text = SCRIPT.read_text().replace(
-            'count=KEYS["count"]', 'count=KEYS["count"] + int(os.environ["RANK"])'
-        )
-        script.write_text(text)
-        node = made.start("--nproc-per-node=2", script=[str(script), str(made.directory / "found")])
-        node.wait(PATIENCE)
+    with job(tmp_path / "job", "--nnodes=1", SCRIPT) as made:
+        start(made, 2, differs=1).wait(PATIENCE)
         assert "the batch policy" in made.said()
 
 
@@ -125,14 +111,10 @@ def test_slow_worker_runs_fewer_micro_batches_and_the_weights_are_the_same(tmp_p
     alone, _ = digests(tmp_path / "alone", 1, **{**keys, "wait": 0.0})
     found, made = digests(tmp_path / "slow", 2, slow="1", loaders=1, **keys)
     assert found == alone
-    by_worker = [
-        [json.loads(line) for line in path.read_text().splitlines()]
-        for path in made.directory.glob("found/*.jsonl")
-    ]
     # Speeds are compared in step 3: before, each worker has 7 of 14.
     before, after = (
-        sorted(sum(line.get("step") in steps for line in ran) for ran in by_worker)
-        for steps in ([2], [6])
+        sorted(Counter(line["pid"] for line in made.lines(event="ran", step=step)).values())
+        for step in (2, 6)
     )
     assert before == [7, 7]
     assert after[0] < 7 < after[1]

@@ -206,7 +206,7 @@ def test_a_job_trains_on_under_thousands_of_bad_messages(tmp_path, secret_file):
     quiet: list[list[float]] = []
     attacked: list[list[float]] = []
     memory: list[int] = []
-    with job(tmp_path / "job", flags, script=HERE / "resident.py") as made:
+    with job(tmp_path / "job", flags, HERE / "resident.py") as made:
         node = started(made)
         for turn in range(TURNS):
             quiet.append(stretch(made, QUIET))
@@ -245,7 +245,6 @@ def attack_job(made: Job, secret_file: Path, seed: int) -> list[float]:
 
 
 def started(made: Job) -> Node:
-    script = [str(made.script), str(made._lines), str(made._orders), "steps=1000000", "slow=0.02"]
-    node = made.start(script=script)
+    node = made.start(steps=1_000_000, slow=0.02)
     poll_for(lambda: len(made.lines(event="step", rank=0)) > 100, what="100 steps", timeout=120)
     return node

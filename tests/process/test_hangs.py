@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.jobs import Job, job
+from tests.process.jobs import HERE, Job, job
 from tests.support import poll_for
 
-SCRIPT = Path(__file__).with_name("stuck.py")
 #: With agents that wait for stacks and answers as long as it takes.
-PROGRAM = Path(__file__).with_name("patient.py")
+PROGRAM = HERE / "patient.py"
 ONE_NODE = "--nnodes=1 --nproc-per-node=2"
 TWO_NODES = "--nnodes=2 --nproc-per-node=1 --settle=60"
 #: More than a step takes on a busy machine.
@@ -28,17 +27,12 @@ pytestmark = pytest.mark.timeout(300)
 
 @contextmanager
 def stuck(directory: Path, flags: str, how: str):
-    with job(directory, flags, script=SCRIPT) as made:
+    with job(directory, flags, HERE / "stuck.py", how=how) as made:
         made.program = [str(PROGRAM)]
-        words = [str(SCRIPT), str(directory / "lines"), str(directory / "orders"), how]
         for _ in range(2 if "--nnodes=2" in flags else 1):
-            made.start(script=words)
-        poll_for(lambda: made.lines(event="step", rank=1, step=3), what="steps", timeout=90)
+            made.start()
+        made.wait_for(lambda: made.steps(rank=1, step=3), "steps", 90)
         yield made
-
-
-def order(made: Job, what: str) -> None:
-    (made.directory / "orders" / what).touch()
 
 
 def freeze(made: Job, rank: int) -> None:
@@ -73,7 +67,7 @@ def goes_on(made: Job, number: int = 1) -> None:
 
 
 def finish(made: Job) -> None:
-    order(made, "finish")
+    made.give("finish")
     for node in made.nodes:
         assert node.wait(90) == 0, made.said()
 
@@ -103,7 +97,7 @@ def test_hung_rank_in_train_is_reported_with_the_stacks_of_all_ranks(tmp_path):
     with stuck(tmp_path, f"{TWO_NODES} {LIMIT}", "resident") as made:
         check_asked_while_training(made)
 
-        order(made, "sleep")
+        made.give("sleep")
         event = hang(made)
         assert event["missing"] == [1]
         assert event["text"].startswith("rank 1 is missing from all_reduce #")
@@ -116,7 +110,7 @@ def test_hung_rank_in_train_is_reported_with_the_stacks_of_all_ranks(tmp_path):
         assert event["text"] in killed["reason"]
         assert "in sleep_for_ever" in killed["stack"]
 
-        order(made, "other")
+        made.give("other")
         event = hang(made, 2)
         assert event["text"].startswith("the ranks call different collectives (rank 0 in all")
         assert "rank 1 in broadcast #" in event["text"]
@@ -152,7 +146,7 @@ def test_a_script_that_keeps_its_state_is_watched_too(tmp_path):
     with stuck(tmp_path, f"{ONE_NODE} {LIMIT}", "kept") as made:
         for number, who in enumerate(("rank 1", "rank 1 (frozen)"), start=1):
             if number == 1:
-                order(made, "sleep")
+                made.give("sleep")
             else:
                 freeze(made, 1)
             event = hang(made, number)

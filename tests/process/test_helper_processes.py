@@ -48,7 +48,7 @@ def test_a_store_host_killed_again_while_it_starts_ends_no_node(tmp_path, monkey
     path = [str(tmp_path / "path"), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     with job(tmp_path, "--standalone --nproc-per-node=2 --max-restarts=1 --no-zygote") as it:
-        node = it.start(script=[str(it.script), str(it._lines), str(it._orders)])
+        node = it.start(script=it.command())
         it.world(0, 2)
         held.touch()
         killed = kill_next(node, STORE_HOST, set())

@@ -78,28 +78,11 @@ class HostsJob(Job):
     """A job that one command on one machine runs on all of them."""
 
     def launch(self, them: Machines, *flags: str) -> Node:
-        script = [str(self.script), str(self._lines), str(self._orders)]
         logs = f"--log-dir={self.directory}/logs{len(self.nodes)}"
-        command = [sys.executable, "-m", "torchelastic", "run", logs, *flags, *script]
+        command = [sys.executable, "-m", "torchelastic", "run", logs, *flags, *self.command()]
         directory = self.directory / f"launcher{len(self.nodes)}"
         self.nodes.append(Node(them.here.command(command), directory, them.environ))
         return self.nodes[-1]
-
-    def size(self, workers: int, after: int = -1) -> int:
-        """Wait until all workers of a world of this size have started; its generation."""
-
-        def found() -> list[int]:
-            lines = self.lines(event="start", world_size=workers)
-            counts = {line["generation"]: 0 for line in lines if line["generation"] > after}
-            for line in lines:
-                if line["generation"] in counts:
-                    counts[line["generation"]] += 1
-            return [generation for generation, count in counts.items() if count >= workers]
-
-        try:
-            return max(poll_for(found, what=f"{workers} workers", timeout=60))
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.said()}") from None
 
 
 def address(host: Host) -> str:
@@ -122,23 +105,23 @@ def test_a_job_grows_shrinks_and_heals_with_its_list_of_hosts(tmp_path):
         made = HostsJob(tmp_path / "job")
         node = made.launch(them, f"--hosts-from={listed}", f"--rdzv-secret-file={secret}")
         try:
-            generation = made.size(2)
+            generation = made.begun(2)
             hosts = f"[{first.address}] [torchelastic {first.name}] hosting job"
             poll_for(lambda: hosts in node.stderr, what="what the first host says")
             for pid in [*first.pids(), *them.here.pids()]:
                 assert SECRET not in _command(pid)
 
             second.kill()
-            generation = made.size(1, after=generation)
+            generation = made.begun(1, after=generation)
             poll_for(
                 lambda: f"{second.address}: ssh failed or lost its connection" in node.stderr,
                 what="the loss is told",
             )
             them.power_on(second)
-            generation = made.size(2, after=generation)
+            generation = made.begun(2, after=generation)
 
             write_hosts(listed, [second, third])
-            generation = made.size(2, after=generation)
+            generation = made.begun(2, after=generation)
             left = f"{first.address} is not in the list of hosts any more"
             poll_for(lambda: left in node.stderr, what="the removed host leaves")
             poll_for(
@@ -160,11 +143,11 @@ def test_the_launcher_may_be_lost_and_found_again(tmp_path):
         made = HostsJob(tmp_path / "job")
         node = made.launch(them, *flags)
         try:
-            generation = made.size(2)
+            generation = made.begun(2)
             them.here.kill()
             assert node.wait() != 0
             made.order("exit 3", rank=1, generation=generation)
-            made.size(2, after=generation)  # it goes on, and heals by itself
+            made.begun(2, after=generation)  # it goes on, and heals by itself
 
             again = made.launch(them, *flags)
             told = [f"{host.address} runs an agent of this job already" for host in them.hosts]
@@ -188,7 +171,7 @@ def test_one_host_that_cannot_be_reached_does_not_stop_the_others(tmp_path):
         made = HostsJob(tmp_path / "job")
         node = made.launch(them, f"--hosts={hosts}", "--max-restarts=0")
         try:
-            made.size(2)
+            made.begun(2)
             made.order("raise out of luck")
             assert node.wait() == 1, made.said()
             assert "ValueError: out of luck" in node.stderr

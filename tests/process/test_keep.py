@@ -10,19 +10,18 @@ import os
 import random
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.process.jobs import Job, job
+from tests.process.jobs import HERE, Job, job
 from tests.support import SOAK, poll_for
 from torchelastic.checkpoint import FileSystemCheckpointManager
 from torchelastic.data.checker import main
 from torchelastic.errors import EXIT_USAGE
 
-SCRIPT = Path(__file__).with_name("kept.py")
-EXAMPLE = Path(__file__).parents[2] / "examples" / "keep.py"
+KEPT = HERE / "kept.py"
+EXAMPLE = HERE.parents[1] / "examples" / "keep.py"
 #: Fewer restarts than there are kills: a job that gets further has them again.
 ONE_NODE = "--nnodes=1 --nproc-per-node=2 --max-restarts=3"
 THREE_RANKS = ONE_NODE.replace("node=2", "node=3")
@@ -41,15 +40,6 @@ def steps_of(stored: FileSystemCheckpointManager) -> list[int]:
     return [found.step for found in stored.list_checkpoints()]
 
 
-def script(made: Job, **keys: object) -> list[str]:
-    words = [f"{name}={value}" for name, value in keys.items()]
-    return [str(SCRIPT), str(made.directory / "lines"), str(made.directory / "orders"), *words]
-
-
-def go(made: Job, step: int) -> None:
-    (made.directory / "orders" / f"go-{step}").touch()
-
-
 def latest(made: Job, event: str, **wanted: Any) -> list[dict[str, Any]]:
     """The lines of the latest generation that has such."""
     lines = made.lines(event=event, **wanted)
@@ -59,15 +49,11 @@ def latest(made: Job, event: str, **wanted: Any) -> list[dict[str, Any]]:
 
 def holding(made: Job, step: int, ranks: int) -> None:
     """Wait until all ranks of a world of this size wait before a step."""
-    what = f"{ranks} ranks that wait at step {step}"
-    try:
-        poll_for(
-            lambda: len(latest(made, "holding", step=step, world_size=ranks)) == ranks,
-            what=what,
-            timeout=PATIENCE,
-        )
-    except AssertionError as error:
-        raise AssertionError(f"{error}\n{made.said()}") from None
+    made.wait_for(
+        lambda: len(latest(made, "holding", step=step, world_size=ranks)) == ranks,
+        f"{ranks} ranks that wait at step {step}",
+        PATIENCE,
+    )
 
 
 def starts(made: Job, generation: int) -> list[int]:
@@ -112,8 +98,8 @@ def test_workers_are_killed_again_and_again_and_then_all_agents(stored, tmp_path
     kills = [f"kill@{kill},generation={number}" for number, (kill, _) in enumerate(KILLS)]
     monkeypatch.setenv("TORCHELASTIC_FAULTS", ";".join(kills))
     keys = {"steps": 16, "hold": 14, "checkpoints": stored.directory}
-    with job(tmp_path / "first", THREE_RANKS) as first:
-        node = first.start(script=script(first, expected=1, **keys))
+    with job(tmp_path / "first", THREE_RANKS, KEPT, expected=1, **keys) as first:
+        node = first.start()
         holding(first, 14, ranks=3)
         poll_for(lambda: steps_of(stored)[:1] == [12], what="the checkpoint of 12")
         node.kill()
@@ -125,8 +111,9 @@ def test_workers_are_killed_again_and_again_and_then_all_agents(stored, tmp_path
     has_expected_bits(first, 14, ranks=3)
 
     monkeypatch.delenv("TORCHELASTIC_FAULTS")
-    with job(tmp_path / "second", f"{THREE_RANKS} --shutdown-timeout=20") as second:
-        node = second.start(script=script(second, took=3600, **keys))
+    flags = f"{THREE_RANKS} --shutdown-timeout=20"
+    with job(tmp_path / "second", flags, KEPT, took=3600, **keys) as second:
+        node = second.start()
         holding(second, 14, ranks=3)
         node.process.terminate()
         assert node.wait(PATIENCE) == 143, node.stderr
@@ -137,8 +124,8 @@ def test_workers_are_killed_again_and_again_and_then_all_agents(stored, tmp_path
 @pytest.mark.slow
 def test_ranks_with_parameters_of_their_own_are_refused_at_once(tmp_path):
     """The first commit ends the job: a restart would give all of them the same."""
-    with job(tmp_path / "job", ONE_NODE) as one:
-        node = one.start(script=script(one, steps=3, bare=1))
+    with job(tmp_path / "job", ONE_NODE, KEPT, steps=3, bare=1) as one:
+        node = one.start()
         assert node.wait(PATIENCE) == EXIT_USAGE, node.stderr
     assert "ConfigError: Cannot keep parameter '0.weight': it is a plain tensor with" in node.stderr
     assert starts(one, 0) == [0, 0]
@@ -154,15 +141,16 @@ def test_a_node_is_replaced_and_then_all_leave(stored, tmp_path):
     start goes on from there. Four nodes import torch; a host that leaves waits for the next one.
     """
     keys = {"steps": 10, "checkpoints": stored.directory}
-    with job(tmp_path / "first", "--nnodes=2 --nproc-per-node=1 --max-restarts=10") as first:
-        words = script(first, hold="4,8", replicas=1, expected=1, **keys)
-        first.start(script=words)
-        lost = first.start(script=words)
+    more = {"hold": "4,8", "replicas": 1, "expected": 1}
+    flags = "--nnodes=2 --nproc-per-node=1 --max-restarts=10"
+    with job(tmp_path / "first", flags, KEPT, **keys, **more) as first:
+        first.start()
+        lost = first.start()
         holding(first, 4, ranks=2)
         lost.kill()
         poll_for(lambda: first.nodes[0].events("generation-over"), what="the end of their world")
-        go(first, 4)
-        first.start(script=words)
+        first.give("go-4")
+        first.start()
         holding(first, 8, ranks=2)
         assert [line["step"] for line in latest(first, "start")] == [4, 4]
         has_expected_bits(first, 8)
@@ -172,8 +160,8 @@ def test_a_node_is_replaced_and_then_all_leave(stored, tmp_path):
             node.process.terminate()
         assert [node.wait(PATIENCE) for node in left] == [143, 143], first.said()
     assert steps_of(stored)[:2] == [8, 6]
-    with job(tmp_path / "second", ONE_NODE) as second:
-        node = second.start(script=script(second, **keys))
+    with job(tmp_path / "second", ONE_NODE, KEPT, **keys) as second:
+        node = second.start()
         assert node.wait(PATIENCE) == 0, node.stderr
     for event, step in (("start", 8), ("end", 10)):
         found = [(line["step"], line["position"]) for line in second.lines(event=event)]
@@ -185,22 +173,23 @@ def test_worlds_shrink_and_grow_and_go_on_from_memory(stored, tmp_path):
 
     What the one that leaves has stored is void or not: either way nobody needs it.
     """
-    with job(tmp_path / "job", "--nnodes=1:2 --nproc-per-node=1 --settle=60") as one:
+    flags = "--nnodes=1:2 --nproc-per-node=1 --settle=60"
+    keys = {"steps": 10, "hold": "4,6,8", "checkpoints": stored.directory}
+    with job(tmp_path / "job", flags, KEPT, **keys) as one:
 
         def goes_on(step: int, ranks: int) -> None:
             holding(one, step, ranks)
             begun = [(line["world_size"], line["step"]) for line in latest(one, "start")]
             assert begun == [(ranks, step)] * ranks, one.said()
-            go(one, step)
+            one.give(f"go-{step}")
 
-        words = script(one, steps=10, hold="4,6,8", checkpoints=stored.directory)
-        first = one.start(script=words)
-        killed = one.start(script=words)
+        first = one.start()
+        killed = one.start()
         holding(one, 4, ranks=2)
         killed.kill()
         goes_on(4, ranks=1)
         holding(one, 6, ranks=1)
-        leaving = one.start(script=words)
+        leaving = one.start()
         goes_on(6, ranks=2)
         holding(one, 8, ranks=2)
         leaving.process.terminate()
@@ -216,9 +205,9 @@ def test_a_script_with_a_checkpoint_of_its_own_keeps_its_count(tmp_path, monkeyp
     file alone. Two nodes import torch, one after the other."""
 
     def run(name: str, steps: int) -> list[tuple[Any, ...]]:
-        with job(tmp_path / name, ONE_NODE) as one:
-            words = [str(one.directory / "lines"), str(tmp_path / "ckpt.pt"), str(steps)]
-            node = one.start(script=[str(SCRIPT.with_name("own_checkpoints.py")), *words])
+        own, keys = HERE / "own_checkpoints.py", {"file": tmp_path / "ckpt.pt", "steps": steps}
+        with job(tmp_path / name, ONE_NODE, own, **keys) as one:
+            node = one.start()
             assert node.wait(PATIENCE) == 0, node.stderr
             assert all(line["taken"] == line["step"] for line in one.lines())
         return [
@@ -243,8 +232,9 @@ def test_kills_at_any_moment(seed, tmp_path):
     and says so.
     """
     chance, steps = random.Random(seed), 60
-    with job(tmp_path / "job", THREE_RANKS.replace("restarts=3", "restarts=6")) as one:
-        node = one.start(script=script(one, steps=steps, pause=0.02, expected=1))
+    flags, keys = THREE_RANKS.replace("restarts=3", "restarts=6"), {"steps": steps, "pause": 0.02}
+    with job(tmp_path / "job", flags, KEPT, expected=1, **keys) as one:
+        node = one.start()
         for generation in range(6):
             workers = one.world(generation, 3, timeout=PATIENCE)
             begun = max(line["step"] for line in workers)

@@ -8,38 +8,28 @@ import random
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.process.jobs import Job, job
+from tests.process.jobs import HERE, Job, job
 from tests.support import poll_for
 from torchelastic.agent.watch.hang_watchdog import is_frozen
 from torchelastic.checkpoint import CheckpointStore
 
-SCRIPT = Path(__file__).with_name("kept_sharded.py")
+SCRIPT = HERE / "kept_sharded.py"
 PATIENCE = 120.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def script(made: Job, **keys: object) -> list[str]:
-    words = [f"{name}={value}" for name, value in keys.items()]
-    return [str(SCRIPT), str(made.directory / "lines"), str(made.directory / "orders"), *words]
-
-
 def together(made: Job, event: str, ranks: int, **wanted: object) -> tuple[int, str]:
     """Wait until all ranks of a world of this size have said this: of which step, and its bits."""
-    try:
-        lines = poll_for(
-            lambda: (
-                (found := made.lines(event=event, world_size=ranks, **wanted))
-                and len(found) == ranks
-                and found
-            ),
-            what=f"{ranks} ranks: {event} {wanted}",
-            timeout=PATIENCE,
-        )
-    except AssertionError as error:
-        raise AssertionError(f"{error}\n{made.said()}") from None
+
+    def found() -> list[dict[str, Any]]:
+        lines = made.lines(event=event, world_size=ranks, **wanted)
+        return lines if len(lines) == ranks else []
+
+    lines = made.wait_for(found, f"{ranks} ranks: {event} {wanted}", PATIENCE)
     (seen,) = {(line["step"], line["fingerprint"]) for line in lines}
     return seen
 
@@ -49,21 +39,21 @@ def test_a_lost_node_loses_nothing(tmp_path):
 
     The node that is left has its own shards and copies of the other's: all of them.
     """
-    with job(tmp_path / "job", "--nnodes=1:2 --settle=60") as one:
-        words = script(one, steps=7, hold="3,5", mesh="2d")
-        left = one.start("--nproc-per-node=2", script=words)
-        lost = one.start("--nproc-per-node=1", script=words)
+    with job(tmp_path / "job", "--nnodes=1:2 --settle=60", SCRIPT) as one:
+        keys = {"steps": 7, "hold": "3,5", "mesh": "2d"}
+        left = one.start("--nproc-per-node=2", **keys)
+        lost = one.start("--nproc-per-node=1", **keys)
         state = together(one, "holding", 3, step=3)
         lost.kill()
         assert together(one, "start", 2, step=3) == state, one.said()
-        (one.directory / "orders" / "go-3").touch()
+        one.give("go-3")
         state = together(one, "holding", 2, step=5)
-        lost = one.start("--nproc-per-node=2", script=words)
+        lost = one.start("--nproc-per-node=2", **keys)
         assert together(one, "start", 4, step=5) == state, one.said()
         assert together(one, "holding", 4, step=5) == state
         generation = one.lines(event="holding", world_size=4)[0]["generation"]
         lost.kill()
-        (one.directory / "orders" / "go-5").touch()
+        one.give("go-5")
         assert together(one, "start", 2, generation=generation + 1) == state, one.said()
         assert left.wait(PATIENCE) == 0, left.stderr
 
@@ -71,23 +61,23 @@ def test_a_lost_node_loses_nothing(tmp_path):
 def test_a_state_moves_between_meshes(tmp_path):
     """FSDP2 over tensor parallelism, 2 x 2; then FSDP2 alone on 2 ranks; 2 x 2 again; and 1 x 2.
     Three nodes import torch. Nothing is in storage."""
-    with job(tmp_path / "job", "--nnodes=1:2 --settle=60 --nproc-per-node=2") as one:
-        words, orders = script(one, steps=7, hold="3,5", mesh="tp"), one.directory / "orders"
-        left = one.start(script=words)
-        lost = one.start(script=words)
+    with job(tmp_path / "job", "--nnodes=1:2 --settle=60 --nproc-per-node=2", SCRIPT) as one:
+        keys = {"steps": 7, "hold": "3,5", "mesh": "tp"}
+        left = one.start(**keys)
+        lost = one.start(**keys)
         state = together(one, "holding", 4, step=3)
-        (orders / "no-tp").touch()
+        one.give("no-tp")
         lost.kill()
         assert together(one, "start", 2, step=3) == state, one.said()
-        (orders / "go-3").touch()
+        one.give("go-3")
         state = together(one, "holding", 2, step=5)
-        (orders / "no-tp").unlink()
-        lost = one.start(script=words)
+        (one.orders / "no-tp").unlink()
+        lost = one.start(**keys)
         assert together(one, "start", 4, step=5) == state, one.said()
         assert together(one, "holding", 4, step=5) == state
         generation = one.lines(event="holding", world_size=4, step=5)[0]["generation"]
         lost.kill()
-        (orders / "go-5").touch()
+        one.give("go-5")
         assert together(one, "start", 2, generation=generation + 1) == state, one.said()
         assert left.wait(PATIENCE) == 0, left.stderr
         seen = {(line["world_size"], *line["placements"]) for line in one.lines(event="start")}
@@ -100,10 +90,10 @@ def test_a_node_that_leaves_takes_no_shards_with_it(replicas, tmp_path):
     """The other goes on with the last step that was committed, from memory alone: it has copies of
     the shards, or fetches them before the other node leaves."""
     flags = f"--nnodes=1:2 --nproc-per-node=1 --settle=60 --snapshot-replicas={replicas}"
-    with job(tmp_path / "job", flags) as one:
-        words = script(one, steps=100_000)
-        left = one.start(script=words)
-        leaves = one.start(script=words)
+    with job(tmp_path / "job", flags, SCRIPT) as one:
+        keys = {"steps": 100_000}
+        left = one.start(**keys)
+        leaves = one.start(**keys)
         poll_for(lambda: one.lines(step=5, world_size=2), what="some steps", timeout=PATIENCE)
         leaves.process.terminate()
         assert leaves.wait(PATIENCE) == 143, one.said()
@@ -119,9 +109,9 @@ def test_a_node_that_leaves_takes_no_shards_with_it(replicas, tmp_path):
 def test_all_nodes_that_leave_store_their_shards(tmp_path):
     """Two nodes, told at the same time, whether a checkpoint was due or not."""
     path, flags = tmp_path / "checkpoints", "--nnodes=2 --nproc-per-node=1 --shutdown-timeout=50"
-    with job(tmp_path / "job", flags) as one:
-        words = script(one, steps=100_000, checkpoints=path, every=1000)
-        nodes = [one.start(script=words) for _ in range(2)]
+    with job(tmp_path / "job", flags, SCRIPT) as one:
+        keys = {"steps": 100_000, "checkpoints": path, "every": 1000}
+        nodes = [one.start(**keys) for _ in range(2)]
         poll_for(lambda: one.lines(step=5, world_size=2), what="some steps", timeout=PATIENCE)
         for node in nodes:
             node.process.terminate()
@@ -147,8 +137,8 @@ def test_workers_are_killed_then_all_then_all_leave(tmp_path, monkeypatch):
     kill = "kill@place=checkpoint.write,rank=1,step=4"
     stop = f"stop@place=checkpoint.write,rank=1,step={end},generation=3"
     monkeypatch.setenv("TORCHELASTIC_FAULTS", f"{kill};{stop}")
-    with job(tmp_path / "first", "--nnodes=1 --nproc-per-node=2 --max-restarts=3") as one:
-        node = one.start(script=script(one, steps=end + 2, checkpoints=path, kept=4))
+    with job(tmp_path / "first", "--nnodes=1 --nproc-per-node=2 --max-restarts=3", SCRIPT) as one:
+        node = one.start(steps=end + 2, checkpoints=path, kept=4)
         for generation in range(1, 4):
             step, bits = together(one, "start", 2, generation=generation)
             before = one.lines(event="step", step=step)
@@ -173,8 +163,8 @@ def test_workers_are_killed_then_all_then_all_leave(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_FAULTS")
 
     flags = "--nnodes=1 --nproc-per-node=3 --shutdown-timeout=50"
-    with job(tmp_path / "second", flags) as other:
-        node = other.start(script=script(other, steps=100_000, checkpoints=path))
+    with job(tmp_path / "second", flags, SCRIPT) as other:
+        node = other.start(steps=100_000, checkpoints=path)
         assert together(other, "start", 3) == (latest, bits[latest])
         poll_for(lambda: other.lines(step=latest + 5), what="some steps", timeout=PATIENCE)
         node.process.terminate()
@@ -184,7 +174,7 @@ def test_workers_are_killed_then_all_then_all_leave(tmp_path, monkeypatch):
     latest = stored(path)[0]
     assert latest == max(bits), "no step that was done is lost"
 
-    with job(tmp_path / "third", "--nnodes=1 --nproc-per-node=1 --max-restarts=0") as third:
-        node = third.start(script=script(third, steps=latest + 1, checkpoints=path))
+    with job(tmp_path / "third", "--nnodes=1 --nproc-per-node=1 --max-restarts=0", SCRIPT) as third:
+        node = third.start(steps=latest + 1, checkpoints=path)
         assert together(third, "start", 1) == (latest, bits[latest])
         assert node.wait(PATIENCE) == 0, node.stderr

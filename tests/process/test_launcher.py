@@ -19,7 +19,6 @@ from tests.ports import free_port
 from tests.process import entrypoints
 from tests.support import poll_for
 from torchelastic import LaunchConfig, elastic_launch
-from torchelastic.errors import NotEnoughNodes
 from torchelastic.multiprocessing.errors import ChildFailedError
 
 ROOT = Path(__file__).parents[2]
@@ -96,20 +95,6 @@ def test_two_nodes_of_one_job_have_the_results_of_their_own_workers():
         thread.join()
 
     assert sorted(results, key=list) == [{0: ("a", "0")}, {1: ("a", "1")}]
-
-
-@pytest.mark.slow
-def test_too_few_nodes_for_too_long_is_an_error_of_its_own():
-    config = LaunchConfig(
-        min_nodes=2,
-        max_nodes=2,
-        rdzv_endpoint=f"127.0.0.1:{free_port()}",
-        wait_for_nodes=0.2,
-        zygote=False,
-    )
-
-    with pytest.raises(NotEnoughNodes):
-        elastic_launch(config, entrypoints.echo)("a")
 
 
 def test_functions_and_classes_of_a_script_are_found(script):

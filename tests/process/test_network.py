@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.etcd import on_host
 from tests.netns import Network
+from tests.process.jobs import HERE
 from tests.process.network_jobs import PORT, NetworkJob, check_one_world_at_a_time, network_job
-
-HERE = Path(__file__).parent
 
 pytestmark = [pytest.mark.needs("namespaces"), pytest.mark.timeout(300)]
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.light import with_light_torch
 from tests.process import guarded_agent
+from tests.process.jobs import alive
 from tests.support import poll_for
 from torchelastic import env
 
@@ -111,14 +112,6 @@ class Job:
             self.guard.wait(30)
         self.guard.stdout.close()
         self.guard.stderr.close()
-
-
-def alive(pid):
-    """Killed but unreaped is dead enough: whoever is our init may take its time."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def assert_all_gone(job):

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.process.jobs import job
+from tests.process.jobs import HERE, job, status
 from tests.support import poll_for
 
-SCRIPT = Path(__file__).with_name("plain.py")
-
-
-def status() -> dict:
-    command = [sys.executable, "-m", "torchelastic", "status", "--json", "plain"]
-    (told,) = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-    return told
+SCRIPT = HERE / "plain.py"
 
 
 @pytest.mark.timeout(600)
@@ -48,7 +38,7 @@ def test_steps_rate_and_goodput_of_a_plain_script_that_is_killed(
         loaded = {one["before"] for one in again}
         assert len(loaded) == 1
         assert loaded.pop() % 10 == 0, "the state of the optimizer that was loaded"
-        shown = status()
+        shown = status("plain")
         (tmp_path / "finish").touch()
         assert node.wait(200) == 0, made.said()
     assert shown["step"] >= max(again[0]["steps"])

@@ -3,10 +3,8 @@
 import os
 import re
 import signal
-import sys
-from pathlib import Path
 
-from tests.process.jobs import Node, job
+from tests.process.jobs import job
 from tests.support import poll_for
 
 SCRIPT = """
@@ -46,14 +44,3 @@ def test_a_sigterm_after_a_notice_shortens_the_time(tmp_path):
         poll_for(lambda: "saved" in node.stdout, what="the script has seen the notice")
         os.kill(node.pid, signal.SIGTERM)
         assert node.wait(30) == 143
-
-
-def test_a_wrong_source_is_refused_before_anything_starts(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text("")
-    command = [sys.executable, "-m", "torchelastic", "run", "--preemption=kubernetes", str(script)]
-    environ = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
-    node = Node(command, Path(tmp_path, "node"), environ)
-    assert node.wait() != 0
-    assert "--preemption kubernetes needs a pod with a service account token" in node.stderr
-    assert "Traceback" not in node.stderr

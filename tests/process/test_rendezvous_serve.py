@@ -11,7 +11,7 @@ import pytest
 
 from tests.certificates import Authority
 from tests.ports import free_port
-from tests.process.jobs import Job, alive
+from tests.process.jobs import Job, alive, torchelastic
 from tests.support import poll_for
 from torchelastic.errors import EXIT_RENDEZVOUS_LOST, EXIT_USAGE
 
@@ -132,8 +132,7 @@ def test_the_generation_outlives_all_nodes(served, jobs, tmp_path):
     second = jobs(server.port, "--nnodes=1:2 --settle=0.2")
     second.start()
 
-    started = poll_for(lambda: second.lines(event="start"), what="its worker", timeout=60.0)
-    assert started[0]["generation"] >= 1
+    second.begun(1, after=0)
     second.order("finish")
     assert second.nodes[0].wait() == 0
 
@@ -149,28 +148,20 @@ def test_a_job_that_is_over_leaves_its_id_to_the_next(served, jobs, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_jobs_at_one_server_do_not_meet(served, jobs):
+def test_jobs_at_one_server_do_not_meet_and_without_a_state_file_end_with_it(served, jobs):
     server = served()
-    both = [jobs(server.port, f"--nnodes=1:2 --settle=0.2 --rdzv-id={name}") for name in "ab"]
-    for job in both:
+    ends, stays = (
+        jobs(server.port, f"--nnodes=1:2 --settle=0.2 --rdzv-id={name}") for name in "ab"
+    )
+    for job in (ends, stays):
         job.start()
-
-    assert [job.world(0, 1)[0]["rank"] for job in both] == [0, 0]
-    for job in both:
-        job.order("finish")
-        assert job.nodes[0].wait() == 0
-
-
-@pytest.mark.slow
-def test_without_a_state_file_the_jobs_end_with_it(served, jobs):
-    server = served()
-    job = jobs(server.port, "--nnodes=1:2 --settle=0.2")
-    job.start()
-    job.world(0, 1)
+        assert job.world(0, 1)[0]["rank"] == 0
+    ends.order("finish")
+    assert ends.nodes[0].wait() == 0
 
     assert server.stop() == 0
-    assert job.nodes[0].wait() == EXIT_RENDEZVOUS_LOST
-    assert "The rendezvous server was stopped." in job.nodes[0].stderr
+    assert stays.nodes[0].wait() == EXIT_RENDEZVOUS_LOST
+    assert "The rendezvous server was stopped." in stays.nodes[0].stderr
 
 
 @pytest.mark.slow
@@ -205,10 +196,8 @@ def test_rendezvous_serve_takes_a_secret_and_tls(served, jobs, tmp_path):
 def test_a_state_file_that_is_none_is_refused_with_a_reason(tmp_path, content, sentence):
     path = tmp_path / "state"
     path.write_text(content) if content else path.mkdir()
-    command = [sys.executable, "-m", "torchelastic", "rendezvous", "serve"]
-    command += ["--endpoint=127.0.0.1:0", f"--state-file={path}"]
 
-    refused = subprocess.run(command, capture_output=True, text=True)
+    refused = torchelastic("rendezvous", "serve", "--endpoint=127.0.0.1:0", f"--state-file={path}")
 
     assert refused.returncode == EXIT_USAGE
     assert sentence in refused.stderr
@@ -218,11 +207,8 @@ def test_a_state_file_that_is_none_is_refused_with_a_reason(tmp_path, content, s
 
 def test_a_port_that_is_taken_is_named(served):
     server = served()
-    command = [sys.executable, "-m", "torchelastic", "rendezvous", "serve"]
 
-    refused = subprocess.run(
-        [*command, f"--endpoint=127.0.0.1:{server.port}"], capture_output=True, text=True
-    )
+    refused = torchelastic("rendezvous", "serve", f"--endpoint=127.0.0.1:{server.port}")
 
     assert refused.returncode == EXIT_USAGE
     assert f"Cannot serve at 127.0.0.1:{server.port}: another process" in refused.stderr

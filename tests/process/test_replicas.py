@@ -8,31 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.process.jobs import Job, Node, job
+from tests.process.jobs import HERE, Job, Node, job
 from tests.support import poll_for
 
-HERE = Path(__file__).parent
+SHARDED = HERE / "sharded.py"
+KEYS = {"steps": 100_000, "slow": 0.05}
 PATIENCE = 120.0
 
 #: Five agents import torch at the same time, on however few cores.
 pytestmark = pytest.mark.timeout(400)
-
-
-def stepping(made: Job, size: int, after: int = -1) -> int:
-    """Wait for a world of this size in which all workers make a step; return its generation."""
-
-    def found() -> list[int]:
-        steps: dict[tuple[int, int], set[int]] = {}
-        for line in made.lines(event="step", size=size):
-            if line["generation"] > after:
-                steps.setdefault((line["generation"], line["step"]), set()).add(line["rank"])
-        return [generation for (generation, _), ranks in steps.items() if len(ranks) == size]
-
-    what = f"a step of {size} workers after generation {after}"
-    try:
-        return max(poll_for(found, what=what, timeout=PATIENCE))
-    except AssertionError as error:
-        raise AssertionError(f"{error}\n{made.said()}") from None
 
 
 def node_of(made: Job, generation: int, rank: int) -> Node:
@@ -53,23 +37,18 @@ def by_coordinate(lines: list[dict[str, Any]]) -> dict[tuple[int, int, int], set
 
 
 @pytest.mark.slow
-def test_a_spare_completes_a_replica_and_broken_ones_are_combined(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(HERE.parents[1]))
+def test_a_spare_completes_a_replica_and_broken_ones_are_combined(tmp_path):
     flags = "--nnodes=1:4 --nproc-per-node=1 --replica-size=2 --settle=60 --lease=10"
-    with job(tmp_path / "job", flags) as made:
-        ledger = tmp_path / "ledger"
-        ledger.mkdir()
-        directories = [str(made.directory / "lines"), str(made.directory / "orders"), str(ledger)]
-        script = [str(HERE / "sharded.py"), *directories, "steps=100000", "slow=0.05"]
+    with job(tmp_path / "job", flags, SHARDED, ledger=tmp_path / "ledger", **KEYS) as made:
         for _ in range(5):
-            made.start(script=script)
-        first = stepping(made, size=4)
+            made.start()
+        first = made.wait_steps(3, size=4, timeout=PATIENCE)
         node_of(made, first, rank=1).kill()
-        again = stepping(made, size=4, after=first)
+        again = made.wait_steps(3, size=4, after=first, timeout=PATIENCE)
         host = made.nodes[0]
         others = (node_of(made, again, rank) for rank in (0, 2))
         next(node for node in others if node is not host).kill()
-        last = stepping(made, size=2, after=again)
+        last = made.wait_steps(3, size=2, after=again, timeout=PATIENCE)
         formed = {one["generation"]: one["replica"] for one in host.events("world-formed")}
         assert [formed[generation] for generation in (first, again, last)] == [2, 2, 2]
         lines = made.lines(event="step")
@@ -81,29 +60,25 @@ def test_a_spare_completes_a_replica_and_broken_ones_are_combined(tmp_path, monk
 
 
 @pytest.mark.slow
-def test_a_part_of_a_lost_node_comes_from_the_memory_of_another(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(HERE.parents[1]))
+def test_a_part_of_a_lost_node_comes_from_the_memory_of_another(tmp_path):
     flags = "--nnodes=2 --nproc-per-node=1 --replica-size=2 --lease=10"
-    with job(tmp_path / "job", flags) as made:
-        ledger = tmp_path / "ledger"
-        ledger.mkdir()
-        directories = [str(made.directory / "lines"), str(made.directory / "orders"), str(ledger)]
-        script = [str(HERE / "sharded.py"), *directories, "steps=100000", "slow=0.05", "dropout="]
-        host, _ = made.start(script=script), made.start(script=script)
+    keys = {**KEYS, "ledger": tmp_path / "ledger", "dropout": ""}
+    with job(tmp_path / "job", flags, SHARDED, **keys) as made:
+        host, _ = made.start(), made.start()
 
         def kept(generation: int) -> int:
             lines = made.lines(event="kept", generation=generation)
             last = {line["rank"]: line["step"] for line in lines}
             return min(last.values()) if len(last) == 2 else -1
 
-        first = stepping(made, size=2)
+        first = made.wait_steps(3, size=2, timeout=PATIENCE)
         poll_for(lambda: kept(first) > 2, what="snapshots on both nodes", timeout=PATIENCE)
         newest = kept(first)
         lost = node_of(made, first, rank=1)
         assert lost is not host
         lost.kill()
-        made.start(script=script)
-        last = stepping(made, size=2, after=first)
+        made.start()
+        last = made.wait_steps(3, size=2, after=first, timeout=PATIENCE)
         poll_for(lambda: kept(last) > 0, what="snapshots in the next world", timeout=PATIENCE)
         lines = made.lines(event="step")
     again = min(line["step"] for line in lines if line["generation"] == last)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.light import with_light_torch
-from tests.process.jobs import Job, Node, alive, job
+from tests.process.jobs import HERE, Job, Node, alive, job, status
 from tests.support import poll_for
 
-LINKED = Path(__file__).with_name("linked.py")
-RESIDENT = Path(__file__).with_name("resident.py")
+LINKED, RESIDENT = HERE / "linked.py", HERE / "resident.py"
 BROKEN = "Connection closed by peer"
 
 
@@ -28,24 +24,15 @@ def runtime_dir(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
 
 
-@pytest.fixture
-def light_torch(monkeypatch) -> None:
-    """`linked.py` needs no other."""
-    monkeypatch.setenv("PYTHONPATH", with_light_torch()["PYTHONPATH"])
-
-
 def linked(tmp_path: Path, flags: str):
     # They ignore SIGTERM: on a busy machine, too, they have the time to notice each other's end.
     patient = f"--no-zygote --redirects=3 --shutdown-timeout=100 {flags}"
-    return job(tmp_path / "job", patient, script=LINKED)
+    return job(tmp_path / "job", patient, LINKED)
 
 
 def shown() -> dict:
     """The last failure, as `status` has it from the logs of all agents."""
-    command = [sys.executable, "-m", "torchelastic", "status", "--json", "job"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-    (told,) = json.loads(ended.stdout)
-    return told["failure"]
+    return status("job")["failure"]
 
 
 def verdict(node: Node, number: int = 0) -> dict:
@@ -76,7 +63,6 @@ def fell(report: str) -> str:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("light_torch")
 def test_first_failed_worker_is_the_cause_of_the_others(tmp_path):
     """In a row: a worker is killed, a node is killed, a worker fails slowly, a worker raises."""
     with linked(tmp_path, "--nnodes=2:3 --settle=60 --max-restarts=2") as it:
@@ -141,7 +127,7 @@ def peers_that_tell_first_are_not_the_cause(it: Job, leader: Node, other: Node) 
     assert over["cause"]["rank"] == 0, "its peer was heard first"
     poll_for(lambda: "generation 2 is over" in other.stderr, what="its own agent knows it")
     assert all(one["generation"] < 2 for one in other.events("worker-failed"))
-    it._orders.joinpath("release").touch()
+    it.give("release")
     found = verdict(leader, 2)
     assert (found["cause"]["rank"], found["cause"]["message"]) == (1, "ValueError: out of luck")
     assert ranks(found["consequences"]) == [0]
@@ -150,10 +136,6 @@ def peers_that_tell_first_are_not_the_cause(it: Job, leader: Node, other: Node) 
 
 
 # --- training, with real collectives -------------------------------------------------------------
-
-
-def train(it: Job, *keys: str) -> Node:
-    return it.start(script=[str(it.script), str(it._lines), str(it._orders), *keys])
 
 
 @pytest.mark.slow
@@ -165,9 +147,9 @@ def test_a_worker_and_a_node_fail_while_the_others_are_in_the_all_reduce(tmp_pat
         "TORCHELASTIC_FAULTS", ";".join(f"{one},place=collective.launched" for one in faults)
     )
     flags = "--redirects=3 --nnodes=1:2 --nproc-per-node=2 --settle=60"
-    with job(tmp_path / "job", flags, script=RESIDENT) as it:
+    with job(tmp_path / "job", flags, RESIDENT, model="plain") as it:
         # A model without buffers: what its step launches first is an all-reduce.
-        first, second = (train(it, "model=plain", "steps=100000", "slow=0.02") for _ in range(2))
+        first, second = (it.start(steps=100_000, slow=0.02) for _ in range(2))
         poll_for(
             lambda: [one for one in it.lines(event="step", size=4) if one["step"] > 4],
             what="steps of four again",
@@ -212,18 +194,16 @@ def small():
     group.rmdir()
 
 
-def start_in(group: Path, it: Job, *keys: str) -> Node:
+def start_in(group: Path, it: Job, **keys: object) -> Node:
     """A node all of whose processes are in the group."""
     enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
     run = [sys.executable, "-m", "torchelastic", "run", f"--log-dir={it.directory}/node0/logs"]
-    script = [str(it.script), str(it._lines), str(it._orders), *keys]
-    command = ["sh", "-c", enter, "sh", *run, *it.flags, *script]
-    it.nodes.append(Node(command, it.directory / "node0", dict(os.environ)))
+    command = ["sh", "-c", enter, "sh", *run, *it.flags, *it.command(**keys)]
+    it.nodes.append(Node(command, it.directory / "node0", it.environ))
     return it.nodes[0]
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.usefixtures("light_torch")
 @pytest.mark.needs("memory cgroup")
 def test_a_worker_that_the_kernel_kills_for_want_of_memory(tmp_path, small):
     flags = "--standalone --nproc-per-node=2 --max-restarts=0 --rdzv-id=job"
@@ -247,9 +227,9 @@ def test_a_worker_that_the_kernel_kills_for_want_of_memory(tmp_path, small):
 def test_a_worker_that_trains_and_starves_is_replaced_and_the_job_says_why(tmp_path, small):
     """Its zygote imports torch."""
     flags = "--redirects=3 --standalone --nproc-per-node=2 --rdzv-id=job"
-    with job(tmp_path / "job", flags, script=RESIDENT) as it:
+    with job(tmp_path / "job", flags, RESIDENT, model="plain") as it:
         it.order("eat", generation=3, rank=1)  # at step 3
-        node = start_in(small, it, "steps=6", "model=plain")
+        node = start_in(small, it, steps=6)
         assert node.wait(100) == 0, it.said()
         (failed,) = [
             one["failure"] for one in node.events("worker-failed") if not one["failure"]["alive"]

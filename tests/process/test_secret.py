@@ -12,7 +12,7 @@ import pytest
 from tests.certificates import Authority
 from tests.light import with_light_torch
 from tests.process.bench import bench
-from tests.process.jobs import Job, Node, job
+from tests.process.jobs import Job, job
 from torchelastic.config import Entry
 from torchelastic.errors import EXIT_USAGE
 from torchelastic.transport.auth import Secret
@@ -181,17 +181,3 @@ def test_nodes_with_certificates_of_one_authority_and_the_secret_meet(tmp_path, 
 def tls_flags(signed_by: Authority, trusted: Authority, name: str) -> str:
     issued = signed_by.issue(name)
     return f"--rdzv-tls-cert={issued.cert} --rdzv-tls-key={issued.key} --rdzv-tls-ca={trusted.cert}"
-
-
-@pytest.mark.parametrize(("content", "sentence"), [(None, "Cannot read"), ("short", "16 to")])
-def test_a_bad_secret_is_one_sentence(tmp_path, content, sentence):
-    path = tmp_path / "secret"
-    if content is not None:
-        path.write_text(content)
-    with job(tmp_path / "job", "--nnodes=1") as made:
-        node: Node = made.start(f"--rdzv-secret-file={path}")
-        assert node.wait() == EXIT_USAGE
-        (line,) = node.stderr.splitlines()
-        assert line.startswith("torchelastic run: error: ")
-        assert f"--rdzv-secret-file {path}" in line
-        assert sentence in line

@@ -9,20 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.light import with_light_torch
-from tests.process.jobs import Job, job
+from tests.process.jobs import HERE, Job, job
 from tests.support import poll_for
 
-SCRIPT = Path(__file__).with_name("holding.py")
+SCRIPT = HERE / "holding.py"
 V1 = Path("/sys/fs/cgroup/memory")
 #: Both begin together, however long the second takes to come.
 FLAGS = "--nnodes=1:2 --settle=60"
-
-
-@pytest.fixture(autouse=True)
-def _light(monkeypatch):
-    """The script uses no torch."""
-    monkeypatch.setenv("PYTHONPATH", with_light_torch()["PYTHONPATH"])
 
 
 def order(made: Job, number: int, what: str, *, rank: int, generation: int) -> None:
@@ -37,11 +30,7 @@ def commit(made: Job, step: int, *, ranks: list[int], generation: int = 0) -> No
 
 
 def seen(made: Job, event: str, **wanted: object) -> dict:
-    try:
-        what = f"{event} {wanted}"
-        return poll_for(lambda: made.lines(event=event, **wanted), what=what, timeout=60)[-1]
-    except AssertionError as error:
-        raise AssertionError(f"{error}\n{made.said()}") from None
+    return made.wait_for(lambda: made.lines(event=event, **wanted), f"{event} {wanted}")[-1]
 
 
 def holds(made: Job, rank: int, generation: int, piece: list) -> dict:
@@ -68,7 +57,7 @@ def finish(made: Job, generation: int) -> None:
 
 
 def test_snapshots_outlive_workers_and_generations(tmp_path):
-    with job(tmp_path / "job", "--nnodes=1 --nproc-per-node=2", script=SCRIPT) as made:
+    with job(tmp_path / "job", "--nnodes=1 --nproc-per-node=2", SCRIPT) as made:
         made.start()
         assert seen(made, "inventory", rank=0, generation=0)["held"] == []
         for rank in (0, 1):
@@ -88,7 +77,7 @@ def test_snapshots_outlive_workers_and_generations(tmp_path):
 
 
 def test_a_lost_nodes_pieces_are_held_by_another_and_brought_to_its_replacement(tmp_path):
-    with job(tmp_path / "job", FLAGS, script=SCRIPT) as made:
+    with job(tmp_path / "job", FLAGS, SCRIPT) as made:
         made.start()
         second = made.start()
         made.world(0, 2)
@@ -120,7 +109,7 @@ def test_a_lost_nodes_pieces_are_held_by_another_and_brought_to_its_replacement(
 
 def test_no_copies_are_made_where_none_are_wanted(tmp_path):
     flags = "--nnodes=2 --snapshot-replicas=0"
-    with job(tmp_path / "job", flags, script=SCRIPT) as made:
+    with job(tmp_path / "job", flags, SCRIPT) as made:
         made.start()
         made.start()
         for rank in (0, 1):
@@ -143,11 +132,10 @@ def test_a_limit_of_the_cgroup_refuses_in_one_sentence_and_the_job_goes_on(tmp_p
     )
     try:
         (limited / "memory.limit_in_bytes").write_text(str(1 << 30))
-        with job(tmp_path / "job", "--nnodes=1", script=SCRIPT) as made:
-            words = [str(SCRIPT), str(made._lines), str(made._orders), str(600 << 20)]
+        with job(tmp_path / "job", "--nnodes=1", SCRIPT) as made:
             (limited / "cgroup.procs").write_text(str(os.getpid()))
             try:
-                node = made.start(script=words)
+                node = made.start(size=600 << 20)
             finally:
                 (V1 / home.strip("/") / "cgroup.procs").write_text(str(os.getpid()))
             seen(made, "ready", rank=0)

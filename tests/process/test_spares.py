@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
-from tests.process.jobs import job
+from tests.process.jobs import HERE, job
 from tests.support import poll_for
 
-KEPT = Path(__file__).with_name("kept.py")
 FIRST, SECOND, STEPS = 4, 6, 8
 PATIENCE = 90.0
 
@@ -34,11 +32,10 @@ def memories(pid: int) -> int:
 def test_a_spare_gives_back_what_it_held_when_it_was_in_the_world(tmp_path):
     """Three nodes train, one is killed, and two are a size that nobody wants: one waits."""
     flags = "--nnodes=1:3 --world-sizes=1,3 --nproc-per-node=1 --max-restarts=10"
-    with job(tmp_path / "job", flags) as one:
-        lines, orders = one.directory / "lines", one.directory / "orders"
-        keys = [f"steps={STEPS}", f"hold={FIRST},{SECOND}"]
+    keys = {"steps": STEPS, "hold": f"{FIRST},{SECOND}"}
+    with job(tmp_path / "job", flags, HERE / "kept.py", **keys) as one:
         for _ in range(3):
-            one.start(script=[str(KEPT), str(lines), str(orders), *keys])
+            one.start()
 
         def holding(step: int, size: int, generation: int = 0) -> list[dict[str, int]]:
             """Wait until all ranks of a world of this size wait before a step."""
@@ -48,14 +45,14 @@ def test_a_spare_gives_back_what_it_held_when_it_was_in_the_world(tmp_path):
                 if line["generation"] >= generation
             ]
             what = f"{size} ranks that wait at step {step}"
-            return poll_for(lambda: len(said()) >= size and said(), what=what, timeout=PATIENCE)
+            return one.wait_for(lambda: len(said()) >= size and said(), what, PATIENCE)
 
         three = holding(FIRST, size=3)[-1]["generation"]
         first, spare, third = one.nodes
         poll_for(lambda: memories(spare.agent_pid), what="it holds its pieces", timeout=PATIENCE)
         third.kill()
         alone = holding(FIRST, size=1, generation=three + 1)[-1]["generation"]
-        (orders / f"go-{FIRST}").touch()
+        one.give(f"go-{FIRST}")
         holding(SECOND, size=1)
         # What that world began from the spare still has. The next one begins from a later step.
         (worker,) = one.lines(event="start", generation=alone)
@@ -64,6 +61,6 @@ def test_a_spare_gives_back_what_it_held_when_it_was_in_the_world(tmp_path):
         poll_for(
             lambda: not memories(spare.agent_pid), what="the spare holds nothing", timeout=PATIENCE
         )
-        (orders / f"go-{SECOND}").touch()
+        one.give(f"go-{SECOND}")
         assert first.wait(PATIENCE) == 0, one.said()
     assert [end["step"] for end in one.lines(event="end")] == [STEPS]

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
-from tests.process.jobs import Job, Node, job
-from tests.support import poll_for
+from tests.process.jobs import HERE, Job, Node, job
 from torchelastic.events.analysis.stragglers import Stragglers
 from torchelastic.events.analysis.view import JobView, fold
 from torchelastic.events.log import read_job
 from torchelastic.events.record import Record
 from torchelastic.events.types import Progress
 
-PACED = Path(__file__).with_name("paced.py")
+PACED = HERE / "paced.py"
 PATIENCE = 120.0
 #: Seconds of a step, and what a slow worker takes more: both are long beside what a busy machine
 #: takes or leaves a worker, or who is well would not look so.
@@ -33,13 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def start(it: Job, way: str, *, slow: str = "none", flags: str = "") -> Node:
-    keys = [f"way={way}", f"pause={PAUSE}", f"more={MORE}", "since=5", f"slow={slow}"]
-    script = [str(PACED), str(it.directory / "lines"), str(it.directory / "orders"), *keys]
-    return it.start(flags, script=script)
-
-
-def order(it: Job, what: str) -> None:
-    (it.directory / "orders" / what).touch()
+    return it.start(flags, way=way, pause=PAUSE, more=MORE, since=5, slow=slow)
 
 
 def wait_for(it: Job, condition: Callable[[], T], what: str) -> T:
@@ -53,9 +45,9 @@ def wait_for(it: Job, condition: Callable[[], T], what: str) -> T:
         return found
 
     try:
-        return poll_for(seen, what=what, timeout=PATIENCE)
+        return it.wait_for(seen, what, PATIENCE)
     except AssertionError as error:
-        raise AssertionError(f"{error}\n{it.said()}\n{seen_by(it)}") from None
+        raise AssertionError(f"{error}\n{seen_by(it)}") from None
 
 
 def wait_for_end(it: Job) -> None:
@@ -102,16 +94,16 @@ def picture(node: Node, upto: dict[str, Any]) -> JobView:
 
 def test_a_worker_that_is_slow_is_named_while_it_is(tmp_path):
     """In `train`, on one node, whose own log is the whole story."""
-    with job(tmp_path, "--standalone --nproc-per-node=3") as it:
+    with job(tmp_path, "--standalone --nproc-per-node=3", PACED) as it:
         node = start(it, "train", slow="1")
         slow = wait_for_name(it, 1)
         check_numbers(slow)
         assert slow["text"] in node.stderr
         assert 1 in [shown.rank for shown in picture(node, slow).stragglers]
-        order(it, "well")
+        it.give("well")
         over = wait_for_name(it, 1, over=True)
         assert over["cost"] >= slow["cost"]
-        order(it, "stop")
+        it.give("stop")
         wait_for_end(it)
         view = picture(node, over)
         assert 1 not in [shown.rank for shown in view.stragglers]
@@ -119,12 +111,12 @@ def test_a_worker_that_is_slow_is_named_while_it_is(tmp_path):
 
 
 def test_straggler_slow_to_the_end_has_its_cost_reported_at_the_end(tmp_path):
-    with job(tmp_path, "--standalone --nproc-per-node=2") as it:
+    with job(tmp_path, "--standalone --nproc-per-node=2", PACED) as it:
         node = start(it, "train", slow="1")
         slow = wait_for_name(it, 1)
         later = lambda: [one for one in node.events("progress") if one["mono"] > slow["mono"]]  # noqa: E731
         wait_for(it, lambda: len(later()) > 1, "it costs more")
-        order(it, "stop")
+        it.give("stop")
         wait_for_end(it)
         last = named(node, 1)[-1]
         records = list(read_job(node.directory / "logs"))
@@ -146,7 +138,7 @@ def cost_of(rank: int, records: list[Record]) -> tuple[float, float]:
 
 def test_a_script_that_commits_is_seen_as_well(tmp_path):
     """Two nodes, of which one leads and is told; there is no spare, and it says so once."""
-    with job(tmp_path, "--nnodes=2 --replace-stragglers") as it:
+    with job(tmp_path, "--nnodes=2 --replace-stragglers", PACED) as it:
         leader, other = start(it, "script"), start(it, "script", slow="any")
         wait_for(it, lambda: other.events("joined"), "the other joins")
         name = other.events("joined")[0]["name"]
@@ -155,7 +147,7 @@ def test_a_script_that_commits_is_seen_as_well(tmp_path):
         check_numbers(slow)
         lament = f"no spare node can replace the slow {name}"
         wait_for(it, lambda: lament in leader.stderr, "that is said")
-        order(it, "stop")
+        it.give("stop")
         wait_for_end(it)
         assert leader.stderr.count(lament) == 1
         assert other.events("straggler") == [], "the leader says it"
@@ -163,7 +155,7 @@ def test_a_script_that_commits_is_seen_as_well(tmp_path):
 
 @pytest.mark.parametrize("way", ["train", "script"])
 def test_a_spare_takes_the_place_of_a_slow_node_once_and_for_free(tmp_path, way):
-    with job(tmp_path, "--nnodes=2 --replace-stragglers --max-restarts=0") as it:
+    with job(tmp_path, "--nnodes=2 --replace-stragglers --max-restarts=0", PACED) as it:
         first = start(it, way)
         start(it, way, slow="any")
         wait_for(it, lambda: it.lines(event="step"), "the first two train")
@@ -178,7 +170,7 @@ def test_a_spare_takes_the_place_of_a_slow_node_once_and_for_free(tmp_path, way)
         assert f" slow {formed['spares'][0]}" in formed["reason"]
         seen = lambda: it.lines(event="step", generation=1, rank=1)  # noqa: E731
         wait_for(it, lambda: len(seen()) > 20, "training goes on")
-        order(it, "stop")
+        it.give("stop")
         wait_for_end(it)
         assert [one["generation"] for one in worlds()] == [0, 1]
         check_steps(steps(it), way)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.light import with_light_torch
 from tests.process.bench import bench
+from tests.process.jobs import state_of
 from tests.support import poll_for
 from torchelastic.agent.workers.supervisor import WorkerSpawn
 from torchelastic.config import Entry
@@ -122,18 +123,16 @@ def test_a_failure_is_reported_before_the_end(made, environ, tmp_path):
     assert abs(int(said["extraInfo"]["timestamp"]) - time.time()) < 60
 
 
-NO_FAILURE = [
-    "import sys; sys.exit(3)",
-    "import os; os._exit(3)",
-    # An extension that prints an error and goes on.
-    """
-    import ctypes, sys
+#: By rank: exit codes; an extension that prints an error and goes on; a thread that fails, and a
+#: child: neither is the end of this worker.
+NO_FAILURE = """
+import ctypes, os, sys, threading
+rank = os.environ["RANK"]
+if rank == "1":
+    os._exit(3)
+if rank == "2":
     ctypes.pythonapi.PyRun_SimpleString(b"raise ValueError('only printed')")
-    sys.exit(3)
-    """,
-    # A thread that fails, and a child: neither is the end of this worker.
-    """
-    import os, sys, threading
+if rank == "3":
     def fail():
         raise RuntimeError('in a thread')
     thread = threading.Thread(target=fail)
@@ -143,17 +142,15 @@ NO_FAILURE = [
     if pid == 0:
         raise RuntimeError('in a child')
     os.waitpid(pid, 0)
-    sys.exit(3)
-    """,
-]
+sys.exit(3)
+"""
 
 
-@pytest.mark.parametrize("source", NO_FAILURE)
-def test_exit_without_exception_is_not_reported_as_a_failure(made, environ, tmp_path, source):
+def test_exit_without_exception_is_not_reported_as_a_failure(made, environ, tmp_path):
     environ["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / "error.json")
-    made.do(made.supervisor.start(spawns(made, environ, source, 1)))
-    made.until(lambda: made.exits, "the end")
-    assert made.exits[0].exitcode == 3
+    made.do(made.supervisor.start(spawns(made, environ, NO_FAILURE, 4)))
+    made.until(lambda: len(made.exits) == 4, "all ends")
+    assert [exit.exitcode for exit in made.exits] == [3] * 4
     assert all(message == {"type": "returned"} for _, message in made.messages)
     assert not (tmp_path / "error.json").exists()
 
@@ -229,11 +226,6 @@ def test_a_worker_that_sends_more_than_is_read_is_not_held_up(plain, environ):
     poll_for(lambda: state_of(pid) == "Z", what="the end of the worker")
 
 
-def state_of(pid):
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]
-
-
 def test_one_that_cannot_start_takes_the_others_with_it(plain, environ):
     good = spawns(plain, environ, "import signal; signal.pause()", 1)
     bad = WorkerSpawn(local_rank=1, entry=Entry("program", "/no/such/thing"), env=environ)
@@ -268,12 +260,12 @@ def test_a_worker_that_ignores_the_signal_is_killed_after_the_timeout(made, envi
 @pytest.mark.parametrize(
     ("signum", "asked"), [(0, "they were told to leave"), (signal.SIGUSR1, "SIGUSR1")]
 )
-def test_the_message_about_workers_that_do_not_end(made, environ, caplog, signum, asked):
+def test_the_message_about_workers_that_do_not_end(plain, environ, caplog, signum, asked):
     source = SAY + "signal.signal(10, signal.SIG_IGN); say(rank, 'up'); signal.pause()"
-    made.do(made.supervisor.start(spawns(made, environ, source, 1)))
-    ready(made, "0")
+    plain.do(plain.supervisor.start(spawns(plain, environ, source, 1)))
+    ready(plain, "0")
     with caplog.at_level("INFO"):
-        made.do(made.supervisor.stop(signum, timeout=0.1))
+        plain.do(plain.supervisor.stop(signum, timeout=0.1))
     assert f"that have not exited 0.1 s after {asked}: 0" in caplog.text
 
 
@@ -287,14 +279,6 @@ def test_the_end_of_a_worker_does_not_hide_another_one_in_its_place(made, enviro
     assert made.exits[0].pid == first[0]
     assert made.supervisor.pid(0) == second[0]
     made.do(made.supervisor.stop(timeout=60))
-
-
-def test_a_worker_may_clean_up_within_the_timeout(made, environ):
-    source = SAY + "signal.signal(15, lambda *_: sys.exit(9)); say(rank, 'up'); signal.pause()"
-    made.do(made.supervisor.start(spawns(made, environ, source, 1)))
-    ready(made, "0")
-    made.do(made.supervisor.stop(timeout=60))
-    assert made.exits[0].exitcode == 9
 
 
 #: Rank 0 goes when it is asked to on its channel, others when they get a signal.
@@ -417,13 +401,6 @@ def test_helpers_are_left_alone(plain, environ):
     assert os.waitpid(helper, os.WNOHANG) == (0, 0)
     os.kill(helper, signal.SIGKILL)
     os.waitpid(helper, 0)
-
-
-def test_the_next_generation_may_start_after_a_stop(made, environ):
-    for _ in range(3):
-        made.do(made.supervisor.start(spawns(made, environ, "import signal; signal.pause()", 2)))
-        made.do(made.supervisor.stop(timeout=60))
-    assert len(made.exits) == 6
 
 
 def test_affinity_is_set_before_the_program_runs(made, environ):

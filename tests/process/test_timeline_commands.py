@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.process.jobs import job
+from tests.process.jobs import HERE, job, status, torchelastic
 from tests.process.test_dashboard import Tab, dashboard, picture, tab, url_of
 from tests.support import poll_for
 from tests.unit.events.analysis.test_trace_export import check_nesting
 
-SCRIPT = Path(__file__).with_name("resident.py")
 FLAGS = "--nnodes=1 --nproc-per-node=2 --rdzv-id=told --redirects=3 --dashboard=0"
 
 
@@ -27,25 +24,11 @@ def runtime_dir(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
 
 
-def torchelastic(*argv: str) -> str:
-    """What a command prints."""
-    command = [sys.executable, "-m", "torchelastic", *argv]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
-
-
-def status() -> dict:
-    (told,) = json.loads(torchelastic("status", "--json", "told"))
-    return told
-
-
 @pytest.mark.timeout(300)
 def test_a_killed_worker_is_seen_in_every_command_and_on_the_page(tmp_path):
     """Its zygote imports torch."""
-    with job(tmp_path / "job", FLAGS, script=SCRIPT) as made:
-        script = [str(SCRIPT), str(made._lines), str(made._orders), "steps=100000", "slow=0.02"]
-        node = made.start(script=script)
+    with job(tmp_path / "job", FLAGS, HERE / "resident.py", steps=100_000, slow=0.02) as made:
+        node = made.start()
         with tab(url_of(node)) as opened:
             begun = poll_for(
                 lambda: [line for line in made.lines(event="step") if line["step"] >= 3],
@@ -71,11 +54,11 @@ def test_a_killed_worker_is_seen_in_every_command_and_on_the_page(tmp_path):
             made.order("finish", rank=0)
             check_end(opened)
         assert node.wait(100) == 0, made.said()
-        check_status(status())
+        check_status(status("told"))
         assert "goodput " in node.stderr
-        check_events(torchelastic("events", "told"))
+        check_events(torchelastic("events", "told").stdout)
         check_trace(tmp_path, node.directory / "logs")
-        shown = torchelastic("status", "told")
+        shown = torchelastic("status", "told").stdout
         assert "  recoveries\n" in shown
         assert "killed by SIGKILL" in shown
         (run_dir,) = (node.directory / "logs").iterdir()

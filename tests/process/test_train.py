@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -11,15 +12,15 @@ import sys
 import time
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.process.jobs import Job, child_running, job
-from tests.support import poll_for
+from tests.process.jobs import HERE, Job, alive, child_running, job
+from tests.support import SOAK, poll_for
 
-SCRIPT = Path(__file__).with_name("resident.py")
-PATIENT = Path(__file__).with_name("patient.py")
+PATIENT = HERE / "patient.py"
 
 #: Several workers import torch at the same time, and are replaced, on however few cores.
 pytestmark = pytest.mark.timeout(300)
@@ -44,28 +45,22 @@ PLACES = (
 def training(tmp_path, flags="", monkeypatch=None, faults="", **keys):
     if faults:
         monkeypatch.setenv("TORCHELASTIC_FAULTS", faults)
-    with job(tmp_path, flags, script=SCRIPT) as made:
-        made.keys = [f"{key}={value}" for key, value in keys.items()]
+    with job(tmp_path, flags, HERE / "resident.py", **keys) as made:
         yield made
     if faults:
         monkeypatch.delenv("TORCHELASTIC_FAULTS")
 
 
-def start(made: Job, flags: str = ""):
-    script = [str(made.script), str(made._lines), str(made._orders), *made.keys]
-    return made.start(flags, script=script)
-
-
-def steps(made: Job) -> dict[int, set[str]]:
+def bits(made: Job) -> dict[int, set[str]]:
     """What the parameters were after each step, on whatever rank and however often."""
     found = defaultdict(set)
-    for line in made.lines(event="step"):
+    for line in made.steps():
         found[line["step"]].add(line["hash"])
     return dict(found)
 
 
 def stepped(made: Job, step: int, **wanted) -> bool:
-    return bool([line for line in made.lines(event="step", **wanted) if line["step"] >= step])
+    return bool([line for line in made.steps(**wanted) if line["step"] >= step])
 
 
 def final(made: Job, workers: int) -> tuple[str, float, int]:
@@ -75,22 +70,8 @@ def final(made: Job, workers: int) -> tuple[str, float, int]:
     return end
 
 
-def newest(made: Job) -> int:
-    return max(line["generation"] for line in made.lines(event="step"))
-
-
-def stepped_after(made: Job, generation: int, size: int) -> None:
-    """Wait for steps of a later generation, with so many workers."""
-
-    def found() -> bool:
-        lines = made.lines(event="step", size=size)
-        return len([line for line in lines if line["generation"] > generation]) > 5 * size
-
-    poll_for(found, what=f"steps of {size} workers after generation {generation}")
-
-
 def pids(made: Job, **wanted) -> set[int]:
-    return {line["pid"] for line in made.lines(event="step", **wanted)}
+    return {line["pid"] for line in made.steps(**wanted)}
 
 
 def killed_at(places: tuple[str, ...], ranks: tuple[int, int]) -> str:
@@ -136,7 +117,7 @@ def test_killed_anywhere_and_replaced_the_result_is_the_same_to_the_bit(
     with training(tmp_path / "killed", flags, monkeypatch, faults, **keys) as made:
         made.program = [str(PATIENT)]
         made.order("raise-once a flaky disk", generation=15, rank=1)
-        node = start(made)
+        node = made.start()
         assert node.wait(120) == 0, made.said()
         ended = [event for event in node.events("worker-exited") if event["exitcode"] == -9]
         # On a busy machine more: who is not free soon after its world is over is killed, too.
@@ -146,12 +127,12 @@ def test_killed_anywhere_and_replaced_the_result_is_the_same_to_the_bit(
         assert "a flaky disk" in node.stderr
         killed = node.events("worker-killed")
         check_stopped([one for one in killed if "not free" not in one["reason"]], stopped)
-        found, end = steps(made), final(made, 3)
+        found, end = bits(made), final(made, 3)
     assert all(len(hashes) == 1 for hashes in found.values()), found
     assert end[2] == 16, "the data of rank 1 ends there"
     with training(tmp_path / "undisturbed", "--nnodes=1 --nproc-per-node=3", **keys) as made:
-        assert start(made).wait(60) == 0, made.said()
-        assert (found, end) == (steps(made), final(made, 3))
+        assert made.start().wait(60) == 0, made.said()
+        assert (found, end) == (bits(made), final(made, 3))
 
 
 def check_stopped(killed: list[dict], stopped: tuple[str, ...]) -> None:
@@ -177,9 +158,9 @@ def test_workers_and_nodes_come_and_go_until_an_error_stays(tmp_path):
     Three nodes import torch, one after the other."""
     flags = "--nnodes=1:2 --nproc-per-node=2 --settle=0.2"
     with training(tmp_path, flags, steps=100000, slow=0.1) as made:
-        first = start(made)
+        first = made.start()
         poll_for(lambda: stepped(made, 5), what="steps")
-        victim = made.lines(event="step", rank=1)[0]["pid"]
+        victim = made.steps(rank=1)[0]["pid"]
         survivors = pids(made) - {victim}
         os.kill(victim, signal.SIGKILL)
         # The replacement may be ready before the survivor is out of the step that it sleeps in.
@@ -190,30 +171,30 @@ def test_workers_and_nodes_come_and_go_until_an_error_stays(tmp_path):
         poll_for(lambda: survivors < pids(made, generation=later), what="the survivor in it")
         survivors = pids(made, generation=later)
 
-        second = start(made, f"--preemption=file={tmp_path}/notice")
-        stepped_after(made, later, 4)
+        second = made.start(f"--preemption=file={tmp_path}/notice")
+        made.wait_steps(5, after=later, size=4)
         assert survivors < pids(made, size=4), "the same processes are among them"
-        before = newest(made)
+        before = made.newest()
         (tmp_path / "notice").write_text("40 rack 7 is moved")
         assert second.wait() == 143
         assert "rack 7 is moved: leaving the job; the workers have 38 s" in second.stderr
         [left] = first.events("node-leaving")
         assert left["reason"] == "rack 7 is moved"
-        stepped_after(made, before, 2)
+        made.wait_steps(5, after=before, size=2)
         entered = {(line["step"], line["rank"]) for line in made.lines(event="enter", size=4)}
-        ran = {(line["step"], line["rank"]) for line in made.lines(event="step", size=4)}
+        ran = {(line["step"], line["rank"]) for line in made.steps(size=4)}
         assert entered == ran, "a step was begun and not run to its end"
-        done = [line for line in made.lines(event="step", rank=0) if line["generation"] > later]
+        done = [line for line in made.steps(rank=0) if line["generation"] > later]
         counts = sorted(line["step"] for line in done)
         assert counts == list(range(counts[0], counts[0] + len(counts))), "lost, or run twice"
 
-        before = newest(made)
-        third = start(made)
-        stepped_after(made, before, 4)
-        before = newest(made)
+        before = made.newest()
+        third = made.start()
+        made.wait_steps(5, after=before, size=4)
+        before = made.newest()
         third.kill()
-        stepped_after(made, before, 2)
-        assert all(len(hashes) == 1 for hashes in steps(made).values())
+        made.wait_steps(5, after=before, size=2)
+        assert all(len(hashes) == 1 for hashes in bits(made).values())
 
         made.order("raise a bug", rank=1)
         assert first.wait() == 64
@@ -226,7 +207,7 @@ def test_the_last_copy_of_the_state_is_waited_for_and_its_loss_is_reported(tmp_p
     """A frozen worker has it; then all are killed. Two workers and three replacements start."""
     flags = "--nnodes=1 --nproc-per-node=2"
     with training(tmp_path, flags, steps=100000, slow=0.1) as made:
-        node = start(made)
+        node = made.start()
         poll_for(lambda: stepped(made, 5, size=2), what="steps")
         dies, holds = (pids(made, rank=rank).pop() for rank in (0, 1))
         os.kill(holds, signal.SIGSTOP)
@@ -235,16 +216,16 @@ def test_the_last_copy_of_the_state_is_waited_for_and_its_loss_is_reported(tmp_p
         said = r"Rank 1 is frozen and has the only copy of the state after \d+ steps: the job waits"
         poll_for(lambda: re.search(said, node.stderr), what="it is waited for")
         os.kill(holds, signal.SIGCONT)
-        stepped_after(made, 0, 2)
-        later = [line for line in made.lines(event="step") if line["generation"] > 0]
+        made.wait_steps(5, after=0, size=2)
+        later = [line for line in made.steps() if line["generation"] > 0]
         assert min(line["step"] for line in later) >= reached - 1, "no finished step is lost"
         assert holds in {line["pid"] for line in later}
-        assert all(len(hashes) == 1 for hashes in steps(made).values())
+        assert all(len(hashes) == 1 for hashes in bits(made).values())
         assert (
             node.stderr.count("No checkpoint directory is set: if all workers are lost at once")
             == 1
         )
-        for pid in pids(made, generation=newest(made)):
+        for pid in pids(made, generation=made.newest()):
             os.kill(pid, signal.SIGKILL)
         lost = "All copies of the training state were lost: training restarts at step 0"
         poll_for(lambda: lost in node.stderr, what="the loss is told")
@@ -259,18 +240,18 @@ def test_the_host_goes_on_while_its_worker_is_replaced_and_the_other_node_is_los
     Three nodes import torch, and a lease ends."""
     flags = "--nnodes=1:2 --nproc-per-node=1 --settle=0.2 --lease=3"
     with training(tmp_path, flags, steps=100000, slow=0.1) as made:
-        host, other = start(made), start(made)
+        host, other = made.start(), made.start()
         poll_for(lambda: stepped(made, 3, size=2), what="steps of both")
-        together = newest(made)
-        os.kill(made.lines(event="step", rank=0, generation=together)[0]["pid"], signal.SIGKILL)
+        together = made.newest()
+        os.kill(made.steps(rank=0, generation=together)[0]["pid"], signal.SIGKILL)
         [standby] = poll_for(lambda: host.events("standby-started"), what="a replacement")
         os.kill(standby["worker_pid"], signal.SIGSTOP)  # it warms up
         poll_for(lambda: stepped(made, 0, size=1), what="steps of the other node")
-        alone = newest(made)
+        alone = made.newest()
         other.kill()
-        start(made)
+        made.start()
         os.kill(standby["worker_pid"], signal.SIGCONT)
-        stepped_after(made, alone, 2)
+        made.wait_steps(5, after=alone, size=2)
 
 
 @pytest.mark.slow
@@ -280,16 +261,16 @@ def test_the_others_do_not_wait_for_the_evaluation_of_a_node_that_leaves(tmp_pat
     Three nodes import torch."""
     flags = "--nnodes=1:3 --nproc-per-node=1 --settle=60"
     with training(tmp_path, flags, steps=100000, slow=0.05, evaluates="1:5") as made:
-        nodes = [start(made) for _ in range(3)]
+        nodes = [made.start() for _ in range(3)]
         poll_for(lambda: len(made.lines(event="enter", step=6)) == 2, what="the others in step 6")
-        poll_for(lambda: made.lines(event="step", step=5, rank=1), what="the evaluation")
+        poll_for(lambda: made.steps(step=5, rank=1), what="the evaluation")
         [leaver] = [n for n in nodes if n.events("workers-started")[0]["ranks"] == [1]]
         asked = time.monotonic()
         leaver.process.terminate()
-        later = poll_for(lambda: made.lines(event="step", size=2), what="steps of two")
+        later = poll_for(lambda: made.steps(size=2), what="steps of two")
         assert min(line["at"] for line in later) < asked + 10
         assert min(line["step"] for line in later) == 6, "no finished step is lost"
-        assert all(len(hashes) == 1 for hashes in steps(made).values())
+        assert all(len(hashes) == 1 for hashes in bits(made).values())
         assert leaver.wait() == 143
         assert not any(world["restarts_used"] for world in nodes[0].events("world-formed"))
 
@@ -298,7 +279,7 @@ def test_the_end_of_the_process_that_holds_the_stores_disturbs_nobody(tmp_path):
     """Two processes with stores import torch, each by itself."""
     flags = "--nnodes=1 --nproc-per-node=2"
     with training(tmp_path, flags, steps=100000, slow=0.1) as made:
-        node = start(made)
+        node = made.start()
         poll_for(lambda: stepped(made, 5, size=2), what="steps")
         workers = pids(made)
         os.kill(child_running(node.agent_pid, "store_host"), signal.SIGKILL)
@@ -328,7 +309,7 @@ UNFIT = (
 
 
 def latest(made: Job) -> int:
-    return max(line["step"] for line in made.lines(event="step"))
+    return max(line["step"] for line in made.steps())
 
 
 def trains_on(made: Job, size: int) -> None:
@@ -343,11 +324,11 @@ def test_worker_with_another_model_ends_and_the_others_train_on(tmp_path):
     Two nodes import torch, one after the other."""
     flags = "--nnodes=1:3 --nproc-per-node=2 --settle=0.2"
     with training(tmp_path, flags, steps=100000, slow=0.1) as made:
-        first = start(made)
+        first = made.start()
         poll_for(lambda: stepped(made, 5, size=2), what="steps of one node")
         workers = pids(made)
-        made.keys.append("model=wide")
-        second = start(made)
+        made.keys["model"] = "wide"
+        second = made.start()
         assert second.wait() == 1
         assert UNFIT in second.stderr, made.said()
         trains_on(made, 2)
@@ -355,12 +336,12 @@ def test_worker_with_another_model_ends_and_the_others_train_on(tmp_path):
         assert len(made.lines(event="start")) == 4, "others were started in their place"
         assert len(first.events("world-formed")) <= 5, "they were taken again and again"
 
-        (made._orders / "wide").touch()
-        os.kill(made.lines(event="step", rank=1)[0]["pid"], signal.SIGKILL)
+        made.give("wide")
+        os.kill(made.steps(rank=1)[0]["pid"], signal.SIGKILL)
         poll_for(lambda: UNFIT in first.stderr, what="the misfit")
         trains_on(made, 1)
         assert len(made.lines(event="start")) == 5, "others were started in its place"
-        assert all(len(hashes) == 1 for hashes in steps(made).values())
+        assert all(len(hashes) == 1 for hashes in bits(made).values())
 
         made.order("fatal no use", rank=0)
         assert first.wait() == 64
@@ -372,10 +353,10 @@ def test_worker_with_another_model_ends_and_the_others_train_on(tmp_path):
 def test_a_replacement_with_another_model_that_is_waited_for_ends_the_job(tmp_path):
     flags = "--nnodes=1 --nproc-per-node=2 --world-sizes=2"
     with training(tmp_path, flags, steps=100000, slow=0.1) as made:
-        node = start(made)
+        node = made.start()
         poll_for(lambda: stepped(made, 5), what="steps")
-        (made._orders / "wide").touch()
-        os.kill(made.lines(event="step", rank=1)[0]["pid"], signal.SIGKILL)
+        made.give("wide")
+        os.kill(made.steps(rank=1)[0]["pid"], signal.SIGKILL)
         assert node.wait(120) == 64
         assert "without progress" in node.stderr
         assert UNFIT in node.stderr
@@ -385,23 +366,100 @@ def test_without_a_launcher_every_process_is_its_own_node(tmp_path):
     """One does not fit, one joins and is killed. All three import torch."""
     with training(tmp_path, steps=100000, slow=0.1) as made, ExitStack() as stack:
         url = f"tcp://127.0.0.1:{made.port}/job?min_workers=1&max_workers=2"
-        command = [sys.executable, str(made.script), str(made._lines), str(made._orders)]
-        command += [*made.keys, f"url={url}"]
 
-        def start_process(*keys: str, **options) -> subprocess.Popen[str]:
-            process = stack.enter_context(subprocess.Popen([*command, *keys], text=True, **options))
+        def start_process(stderr: int | None = None, **keys: str) -> subprocess.Popen[str]:
+            command = [sys.executable, *made.command(url=url, **keys)]
+            process = stack.enter_context(subprocess.Popen(command, text=True, stderr=stderr))
             stack.callback(process.kill)
             return process
 
         start_process()
         poll_for(lambda: stepped(made, 3, size=1), what="steps alone")
-        wide = start_process("model=wide", stderr=subprocess.PIPE)
+        wide = start_process(subprocess.PIPE, model="wide")
         assert UNFIT in wide.communicate(timeout=90)[1]
         assert wide.returncode == 1
         trains_on(made, 1)
         second = start_process()
-        stepped_after(made, 0, 2)
-        before = newest(made)
+        made.wait_steps(5, after=0, size=2)
+        before = made.newest()
         second.kill()
-        stepped_after(made, before, 1)
-        assert all(len(hashes) == 1 for hashes in steps(made).values())
+        made.wait_steps(5, after=before, size=1)
+        assert all(len(hashes) == 1 for hashes in bits(made).values())
+
+
+# --- what is left after many kills ---------------------------------------------------------------
+
+#: `SOAK=5` is 500 kills, about ten minutes.
+KILLS = 100 * SOAK
+#: The kills after which an agent has everything that it keeps.
+WARM_UP = 20
+#: KiB of the last 4,096 changes, which the store keeps for its watchers.
+HISTORY = 8192
+#: Threads for calls that wait, which asyncio starts when some come at once, and keeps.
+AT_ONCE = 2
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds."""
+
+    descriptors: int
+    threads: int
+    #: Its share of the memory, in KiB.
+    pss: int
+
+    @classmethod
+    def by(cls, pid: int) -> Held:
+        process = Path(f"/proc/{pid}")
+        rollup = (process / "smaps_rollup").read_text()
+        return cls(
+            descriptors=len(os.listdir(process / "fd")),
+            threads=len(os.listdir(process / "task")),
+            pss=int(rollup.partition("\nPss:")[2].split()[0]),
+        )
+
+    def has_not_grown_since(self, before: Held) -> bool:
+        return (
+            self.descriptors <= before.descriptors
+            and self.threads <= before.threads + AT_ONCE
+            and self.pss <= before.pss + HISTORY
+        )
+
+
+def in_newest_world(made: Job) -> tuple[int, list[int]]:
+    """The newest generation, and the pids of the living workers that have stepped in it."""
+    found = defaultdict(list)
+    for path in made.written.iterdir():
+        if alive(int(path.name.rpartition("-")[2])):
+            steps = [line for line in path.read_text().split("\n")[:-1] if '"step",' in line]
+            if steps:
+                last = json.loads(steps[-1])
+                found[last["generation"]].append(last["pid"])
+    return max(((number, sorted(pids)) for number, pids in found.items()), default=(-1, []))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300 * SOAK)
+def test_killed_workers_leave_no_descriptors_threads_or_memory_with_their_agents(tmp_path):
+    """The workers of two agents are killed and replaced a hundred times: a minute or two."""
+    with training(tmp_path, "--nnodes=2 --nproc-per-node=1", steps=1000000, slow=0.02) as made:
+        agents = [made.start().agent_pid, made.start().agent_pid]
+        generation, workers = -1, []
+        before: list[Held] = []
+        for number in range(KILLS + 1):
+
+            def replaced(old: int = generation) -> tuple[int, list[int]] | None:
+                new, stepping = in_newest_world(made)
+                return (new, stepping) if new > old and len(stepping) == 2 else None
+
+            what = f"two workers after {number} kills"
+            generation, workers = poll_for(replaced, what=what, timeout=60)
+            if number == WARM_UP:
+                before = [Held.by(pid) for pid in agents]
+            os.kill(workers[number % 2], signal.SIGKILL)
+        for agent, then in zip(agents, before, strict=True):
+
+            def is_flat(agent: int = agent, then: Held = then) -> bool:
+                return Held.by(agent).has_not_grown_since(then)
+
+            poll_for(is_flat, what=f"{Held.by(agent)}, not more than {then}", timeout=10)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,13 +20,11 @@ import pytest
 
 from tests.light import with_light_torch
 from tests.process.jobs import Job, Node, job
-from tests.process.test_collector import collected, has_all, is_world_of_two, own
+from tests.process.test_collector import own
 from tests.support import poll_for
 
 ALONE = "--standalone --no-zygote --max-restarts=9"
 PATIENCE = 90.0
-#: Events of one agent: several times those of a start.
-MUCH = 50
 
 
 def fail_and_recover(it: Job, generation: int, size: int = 1) -> None:
@@ -80,8 +76,7 @@ def until_full(take: Callable[[int], object]) -> None:
 
 def start_on(disk: TinyDisk, it: Job) -> Node:
     command = [*disk.prefix, sys.executable, "-m", "torchelastic", "run"]
-    command += [f"--log-dir={disk.path}", *it.flags, str(it.script)]
-    command += [str(it._lines), str(it._orders)]
+    command += [f"--log-dir={disk.path}", *it.flags, *it.command()]
     node = Node(command, it.directory / "node0", with_light_torch())
     it.nodes.append(node)
     disk.look_from(node.pid)
@@ -173,8 +168,7 @@ def test_a_stderr_that_nobody_reads_blocks_nothing(tmp_path):
     fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, 4096)
     os.write(write_end, bytes(4096))
     with job(tmp_path, f"{ALONE} --event-log-handler=console --log-dir={tmp_path}/logs") as it:
-        command = [sys.executable, "-m", "torchelastic", "run", *it.flags, str(it.script)]
-        command += [str(it._lines), str(it._orders)]
+        command = [sys.executable, "-m", "torchelastic", "run", *it.flags, *it.command()]
         with subprocess.Popen(
             command, stderr=write_end, stdin=subprocess.DEVNULL, env=with_light_torch()
         ) as process:
@@ -187,88 +181,3 @@ def test_a_stderr_that_nobody_reads_blocks_nothing(tmp_path):
             finally:
                 process.kill()
     os.close(read_end)
-
-
-# A killed collector
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_leader_killed_in_the_middle_of_the_story_costs_no_event_of_the_others(tmp_path):
-    """They have much to tell, and the leader dies while it is told."""
-    with job(tmp_path, "--nnodes=2:3 --settle=60 --no-zygote") as it:
-        nodes = [it.start(), it.start(), it.start()]
-        it.world(0, 3)
-        poll_for(lambda: collected(nodes[0]), what="a beginning", timeout=PATIENCE)
-        for node in nodes[1:]:
-            agent = node.agent_pid
-            poll_for(
-                lambda n=node, a=agent: said(n, a) > MUCH, what="much to tell", timeout=PATIENCE
-            )
-        nodes[0].kill()
-        left = nodes[1:]
-        poll_for(
-            lambda: [node for node in left if is_world_of_two(node) and has_all(node, *left)],
-            what="the whole story of those who are left",
-            timeout=PATIENCE,
-        )
-        it.order("finish")
-        assert [node.wait() for node in left] == [0, 0], it.said()
-        assert all(own(node)[-1].type == "job-ended" for node in left)
-
-
-def said(node: Node, agent: int) -> int:
-    """How many events an agent has written, after one more signal that it tells of."""
-    os.kill(agent, signal.SIGUSR1)
-    [path] = (node.directory / "logs").rglob("events.jsonl")
-    return path.read_bytes().count(b"\n")
-
-
-# Scrapers that send what they should not
-
-
-NO_SCRAPES = [
-    b"POST /metrics HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\nstop",
-    b"PUT /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    b"DELETE / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    b"GET /../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    b"GET /metrics HTTP/1.1\r\nHost: evil.example\r\n\r\n",
-    b"GET /metrics\r\n\r\n",
-    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x5a" * 40 + b"\r\n\r\n",
-    b"\x00" * 100_000,
-    b"",
-]
-
-
-@pytest.mark.needs("prometheus_client")
-def test_nothing_that_is_sent_to_the_metrics_endpoint_changes_anything(tmp_path):
-    with job(tmp_path, f"{ALONE} --metrics-address=0") as it:
-        node = it.start()
-        it.world(0, 1)
-        where = re.compile(r"metrics at http://127\.0\.0\.1:(\d+)/metrics")
-        port = int(poll_for(lambda: where.search(node.stderr), what="where to ask")[1])
-        for sent in NO_SCRAPES:
-            answer = ask(port, sent)
-            assert not answer.startswith(b"HTTP/1.1 200"), sent
-            assert b"torchelastic_" not in answer
-        asked = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        page = poll_for(lambda: ask(port, asked), what="a page", timeout=PATIENCE)
-        assert b"torchelastic_generation 0.0" in page
-        assert it.world_is(0)
-        it.order("finish")
-        assert node.wait() == 0, node.stderr
-        assert node.events("worker-failed", "generation-over") == []
-
-
-def ask(port: int, sent: bytes) -> bytes:
-    """All that is answered; nothing where the connection is ended instead."""
-    answer = b""
-    with socket.create_connection(("127.0.0.1", port), PATIENCE) as connection:
-        try:
-            connection.sendall(sent)
-            connection.shutdown(socket.SHUT_WR)
-            while data := connection.recv(65536):
-                answer += data
-        except ConnectionError:
-            return answer  # it has heard enough
-    return answer

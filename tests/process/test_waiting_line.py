@@ -15,9 +15,8 @@ import pytest
 
 from tests.light import with_light_torch
 from tests.ports import free_port
+from tests.process.jobs import SCRIPT
 from torchelastic.errors import EXIT_RENDEZVOUS_LOST
-
-SCRIPT = Path(__file__).with_name("obedient.py")
 
 
 @pytest.fixture(autouse=True)

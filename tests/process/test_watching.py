@@ -40,14 +40,17 @@ def children(pid):
         return [int(child) for child in file.read().split()]
 
 
-MOMENTS = {
-    "the agent is imported": children,
-    "the zygote is imported": lambda pid: any(map(children, children(pid))),
-}
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=lambda signum: signum.name)
-@pytest.mark.parametrize("moment", MOMENTS.values(), ids=list(MOMENTS))
+@pytest.mark.parametrize(
+    ("signum", "moment"),
+    [
+        pytest.param(signal.SIGINT, children, id="the agent is imported"),
+        pytest.param(
+            signal.SIGTERM,
+            lambda pid: any(map(children, children(pid))),
+            id="the zygote is imported",
+        ),
+    ],
+)
 def test_a_signal_in_the_first_seconds_costs_one_line(tmp_path, signum, moment):
     """The zygote's import does not end, so that no worker starts before the signal."""
     (tmp_path / "train.py").write_text("import time; time.sleep(60)")

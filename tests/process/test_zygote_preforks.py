@@ -8,6 +8,7 @@ import pytest
 
 from tests.light import with_light_torch
 from tests.process.bench import bench
+from tests.process.jobs import state_of
 from tests.support import poll_for
 from torchelastic import env
 from torchelastic.agent.workers.supervisor import WorkerSpawn
@@ -97,11 +98,6 @@ def test_one_that_was_killed_is_not_used(made, environ):
     started = start(made, environ, COUNT)
     assert victim not in started
     assert len(started) == COUNT
-
-
-def state_of(pid):
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]
 
 
 def test_preforks_end_with_the_zygote(made, environ, others):
