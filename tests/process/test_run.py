@@ -91,8 +91,14 @@ def test_without_log_files_a_failure_is_explained_anyway(tmp_path):
 def test_an_error_of_all_ranks_that_comes_back_before_the_first_step_ends_the_job(tmp_path):
     """Its text differs each time, its type and its place do not; all ranks have it. Two starts."""
     with job(tmp_path, "--standalone --no-zygote --nproc-per-node=2") as it:
-        it.order("raise no such file: /tmp/PID")
         node = it.start()
+        for generation in (0, 1):
+            it.order("ignore-term", generation=generation)  # none is stopped before it has failed
+            it.wait_for(
+                lambda g=generation: len(it.lines(event="ignoring", generation=g)) == 2, "both"
+            )
+            for rank in (0, 1):
+                it.order("raise no such file: /tmp/PID", generation=generation, rank=rank)
         assert node.wait(60) == 64
         assert len(it.lines(event="start")) == 4
         last = node.stderr.partition("obedient.py FAILED in generation 1: ")[2]
