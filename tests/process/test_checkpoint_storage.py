@@ -1,15 +1,18 @@
-"""Real storage that is full, read-only or gone in between; and a real process that writes."""
+"""Real storage: full, read-only, gone in between, at S3; and who else loads what was saved."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.process import forked, reshard
 from tests.process.jobs import alive, state_of
+from tests.process.s3 import s3_server
 from tests.support import poll_for
 from torchelastic import faults
 from torchelastic.checkpoint import CheckpointStore
@@ -170,3 +173,41 @@ def test_the_writer_of_a_killed_training_ends_with_it(store, tmp_path):
     saved(one, 3)
     assert steps(one) == [3, 1]
     assert list(path.glob(".new-*")) == []
+
+
+# --- S3 ------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.needs("moto", "s3fs")
+@pytest.mark.timeout(900)
+def test_checkpoints_at_an_s3_server(tmp_path):
+    """The server, the script and the process that writes import what takes seconds."""
+    with s3_server(tmp_path) as endpoint:
+        command = [sys.executable, "-m", "tests.process.s3", endpoint]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr
+
+
+# --- sharded state, loaded by another number of ranks (FSDP2 over gloo) --------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("forks")
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_two_ranks_save_and_others_load(tmp_path, writer):
+    """A writer that is a process imports torch."""
+    with forked.ranks(reshard.save, [0, 1], 2, tmp_path / "checkpoints", writer) as answers:
+        assert answers == {0: "saved", 1: "saved"}
+    found = CheckpointStore(tmp_path / "checkpoints").list_checkpoints()
+    for one in found:
+        files = {path.name for path in (tmp_path / "checkpoints" / one.directory).iterdir()}
+        assert files == {"__0_0.distcp", "__1_0.distcp", ".metadata", "commit.json"}
+    for size in (3, 1):
+        ranks = list(range(size))
+        with forked.ranks(reshard.load, ranks, size, tmp_path / "checkpoints") as answers:
+            own = [[0], [1], None][:size]
+            assert answers == {rank: (found[0].step, own[rank]) for rank in ranks}

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter, defaultdict
 
 import pytest
@@ -30,8 +32,6 @@ PLACES = (
     "optimizer.after",
     "step.end",
 )
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def start(made: Job, **more: int) -> Node:
@@ -56,6 +56,8 @@ def each_was_used_once(made: Job) -> Verdict:
     return verdict
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_killed_anywhere_in_a_step(tmp_path, monkeypatch):
     """Each rank at each place, one in each generation; the world waits for the replacement.
 
@@ -76,6 +78,8 @@ def test_killed_anywhere_in_a_step(tmp_path, monkeypatch):
     assert sum(epoch.unwitnessed for epoch in verdict.epochs) > 0, str(verdict)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_with_loading_processes_in_worlds_of_several_sizes(tmp_path):
     """Those who are left take steps before the replacement comes."""
     with job(tmp_path / "job", "--nnodes=1 --nproc-per-node=3", SCRIPT) as made:
@@ -109,3 +113,52 @@ def victim(made: Job, *, rank: int, after: int) -> dict:
 
 def worlds(made: Job) -> dict[int, int]:
     return {line["generation"]: line["size"] for line in made.lines(event="took")}
+
+
+# --- ledgers of processes that end in all ways, and of disks that are full -----------------------
+
+# One is killed; the other meets a limit that cuts a line short, as a disk does that is full (Python
+# ignores its signal), and ends.
+WRITES = """
+import os, resource, signal, sys
+from torchelastic.data.ledger import Ledger
+
+def write(ledger, first, end):
+    for step in range(first, end):
+        ledger.committed(0, step, 0, 0, [step])
+
+if os.fork() == 0:
+    ledger = Ledger(sys.argv[1])
+    write(ledger, 0, 100)
+    ledger.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+_, status = os.wait()
+assert status == signal.SIGKILL
+
+ledger = Ledger(sys.argv[2])
+write(ledger, 0, 100)
+ledger.flush()
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+size = os.stat(os.path.join(sys.argv[2], "g0-r0.jsonl")).st_size
+resource.setrlimit(resource.RLIMIT_FSIZE, (size + 7, hard))
+write(ledger, 100, 110)
+ledger.flush()
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+write(ledger, 110, 200)
+"""
+
+
+def steps(ledgers):
+    return [line.step for line in ledgers.lines]
+
+
+def test_flushed_lines_survive_sigkill_and_a_full_disk_costs_the_lines_of_that_while(tmp_path):
+    killed, ended = tmp_path / "killed", tmp_path / "ended"
+    command = [sys.executable, "-c", WRITES, str(killed), str(ended)]
+    ran = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert steps(checker.read([killed])) == list(range(100))
+    assert ran.stderr.count("loses lines from step 100 on") == 1
+    found = checker.read([ended])
+    assert steps(found) == [*range(100), *range(110, 200)], "all others, the last at its end"
+    assert (found.lost, found.unreadable) == (10, 1)

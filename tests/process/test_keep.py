@@ -47,13 +47,14 @@ def latest(made: Job, event: str, **wanted: Any) -> list[dict[str, Any]]:
     return [line for line in lines if line["generation"] == newest]
 
 
-def holding(made: Job, step: int, ranks: int) -> None:
-    """Wait until all ranks of a world of this size wait before a step."""
-    made.wait_for(
-        lambda: len(latest(made, "holding", step=step, world_size=ranks)) == ranks,
-        f"{ranks} ranks that wait at step {step}",
-        PATIENCE,
-    )
+def holding(made: Job, step: int, ranks: int, since: int = 0) -> list[dict[str, Any]]:
+    """Wait until all ranks of a world of this size wait before a step, in the latest generation."""
+
+    def found() -> list[dict[str, Any]]:
+        lines = latest(made, "holding", step=step, world_size=ranks)
+        return lines if len(lines) == ranks and lines[0]["generation"] >= since else []
+
+    return made.wait_for(found, f"{ranks} ranks that wait at step {step}", PATIENCE)
 
 
 def starts(made: Job, generation: int) -> list[int]:
@@ -271,3 +272,46 @@ def test_the_example_uses_every_sample_once(tmp_path, monkeypatch):
         assert node.wait(PATIENCE) == 0, node.stderr
     assert "workers go on from step 6" in node.stdout
     assert main([str(ledger), "--samples=500", "--epochs=2"]) == 0
+
+
+# --- a node that waits outside the world ---------------------------------------------------------
+
+FIRST, SECOND, STEPS = 4, 6, 8
+
+
+def memories(pid: int) -> int:
+    """How many a process holds open."""
+    found = 0
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            found += "torchelastic-snapshot" in os.readlink(f"/proc/{pid}/fd/{descriptor}")
+        except FileNotFoundError:  # closed since it was listed
+            continue
+    return found
+
+
+@pytest.mark.slow
+def test_a_spare_gives_back_what_it_held_when_it_was_in_the_world(tmp_path):
+    """Three nodes train, one is killed, and two are a size that nobody wants: one waits."""
+    flags = "--nnodes=1:3 --world-sizes=1,3 --nproc-per-node=1 --max-restarts=10"
+    keys = {"steps": STEPS, "hold": f"{FIRST},{SECOND}"}
+    with job(tmp_path / "job", flags, KEPT, **keys) as one:
+        for _ in range(3):
+            one.start()
+        three = holding(one, FIRST, 3)[-1]["generation"]
+        first, spare, third = one.nodes
+        poll_for(lambda: memories(spare.agent_pid), what="it holds its pieces", timeout=PATIENCE)
+        third.kill()
+        alone = holding(one, FIRST, 1, since=three + 1)[-1]["generation"]
+        one.give(f"go-{FIRST}")
+        holding(one, SECOND, 1)
+        # What that world began from the spare still has. The next one begins from a later step.
+        (worker,) = one.lines(event="start", generation=alone)
+        os.kill(worker["pid"], signal.SIGKILL)
+        holding(one, SECOND, 1, since=alone + 1)
+        poll_for(
+            lambda: not memories(spare.agent_pid), what="the spare holds nothing", timeout=PATIENCE
+        )
+        one.give(f"go-{SECOND}")
+        assert first.wait(PATIENCE) == 0, one.said()
+    assert [end["step"] for end in one.lines(event="end")] == [STEPS]

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
 import pytest
 
 from tests.etcd import on_host
-from tests.netns import Network
+from tests.netns import Host, Network
+from tests.process import chaos_cuts
 from tests.process.jobs import HERE
 from tests.process.network_jobs import PORT, NetworkJob, check_one_world_at_a_time, network_job
+from tests.support import SOAK, poll_for
 
 pytestmark = [pytest.mark.needs("namespaces"), pytest.mark.timeout(300)]
 
@@ -152,14 +160,29 @@ def test_ipv6_alone_will_do(tmp_path, endpoint):
         assert masters(made) <= {host.ipv6 for host in network.hosts}
 
 
+#: Meets the others by `env://`, as any script of torch's, and adds up their ranks.
+MEET = """
+import json, os, sys
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank()])
+dist.all_reduce(total)
+line = {"event": "met", "total": int(total), "master": os.environ["MASTER_ADDR"]}
+with open(f"{sys.argv[1]}/{os.getpid()}", "w") as file:
+    file.write(json.dumps(line) + "\\n")
+dist.destroy_process_group()
+"""
+
+
 @pytest.mark.slow
 def test_workers_meet_by_env_where_there_is_ipv6_alone(tmp_path):
     """With `init_process_group`; two nodes import torch."""
+    script = tmp_path / "meet.py"
+    script.write_text(MEET)
     with (
         Network(2, ipv4=False) as network,
-        network_job(
-            tmp_path / "job", network, "--nnodes=2", script=HERE / "meet_by_env.py"
-        ) as made,
+        network_job(tmp_path / "job", network, "--nnodes=2", script=script) as made,
     ):
         made.start_all(network.hosts)
         assert [node.wait(60) for node in made.nodes] == [0, 0], made.said()
@@ -224,3 +247,83 @@ def test_two_jobs_at_one_endpoint_do_not_meet(tmp_path):
             assert "belongs to job 'net'" in other.stderr
             assert "its own port" in other.stderr
         assert job.process.poll() is None
+
+
+# --- random cuts: a failure names its seed -------------------------------------------------------
+
+
+@pytest.mark.needs("etcd")
+@pytest.mark.timeout(900)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "store"), [("train", "etcd"), ("keep", "embedded")])
+def test_two_cuts(tmp_path, mode, store):
+    chaos_cuts.run(tmp_path, 1, count=2, mode=mode, store=store)
+
+
+@pytest.mark.needs("etcd")
+@pytest.mark.timeout(900)
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(2, 2 + SOAK))
+def test_six_cuts(tmp_path, seed):
+    chaos_cuts.run(tmp_path, seed)
+
+
+# --- a connection to torch's store that only its own end still has -------------------------------
+
+STORE = """
+import time
+from torchelastic.worker import worker_stores
+store = worker_stores.serve()
+print(store.port, flush=True)
+time.sleep(600)
+"""
+WORKER = """
+from torchelastic.worker import bootstrap
+bootstrap.attach()
+import torch.distributed
+torch.distributed.init_process_group("gloo")
+"""
+
+
+def is_connected(pid: int, port: int) -> bool:
+    """Whether a process of this network namespace has a connection to the store."""
+    text = "".join(Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    rows = [row.split() for row in text.splitlines()]
+    return any(row[2].endswith(f":{port:04X}") and row[3] == "01" for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.needs("namespaces")
+@pytest.mark.timeout(300)
+def test_worker_whose_store_connection_was_reset_at_the_other_end_stops_waiting(tmp_path):
+    """Two processes import torch. When the store ends, the network resets its connection in the
+    worker's name, as a firewall does; the worker's machine hears nothing of that."""
+    env = {
+        **os.environ,
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    said = tmp_path / "said"
+    with Network(2, ipv6=False) as network, said.open("wb") as file, ExitStack() as started:
+        there, here = network.hosts
+
+        def start(host: Host, code: str) -> subprocess.Popen[bytes]:
+            command = [sys.executable, "-c", code]
+            process = started.enter_context(host.popen(command, stdout=file, stderr=file, env=env))
+            started.callback(process.kill)
+            return process
+
+        store = start(there, STORE)
+        port = int(poll_for(said.read_text, what="the store"))
+        env |= {"MASTER_ADDR": there.address, "MASTER_PORT": str(port)}
+        worker = start(here, WORKER)
+        poll_for(
+            lambda: is_connected(worker.pid, port), what="the worker at the store", timeout=120
+        )
+        network.cut([there], [here], how="reset", one_way=True)
+        store.kill()
+        store.wait()
+        network.heal()
+        assert worker.wait(60) == 1, said.read_text()
+    assert "DistNetworkError" in said.read_text()

@@ -8,17 +8,20 @@ import gc
 import io
 import logging
 import os
+import re
 import signal
 from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.light import with_light_torch
 from tests.process import entrypoints
-from tests.process.jobs import alive
+from tests.process.jobs import alive, job
 from tests.support import poll_for
 from torchelastic.agent.server import LocalElasticAgent, WorkerSpec, WorkerState
+from torchelastic.checkpoint import FileSystemCheckpointManager
 from torchelastic.distributed import launch, run
 from torchelastic.multiprocessing import (
     MultiprocessContext,
@@ -29,6 +32,7 @@ from torchelastic.multiprocessing import (
 from torchelastic.multiprocessing.errors import ChildFailedError
 from torchelastic.rendezvous import RendezvousParameters
 from torchelastic.rendezvous.registry import get_rendezvous_handler
+from torchelastic.utils.data import ElasticDistributedSampler
 
 #: torch does not close the log files of programs that have ended.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -228,3 +232,49 @@ def test_a_namespace_is_run_and_its_output_goes_to_replaced_streams():
 
     assert out.getvalue() == "[default0]:hello\n"
     assert "[default0]:ls: " in err.getvalue()
+
+
+# --- a program written for release 0.1 -----------------------------------------------------------
+
+USER = Path(__file__).with_name("user01.py")
+STEPS = 60
+
+
+def plainly_trained() -> float:
+    """The sum of the parameters that one process has which takes the samples of both ranks."""
+    dataset = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    pairs: list[tuple[int, int]] = []
+    for epoch in range(2):
+        samplers = [
+            ElasticDistributedSampler(dataset, num_replicas=2, rank=rank) for rank in (0, 1)
+        ]
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        pairs += zip(*samplers, strict=True)
+    for pair in pairs[:STEPS]:
+        optimizer.zero_grad()
+        model(dataset[list(pair)]).square().mean().backward()
+        optimizer.step()
+    return sum(parameter.sum().item() for parameter in model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_program_of_01_comes_to_the_same_when_a_worker_is_killed(tmp_path, monkeypatch):
+    fault = "kill@place=collective.launched,rank=1,step=30"
+    monkeypatch.setenv("TORCHELASTIC_FAULTS", fault)
+    with job(tmp_path / "job", "--nnodes=1 --nproc-per-node=2 --world-sizes=2") as one:
+        node = one.start(script=[str(USER), str(tmp_path / "checkpoints"), str(STEPS)])
+        assert node.wait(120) == 0, node.stderr
+    assert [ended["exitcode"] for ended in node.events("worker-exited")] == [-9, 0, 0]
+    first, second = re.findall(r"steps 60 epoch (\d+) index (\d+) sum (\S+)", node.stdout)
+    assert first == second
+    # An epoch has 48 samples for each of the two ranks.
+    assert first[:2] == ("1", "24")
+    assert float(first[2]) == pytest.approx(plainly_trained(), rel=1e-4)
+    assert "][user]: __main__.train_step.success=1" in node.stdout
+    manager = FileSystemCheckpointManager(tmp_path / "checkpoints")
+    assert manager.get_latest_checkpoint() is not None

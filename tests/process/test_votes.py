@@ -10,7 +10,7 @@ import pytest
 from tests.netns import Network
 from tests.process.jobs import job
 from tests.process.network_jobs import check_one_world_at_a_time, network_job
-from tests.process.s3_server import s3_server
+from tests.process.s3 import s3_server
 from tests.support import poll_for
 
 FLAGS = "--nnodes=1:2 --settle=60 --lease=2 --no-zygote"
