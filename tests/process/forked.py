@@ -25,7 +25,7 @@ from torchelastic.training.group.group import Group
 PATIENCE = timedelta(seconds=60)
 
 #: What the tests run in other processes.
-_PRELOADED = ("tests.process.kept_ddp", "tests.process.sharing")
+_PRELOADED = ("tests.process.test_ddp_kept", "tests.process.test_transfer")
 
 _context = multiprocessing.get_context("forkserver")
 

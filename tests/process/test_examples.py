@@ -156,6 +156,7 @@ def test_the_language_model_learns_on_while_a_worker_is_killed(tmp_path, monkeyp
     assert curve[-1] < curve[0] - 1
 
 
+@pytest.mark.slow
 def test_the_sharded_model_runs(tmp_path):
     """One replica of two workers that split each layer."""
     with job(tmp_path / "job", "--nnodes=1 --nproc-per-node=2") as one:

@@ -19,14 +19,12 @@ import torch
 from tests.light import with_light_torch
 from tests.process import entrypoints
 from tests.process.jobs import alive, job
-from tests.support import poll_for
 from torchelastic.agent.server import LocalElasticAgent, WorkerSpec, WorkerState
 from torchelastic.checkpoint import FileSystemCheckpointManager
 from torchelastic.distributed import launch, run
 from torchelastic.multiprocessing import (
     MultiprocessContext,
     Std,
-    SubprocessContext,
     start_processes,
 )
 from torchelastic.multiprocessing.errors import ChildFailedError
@@ -79,17 +77,6 @@ def test_functions_return_by_local_rank_and_write_to_their_files(log_dir):
     assert not any(alive(pid) for pid in context.pids().values())
 
 
-def test_programs_run_with_their_arguments_as_text(log_dir):
-    context = start("echo", [(1, "x"), ([2],)], log_dir, redirects={1: Std.OUT})
-
-    result = context.wait(period=0.01)
-
-    assert isinstance(context, SubprocessContext)
-    assert result.return_values == {0: None, 1: None}
-    assert Path(result.stdouts[1]).read_text() == "[2]\n"
-    assert (result.stdouts[0], result.stderrs[1]) == ("", "")
-
-
 def test_a_teed_stream_is_kept_and_shown_with_its_name(log_dir, capfd):
     result = start(entrypoints.echo, [("a",), ("b",)], log_dir, tee={0: Std.ALL, 1: Std.OUT}).wait(
         period=0.01
@@ -99,19 +86,6 @@ def test_a_teed_stream_is_kept_and_shown_with_its_name(log_dir, capfd):
     assert sorted(shown.out.splitlines()) == ["[echo0]:a out", "[echo1]:b out"]
     assert sorted(shown.err.splitlines()) == ["[echo0]:a err", "b err"]
     assert Path(result.stdouts[0]).read_text() == "a out\n"
-
-
-def test_one_failure_stops_all(log_dir):
-    context = start("sh", [("-c", "exec sleep 3600"), ("-c", "exit 3")], log_dir)
-
-    result = context.wait(period=0.01)
-
-    assert result.is_failed()
-    assert result.return_values == {}
-    failed = result.failures[1]
-    assert (failed.exitcode, failed.pid) == (3, context.pids()[1])
-    assert failed.error_file == "<N/A>"
-    assert not alive(context.pids()[0])
 
 
 def test_exception_is_told_without_a_decorator(log_dir, caplog):
@@ -134,24 +108,6 @@ def test_processes_of_a_worker_get_neither_its_channel_nor_the_secret(log_dir, m
     result = start("sh", [("-c", told)], log_dir, redirects=Std.OUT).wait(period=0.01)
 
     assert Path(result.stdouts[0]).read_text() == "[]\n"
-
-
-def test_context_waits_no_longer_than_told_and_ends_its_processes(log_dir, tmp_path):
-    ready = tmp_path / "ready"
-    script = f"trap '' TERM; touch {ready}; while :; do sleep 0.1; done"
-    context = start("sh", [("-c", script)], log_dir)
-    poll_for(ready.exists, what="a process that ignores SIGTERM")
-    assert context.wait(timeout=0) is None
-
-    context.close(timeout=0.05)
-
-    assert not alive(context.pids()[0])
-    assert context.wait(period=0.01).failures[0].signal_name() == "SIGKILL"
-
-
-def test_no_process_is_left_if_a_program_does_not_exist(log_dir):
-    with pytest.raises(FileNotFoundError, match="no-such-program"):
-        start("no-such-program", [(), ()], log_dir)
 
 
 @pytest.fixture

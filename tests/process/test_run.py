@@ -285,6 +285,7 @@ def test_the_end_of_the_host_and_a_wrong_job_id_are_reported_in_a_sentence(tmp_p
         stranger = it.start("--rdzv-id=another")
         assert stranger.wait() == 64
         assert f"belongs to job 'job{it.port}', not to 'another'" in stranger.stderr
+        assert "its own port" in stranger.stderr
         assert "Traceback" not in stranger.stderr
         differs = it.start("--nnodes=2")
         assert differs.wait() == 64

@@ -17,7 +17,9 @@ SCRIPT = HERE / "plain.py"
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("flag", "workers"), [("", 2), ("--no-zygote", 1)])
+@pytest.mark.parametrize(
+    ("flag", "workers"), [("", 2), pytest.param("--no-zygote", 1, marks=pytest.mark.slow)]
+)
 def test_steps_rate_and_goodput_of_a_plain_script_that_is_killed(
     tmp_path, monkeypatch, flag, workers
 ):

@@ -3,12 +3,56 @@
 import multiprocessing
 import socket
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.process import pair_worker
-from tests.unit.training.fake_agent import FakeAgent, store
+import torchelastic
+from tests.support import poll_for
+from tests.unit.training.fake_agent import Coordinator, FakeAgent, store
 from torchelastic.worker.orders import Enlisted, Finished, Over, PeerLost, Stopped, Up
+
+# --- a worker of a world of two whose agent is the test ------------------------------------------
+
+
+class Sum(torchelastic.State):
+    def __init__(self) -> None:
+        self.step, self.total = 0, 0
+
+    def sync(self) -> None:
+        mine = torch.tensor([self.step, self.total])
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+        self.step, self.total = mine.tolist()
+
+    def snapshot(self) -> Any:
+        return self.step, self.total
+
+    def apply(self, snapshot: Any) -> None:
+        self.step, self.total = snapshot
+
+
+def train_step(flag: Path, state: Sum) -> None:
+    if dist.get_rank() == 1 and state.step == 3:
+        raise StopIteration
+    state.step += 1
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    if dist.get_rank() == 0 and state.step == 3:
+        poll_for(flag.exists, what="the flag")
+    state.total += int(ones.item())
+
+
+def work(end: socket.socket, flag: Path) -> None:
+    torch.set_num_threads(1)
+    final = torchelastic.train(Coordinator(end), partial(train_step, flag), Sum())
+    assert (final.step, final.total) == (3, 6)
+
+
+# --- the tests -----------------------------------------------------------------------------------
 
 #: As `forked` has it: its workers have imported torch.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -24,7 +68,7 @@ def pair(flag):
         for _ in range(2):
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
-                workers.append(CONTEXT.Process(target=pair_worker.work, args=(theirs, flag)))
+                workers.append(CONTEXT.Process(target=work, args=(theirs, flag)))
                 workers[-1].start()
             agents.append(FakeAgent(ours, port))
         try:
