@@ -5,12 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -171,16 +167,3 @@ def address(said: str) -> str:
     """Where the page is, in what a command says; empty: it has not said it."""
     found = re.search(r"http://\S+", said)
     return found[0] if found else ""
-
-
-@contextmanager
-def looking_at(directory: Path) -> Iterator[str]:
-    """`torchelastic dashboard` for a directory; its address."""
-    command = [sys.executable, "-m", "torchelastic", "dashboard", str(directory), "--address=0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield address(process.stdout.readline())
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(60)

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.browser.conftest import PATIENCE, address, looking_at
-from tests.process.jobs import Job, Node
+from tests.browser.conftest import PATIENCE, address
+from tests.process.jobs import Job, Node, dashboard
 from tests.support import poll_for
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
@@ -154,7 +154,7 @@ def a_job_that_fails(browser: Any, directory: Path) -> None:
     job = NamedJob(directory, "--nnodes=1 --nproc-per-node=2 --max-restarts=1 --redirects=3")
     try:
         job.start_named(script=("failing.py",)).wait(240)
-        with looking_at(job.nodes[0].directory / "logs") as url:
+        with dashboard(str(job.nodes[0].directory / "logs")) as url:
             shoot(browser, url, "failed", viewport=WIDE, color_scheme="light")
     finally:
         job.close()

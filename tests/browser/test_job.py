@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from tests.browser.conftest import address, looking_at
-from tests.process.jobs import HERE, job
+from tests.browser.conftest import address
+from tests.process.jobs import HERE, dashboard, job
 from tests.support import poll_for
 
 
@@ -49,7 +49,7 @@ def test_a_job_that_failed_can_be_looked_at_later(tab, tmp_path):
         made.world(0, 2)
         made.order("raise <script>alert(1)</script>", rank=1, generation=0)
         assert node.wait(100) != 0
-        with looking_at(node.directory / "logs") as url:
+        with dashboard(str(node.directory / "logs")) as url:
             tab.go(url)
             assert "Failed" in tab.text(".answers")
             assert "Rank 1 on" in tab.text(".answers")

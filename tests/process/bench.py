@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.process.jobs import words_of
 from torchelastic.agent.spawn.processes import command_line
 from torchelastic.agent.spawn.zygote_client import Zygote
 from torchelastic.agent.workers.supervisor import Supervisor, WorkerExit, WorkerSpawn
@@ -190,10 +191,5 @@ def bench(directory: Path, cgroup: Cgroup | None = None) -> Iterator[Bench]:
 
 def pids_of(*names: str) -> list[int]:
     """Processes whose command line has all these words."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            words = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")
-            if all(wanted.encode() in words for wanted in names):
-                found.append(int(name))
-    return found
+    every = map(int, filter(str.isdigit, os.listdir("/proc")))
+    return [pid for pid in every if {*names} <= {*words_of(pid)}]

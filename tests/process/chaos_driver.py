@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from tests.process.chaos_record import Record
 from tests.process.chaos_schedule import NODES, Fault
-from tests.process.jobs import Job, Node, alive
+from tests.process.jobs import Job, Node, alive, tree
 from tests.support import poll_for
 from torchelastic.agent.watch.hang_watchdog import is_frozen
 
@@ -299,7 +299,7 @@ def frozen(node: Node) -> Iterator[None]:
     """The whole node stands still: first its agent, so that it sees nothing of the rest."""
     stopped: list[int] = []
     try:
-        while left := [pid for pid in family(node.pid, node.agent_pid) if pid not in stopped]:
+        while left := [pid for pid in tree(node.pid, node.agent_pid) if pid not in stopped]:
             for pid in left:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGSTOP)
@@ -311,19 +311,9 @@ def frozen(node: Node) -> Iterator[None]:
                 os.kill(pid, signal.SIGCONT)
 
 
-def family(*pids: int) -> list[int]:
-    """These processes and all that they have started."""
-    found: list[int] = []
-    for pid in pids:
-        with suppress(OSError):
-            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            found += [pid, *family(*map(int, children))]
-    return list(dict.fromkeys(found))
-
-
 def kill_all(nodes: Sequence[Node]) -> None:
     """All agents and all workers, at once; wait for their end."""
-    pids = [pid for node in nodes for pid in family(node.agent_pid, node.pid)]
+    pids = [pid for node in nodes for pid in tree(node.agent_pid, node.pid)]
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -253,9 +253,44 @@ def alive(pid: int) -> bool:
     return state_of(pid) not in ("", "Z")
 
 
+def words_of(pid: int) -> list[str]:
+    """The command line of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def tree(*pids: int) -> list[int]:
+    """These processes and all below them, without those that have just ended."""
+    found: list[int] = []
+    for pid in pids:
+        try:
+            tasks = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/children")]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if tasks:
+            found += [pid, *tree(*(int(child) for text in tasks for child in text.split()))]
+    return list(dict.fromkeys(found))
+
+
 def child_running(pid: int, what: str) -> int:
-    """The child of a process whose command line has `what` in it."""
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        if what in Path(f"/proc/{child}/cmdline").read_text():
-            return int(child)
+    """The process below another one whose command line has `what` in it."""
+    for child in tree(pid)[1:]:
+        if what in " ".join(words_of(child)):
+            return child
     raise AssertionError(f"{pid} has no child that runs {what}")
+
+
+@contextmanager
+def dashboard(*argv: str) -> Iterator[str]:
+    """`torchelastic dashboard` at a free port; its address."""
+    command = [sys.executable, "-m", "torchelastic", "dashboard", *argv, "--address=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().split()[0]
+            process.send_signal(signal.SIGINT)
+            assert process.wait(100) == 0
+        finally:
+            process.kill()

@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.netns import Host
 from tests.process.chaos_record import START
 from tests.process.gated_training import PATIENCE, GatedTraining
+from tests.process.jobs import words_of
 from tests.slurm import SlurmCluster
 
 
@@ -88,15 +89,7 @@ def run_the_bar(cluster: SlurmCluster, directory: Path) -> tuple[SlurmTraining, 
 
 def agents(host: Host) -> list[int]:
     """The agents of jobs on a host: what `kill -9` of a node's processes hits."""
-    found = []
-    for pid in host.pids():
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"torchelastic" in words and b"run" in words:
-            found.append(pid)
-    return found
+    return [pid for pid in host.pids() if {"torchelastic", "run"} <= {*words_of(pid)}]
 
 
 def kill_agents(host: Host) -> None:

@@ -12,8 +12,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -92,20 +90,6 @@ def url_of(node: Node) -> str:
 
 def page_of(node: Node) -> int:
     return child_running(node.agent_pid, "torchelastic.dashboard")
-
-
-@contextlib.contextmanager
-def dashboard(*argv: str) -> Iterator[str]:
-    """`torchelastic dashboard` at a free port; its address."""
-    command = [sys.executable, "-m", "torchelastic", "dashboard", *argv, "--address=0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().split()[0]
-            process.send_signal(signal.SIGINT)
-            assert process.wait(100) == 0
-        finally:
-            process.kill()
 
 
 def finish(it: Job, node: Node) -> None:

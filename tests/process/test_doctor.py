@@ -16,7 +16,7 @@ from tests import late_backend
 from tests.etcd import FAST, running
 from tests.ports import free_port
 from tests.process.test_etcd_cluster import PASSWORD, want_logins
-from tests.support import poll_for
+from tests.process.test_rendezvous_serve import Server
 from torchelastic.config import LaunchConfig
 from torchelastic.doctor import (
     endpoints,
@@ -102,20 +102,10 @@ def served(tmp_path):
     """A rendezvous of job `job` with a secret, as a process of its own: its endpoint."""
     (tmp_path / "secret").write_text(SECRET)
     (tmp_path / "secret").chmod(0o600)
-    flags = ["--endpoint=127.0.0.1:0", "--rdzv-id=job", f"--rdzv-secret-file={tmp_path}/secret"]
-    command = [sys.executable, "-m", "torchelastic", "rendezvous", "serve", *flags]
-    log = tmp_path / "served"
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
-    try:
-        told = poll_for(
-            lambda: re.search(r"Serving the rendezvous of .* at .*:(\d+)\.", log.read_text()),
-            what="it serves",
-        )
-        yield f"127.0.0.1:{told[1]}"
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    flags = ["--rdzv-id=job", f"--rdzv-secret-file={tmp_path}/secret"]
+    server = Server(tmp_path, 0, *flags).start()
+    yield f"127.0.0.1:{server.port}"
+    server.stop(signal.SIGKILL)
 
 
 def test_a_rendezvous_lets_us_in_by_the_secret_and_the_job(served, tmp_path, monkeypatch, patient):

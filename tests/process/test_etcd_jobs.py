@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.etcd import FAST, cluster, running
-from tests.process.jobs import HERE, alive, job
+from tests.process.jobs import HERE, alive, job, words_of
 from tests.process.test_collector import has_all
 from tests.support import poll_for
 from torchelastic.errors import ConfigError, RendezvousError
@@ -191,15 +191,8 @@ def test_workers_of_a_stopped_agent_enter_no_step_after_its_lease(some_etcd, run
 
 def etcds_below(directory: Path) -> list[int]:
     """The etcds whose data is in a directory."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"--data-dir=%s" % str(directory).encode() in command:
-            found.append(int(pid))
-    return found
+    every = map(int, filter(str.isdigit, os.listdir("/proc")))
+    return [pid for pid in every if f"--data-dir={directory}" in " ".join(words_of(pid))]
 
 
 def test_a_job_alone_may_have_an_etcd_of_its_own(etcd_on_path, tmp_path):

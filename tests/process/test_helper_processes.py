@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from pathlib import Path
 
 from tests.light import PLACE
-from tests.process.jobs import job
+from tests.process.jobs import job, tree, words_of
 from tests.support import poll_for
 
 ZYGOTE, STORE_HOST = "torchelastic-zygote", "torchelastic.worker.store_host"
@@ -16,16 +15,7 @@ ZYGOTE, STORE_HOST = "torchelastic-zygote", "torchelastic.worker.store_host"
 
 def running(node, what):
     """The processes of a node that show `what` in their command lines."""
-    agent = node.agent_pid
-    found = set()
-    for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
-        try:
-            words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if what.encode() in words:
-            found.add(int(child))
-    return found
+    return {pid for pid in tree(node.agent_pid) if what in words_of(pid)}
 
 
 def kill_next(node, what, killed):

@@ -15,7 +15,7 @@ import pytest
 
 from tests.light import with_light_torch
 from tests.netns import Host, Network
-from tests.process.jobs import Job, Node
+from tests.process.jobs import Job, Node, words_of
 from tests.support import poll_for
 
 pytestmark = [pytest.mark.needs("namespaces", "sshd"), pytest.mark.timeout(180)]
@@ -181,11 +181,7 @@ def test_one_host_that_cannot_be_reached_does_not_stop_the_others(tmp_path):
 
 
 def _command(pid: int) -> str:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except (FileNotFoundError, ProcessLookupError):
-        return ""  # it has ended, perhaps while this was read
-    return shlex.join(word.decode() for word in words)
+    return shlex.join(words_of(pid))
 
 
 def _runs_agent(pid: int) -> bool:

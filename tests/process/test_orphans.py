@@ -6,13 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.light import with_light_torch
 from tests.process import guarded_agent
-from tests.process.jobs import alive
+from tests.process.jobs import alive, tree
 from tests.support import poll_for
 from torchelastic import env
 
@@ -59,15 +58,6 @@ class Slow(torch.utils.data.Dataset):
 if __name__ == "__main__":
     next(iter(DataLoader(Slow(), num_workers=2)))
 """
-
-
-def tree(pid):
-    """A process and everything below it."""
-    found = [pid]
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in task.read_text().split():
-            found += tree(int(child))
-    return found
 
 
 class Job:

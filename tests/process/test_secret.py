@@ -12,7 +12,7 @@ import pytest
 from tests.certificates import Authority
 from tests.light import with_light_torch
 from tests.process.bench import bench
-from tests.process.jobs import Job, job
+from tests.process.jobs import Job, job, tree
 from torchelastic.config import Entry
 from torchelastic.errors import EXIT_USAGE
 from torchelastic.transport.auth import Secret
@@ -93,15 +93,6 @@ def secret_file(tmp_path: Path) -> Path:
     return path
 
 
-def descendants(pid: int) -> list[int]:
-    """Without those that have just ended: a zygote forks copies by way of another process."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-    return [pid, *(each for child in children for each in descendants(int(child)))]
-
-
 def shown_by(pid: int, *names: str) -> bytes:
     try:
         return b"".join(Path(f"/proc/{pid}/{name}").read_bytes() for name in names)
@@ -123,7 +114,7 @@ def test_nodes_with_the_secret_meet_and_show_it_to_nobody(tmp_path, monkeypatch,
         nodes = [made.start(), made.start()]
         made.world(0, 2)
         for node in nodes:
-            first, *others = descendants(node.agent_pid)
+            first, *others = tree(node.agent_pid)
             assert others
             for pid in others:
                 assert KEY.encode() not in shown_by(pid, "environ", "cmdline")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.jobs import HERE, job, status, torchelastic
-from tests.process.test_dashboard import Tab, dashboard, picture, tab, url_of
+from tests.process.jobs import HERE, dashboard, job, status, torchelastic
+from tests.process.test_dashboard import Tab, picture, tab, url_of
 from tests.support import poll_for
 from tests.unit.events.analysis.test_trace_export import check_nesting
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests.process import blind
-from tests.process.jobs import alive, job
+from tests.process.jobs import alive, job, tree
 from tests.support import poll_for
 
 
@@ -34,19 +34,13 @@ def test_a_job_goes_on_though_everything_that_watches_it_fails(tmp_path):
     assert said.count("Reporter.world_seen failed; the job is not affected") == 1
 
 
-def children(pid):
-    """Of a process that has not ended."""
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(child) for child in file.read().split()]
-
-
 @pytest.mark.parametrize(
     ("signum", "moment"),
     [
-        pytest.param(signal.SIGINT, children, id="the agent is imported"),
+        pytest.param(signal.SIGINT, lambda pid: tree(pid)[1:], id="the agent is imported"),
         pytest.param(
             signal.SIGTERM,
-            lambda pid: any(map(children, children(pid))),
+            lambda pid: tree(pid)[2:],
             id="the zygote is imported",
         ),
     ],
@@ -65,7 +59,7 @@ def test_a_signal_in_the_first_seconds_costs_one_line(tmp_path, signum, moment):
         text=True,
     ) as process:
         poll_for(lambda: moment(process.pid), what="the moment")
-        [agent] = children(process.pid)
+        _, agent, *_ = tree(process.pid)
         process.send_signal(signum)
         process.send_signal(signum)  # as `timeout` does
         _, said = process.communicate(timeout=60)
