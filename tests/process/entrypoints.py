@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -20,27 +19,10 @@ def fail(word: str) -> None:
     raise RuntimeError(word)
 
 
-def leave(code: int) -> None:
-    sys.exit(code)
-
-
-def die(signum: int) -> None:
-    os.kill(os.getpid(), signum)
-
-
-def large(size: int) -> bytes:
-    return b"x" * size
-
-
 def sleep_for_ever(ready: str) -> None:
     """Until a signal; `ready` is made when that can come."""
     Path(ready).touch()
     time.sleep(3600)
-
-
-def ignore_sigterm(ready: str) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sleep_for_ever(ready)
 
 
 def fail_in_generation_0(word: str) -> tuple[str, str, str]:
