@@ -100,8 +100,7 @@ def test_a_full_disk_costs_the_story_and_not_the_job(tmp_path):
 @pytest.mark.slow
 def test_training_goes_on_while_the_leader_is_frozen(tmp_path):
     """Its agent, that is: nobody waits for it, and what it has missed it is told later."""
-    keys = {"steps": 1_000_000, "model": "plain"}
-    with job(tmp_path, "--nnodes=2 --lease=600", RESIDENT, **keys) as it:
+    with job(tmp_path, "--nnodes=2 --lease=600", RESIDENT, steps=1_000_000, model="plain") as it:
         leader, other = it.start(), it.start()
         for rank in (0, 1):
             poll_for(lambda r=rank: steps_of(it, r) > 5, what="training", timeout=PATIENCE)
