@@ -507,7 +507,6 @@ class CheckpointStore(CheckpointManager):
         (`like` may be a function: it gets the stored tensors' metadata by name and returns DTensors
         by name.) With `together` all ranks read the checkpoint that rank 0 finds.
         """
-
         if not together:
             found, rank = self._newest(beyond), 0
         else:

@@ -362,8 +362,7 @@ class Memory:
 
     def holdings(self) -> list[SealedVersion]:
         """Return all sealed versions, the freshest first."""
-        found = sorted(self._sealed(), key=lambda held: (held.version, held.number), reverse=True)
-        return found
+        return sorted(self._sealed(), key=lambda held: (held.version, held.number), reverse=True)
 
     def freshest(self) -> SealedVersion | None:
         """Return the freshest sealed version, without checking its bytes."""

@@ -176,6 +176,6 @@ def taken(live: Any, value: Any) -> Any:
     return fill(live, value) if fits(live, value) else value
 
 
-def parameters_of(optimizer: Optimizer) -> Sequence[torch.Tensor]:
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the parameters by their indices in `state_dict`."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -19,6 +19,7 @@ from torchelastic import faults, torch_private
 from torchelastic.tensors import rank_private
 from torchelastic.tensors.buffers import Buffers
 from torchelastic.tensors.dtensors import is_sharded, local_or_whole, zeros_like
+from torchelastic.tensors.module_state import parameters_of
 from torchelastic.tensors.rank_private import Private, Publisher
 from torchelastic.tensors.small_state import Saver, copied, put_back
 from torchelastic.torch_private import version_of
@@ -147,11 +148,10 @@ def _all_parameters(
     modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> list[torch.Tensor]:
     """Return the parameters of both, each once, in the same order on every rank."""
-    found = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
+    found: list[torch.Tensor] = [one for module in modules for one in module.parameters()]
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            found.update(dict.fromkeys(group["params"]))
-    return list(found)
+        found += parameters_of(optimizer)
+    return list(dict.fromkeys(found))
 
 
 # --- gradients as they were at the beginning of a step --------------------------------------------
@@ -430,7 +430,7 @@ class Writes:
             self.before_first(optimizer)
         key = id(optimizer)
         if self._gradients.pending:
-            self._gradients.before_write(_parameters(optimizer), copy=self.copying)
+            self._gradients.before_write(parameters_of(optimizer), copy=self.copying)
         # A second write of the same step must not replace the copy made before the first.
         if self.copying and key not in self.begun:
             self._copies[key].take()
@@ -478,7 +478,7 @@ class OptimizerCopy:
     @torch.no_grad()
     def take(self) -> None:
         state = self._optimizer.state
-        self._parameters = _parameters(self._optimizer)
+        self._parameters = parameters_of(self._optimizer)
         self._parameter_copies = _copy_all(self._parameters, self._parameter_copies)
         tensors = [
             value
@@ -525,7 +525,3 @@ def _copy(to: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     torch_private.copy_all(
         [local_or_whole(one) for one in to], [local_or_whole(one) for one in values]
     )
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -79,6 +79,11 @@ def content(version, size):
     )
 
 
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
 @contextlib.asynccontextmanager
 async def node(name: str, shown: Credentials = SECRET, **options) -> AsyncIterator[Node]:
     snapshot_memory = SnapshotMemory()
@@ -295,8 +300,7 @@ async def test_transfer_ends_at_once_with_either_agent(end):
     async with node("a", bandwidth=5 * stream.CHUNK) as a, node("b") as b:
         a.write(own(1), (0, 1), size=25 * stream.CHUNK)
         giving = asyncio.create_task(a.replicator.give(own(1), b.peer))
-        while not b.snapshot_memory._kept:
-            await asyncio.sleep(0.005)
+        await until(lambda: b.snapshot_memory._kept)
         ending = a if end == "giver" else b
         await asyncio.wait_for(ending.replicator.close(), 10)
         with pytest.raises(TransferError) as lost:
@@ -352,8 +356,7 @@ def hold_serving(monkeypatch):
 
 async def rest(one):
     """Who has been served is known to the loop a little later than to the peer."""
-    while len(one.replicator._resting) < len(one.replicator._visitors):
-        await asyncio.sleep(0.005)
+    await until(lambda: len(one.replicator._resting) >= len(one.replicator._visitors))
 
 
 @in_loop
@@ -425,8 +428,7 @@ async def test_replicator_retries_a_busy_node(monkeypatch):
             await a.replicator.give(own(1), b.peer)
         for _ in range(replicator.MOST_INCOMING):
             b.replicator._turns.release()
-        while b.replicator._visitors:
-            await asyncio.sleep(0.005)
+        await until(lambda: not b.replicator._visitors)
         assert await a.replicator.give(own(1), b.peer) == (0, 1)
 
 
@@ -442,8 +444,7 @@ async def test_replicator_closes_on_an_unexpected_message(monkeypatch, name):
         monkeypatch.setattr(replicator, name, fails)
         with pytest.raises((TransferError, RuntimeError)):
             await b.replicator.fetch(SHARED, (0, 1), a.peer)
-        while a.replicator._visitors:
-            await asyncio.sleep(0.005)
+        await until(lambda: not a.replicator._visitors)
         assert not b.replicator._pipes
 
 
@@ -524,8 +525,7 @@ async def talk_nonsense():
                         pass
             assert a.held() == [(SHARED, (0, 1), False)], said
         await b.replicator.fetch(SHARED, (0, 1), a.peer)
-        while len(a.replicator._visitors) != 1:
-            await asyncio.sleep(0.005)
+        await until(lambda: len(a.replicator._visitors) == 1)
 
 
 def test_nonsense_ends_the_connection_or_is_refused_and_harms_nobody(caplog):
@@ -720,8 +720,7 @@ class Agent:
             await asyncio.sleep(0.005)
 
     async def replicates(self, version):
-        while self.memories[own(0)].replicated() != version:
-            await asyncio.sleep(0.005)
+        await until(lambda: self.memories[own(0)].replicated() == version)
 
     async def close(self):
         for memory in self.memories.values():
@@ -875,8 +874,7 @@ async def test_a_node_that_takes_no_copy_is_tried_again_and_told_of_once(monkeyp
         _, a.memories[own(0)] = await a.ask(messages.Room(1, own(0), 1000, 100))
         monkeypatch.setattr(memory_limit, "limits", lambda: [Limit("its cgroup", 10, 10)])
         await a.write(own(0), (0, 1))
-        while not a.said:
-            await asyncio.sleep(0.005)
+        await until(lambda: a.said)
         assert a.said[0].startswith(f"Cannot copy snapshots to {b.peer}: No room")
         monkeypatch.setattr(memory_limit, "limits", enough)
         await b.holds(own(0), (0, 1), True)

@@ -103,28 +103,24 @@ def test_bases_of_replicated_state_need_one_holder():
     assert bases(nodes("s5 r0.5", "s4 r1.4", peers=False), 2) == [(0, 5), (0, 4)]
 
 
+#: The checkpoint, if it is beyond a step.
+S = StoredCheckpoint
+
+
 @pytest.mark.parametrize(
     ("versions", "stored", "expected"),
     [
-        ([], None, [StoredCheckpoint()]),
-        ([], 7, [StoredCheckpoint()]),
-        ([(0, 3), (0, 2)], None, [(0, 3), (0, 2), StoredCheckpoint()]),
+        ([], None, [S()]),
+        ([], 7, [S()]),
+        ([(0, 3), (0, 2)], None, [(0, 3), (0, 2), S()]),
         # The room was refused at step 3, and training went on: what is stored is fresher.
-        ([(0, 3), (0, 2)], 30, [StoredCheckpoint(3), (0, 3), (0, 2), StoredCheckpoint()]),
-        ([(4, 90), (4, 89)], 80, [(4, 90), (4, 89), StoredCheckpoint()]),
-        ([(4, 90), (4, 89)], 90, [(4, 90), StoredCheckpoint(89), (4, 89), StoredCheckpoint()]),
+        ([(0, 3), (0, 2)], 30, [S(3), (0, 3), (0, 2), S()]),
+        ([(4, 90), (4, 89)], 80, [(4, 90), (4, 89), S()]),
+        ([(4, 90), (4, 89)], 90, [(4, 90), S(89), (4, 89), S()]),
         # The step before is preferred for its random states, not for want of the step.
-        (
-            [(0, 4), (0, 5), (0, 3)],
-            5,
-            [(0, 4), (0, 5), StoredCheckpoint(3), (0, 3), StoredCheckpoint()],
-        ),
-        (
-            [(0, 4), (0, 5), (0, 3)],
-            6,
-            [StoredCheckpoint(5), (0, 4), (0, 5), (0, 3), StoredCheckpoint()],
-        ),
-        ([(0, 1)], 0, [(0, 1), StoredCheckpoint()]),
+        ([(0, 4), (0, 5), (0, 3)], 5, [(0, 4), (0, 5), S(3), (0, 3), S()]),
+        ([(0, 4), (0, 5), (0, 3)], 6, [S(5), (0, 4), (0, 5), (0, 3), S()]),
+        ([(0, 1)], 0, [(0, 1), S()]),
     ],
 )
 def test_choices_of_memory_and_storage_are_ordered_by_step(versions, stored, expected):
@@ -134,22 +130,17 @@ def test_choices_of_memory_and_storage_are_ordered_by_step(versions, stored, exp
 @pytest.mark.parametrize(
     ("versions", "stored", "start", "expected"),
     [
-        ([], None, 50, [StoredCheckpoint(49)]),
-        ([], 40, 50, [StoredCheckpoint(49)]),
-        ([], 60, 50, [StoredCheckpoint(49)]),
+        ([], None, 50, [S(49)]),
+        ([], 40, 50, [S(49)]),
+        ([], 60, 50, [S(49)]),
         # Killed between the script's own save of step 50 and commit().
-        ([(0, 49), (0, 48)], None, 50, [StoredCheckpoint(49)]),
-        ([(0, 50), (0, 49)], None, 50, [(0, 50), StoredCheckpoint(49)]),
+        ([(0, 49), (0, 48)], None, 50, [S(49)]),
+        ([(0, 50), (0, 49)], None, 50, [(0, 50), S(49)]),
         # Restarted: the file is older than what is in memory.
-        ([(3, 60), (3, 59)], None, 50, [(3, 60), (3, 59), StoredCheckpoint(49)]),
-        (
-            [(3, 60), (3, 59)],
-            70,
-            50,
-            [StoredCheckpoint(60), (3, 60), (3, 59), StoredCheckpoint(49)],
-        ),
-        ([(0, 3)], 30, 50, [StoredCheckpoint(49)]),
-        ([(0, 3)], None, 0, [(0, 3), StoredCheckpoint()]),
+        ([(3, 60), (3, 59)], None, 50, [(3, 60), (3, 59), S(49)]),
+        ([(3, 60), (3, 59)], 70, 50, [S(60), (3, 60), (3, 59), S(49)]),
+        ([(0, 3)], 30, 50, [S(49)]),
+        ([(0, 3)], None, 0, [(0, 3), S()]),
     ],
 )
 def test_choices_with_a_loaded_state_exclude_older_ones(versions, stored, start, expected):

@@ -145,33 +145,34 @@ def test_control_dumps_the_stacks_of_all_threads(agent, control):
     assert "_hear" in text
 
 
-def test_an_agent_that_takes_nothing_is_an_error_after_a_while(ends):
-    link = channel.WorkerLink(ends[1].dup())
+@pytest.fixture
+def link(ends):
+    made = channel.WorkerLink(ends[1].dup())
+    yield made
+    made.close()
+
+
+def test_an_agent_that_takes_nothing_is_an_error_after_a_while(link):
     for _ in range(10_000):
         if not link._sent(b"x" * 1000, ()):
             break
     with pytest.raises(ChannelLost, match="accepted no message for"):
         link.tell({}, timeout=0.01)
-    link.close()
 
 
-def test_a_message_waits_for_room(ends):
-    link = channel.WorkerLink(ends[1].dup())
+def test_a_message_waits_for_room(ends, link):
     sender = threading.Thread(target=lambda: [link.tell({"n": n}) for n in range(2000)])
     sender.start()
     assert [json.loads(ends[0].recv(100))["n"] for _ in range(2000)] == [*range(2000)]
     sender.join()
-    link.close()
 
 
-def test_an_agent_that_is_gone_is_an_error(ends):
-    link = channel.WorkerLink(ends[1].dup())
+def test_an_agent_that_is_gone_is_an_error(ends, link):
     ends[0].close()
     with pytest.raises(ChannelLost, match="could not send"):
         link.tell({})
     with pytest.raises(ChannelLost, match="gone"):
         link.receive()
-    link.close()
 
 
 def test_while_the_agent_is_quiet_it_looks_for_peers_that_do_not_answer(

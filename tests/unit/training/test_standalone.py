@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.unit.agent.support import in_loop
 from torchelastic.rendezvous.backend_parameters import parse_url
 from torchelastic.rendezvous.membership import node_driver
 from torchelastic.rendezvous.world import World, WorldNode
@@ -137,85 +138,68 @@ class Job:
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["its data ended", "another's data ended"])
-def test_a_worker_that_is_gone_before_its_last_word_is_taken_up_has_succeeded(monkeypatch, first):
+@in_loop
+async def test_worker_gone_before_its_last_word_is_taken_up_has_succeeded(monkeypatch, first):
     """It says that it has stopped and closes its end before the node's loop runs again, as every
     script does that ends with the training: the node finds both at once."""
-
-    async def play():
-        async with Job(monkeypatch) as job:
-            await job.train()
-            await job.finish(first=first)
-            job.leave()
-            return await job.said_at_the_end()
-
-    assert asyncio.run(play()).get("done") == 0
+    async with Job(monkeypatch) as job:
+        await job.train()
+        await job.finish(first=first)
+        job.leave()
+        assert (await job.said_at_the_end()).get("done") == 0
 
 
 @pytest.mark.parametrize("word", [None, orders.Stopped(0, 5)], ids=["silent", "stopped"])
-def test_a_worker_that_leaves_before_the_training_is_done_has_not(monkeypatch, word):
-    async def play():
-        async with Job(monkeypatch) as job:
-            await job.train()
-            if word is not None:
-                job.say(word)
-            job.worker.close()
-            said = await job.said_at_the_end()
-            assert job.node.state.reason == "the worker has left the training"
-            return said
-
-    assert "done" not in asyncio.run(play())
+@in_loop
+async def test_worker_that_leaves_before_the_training_is_done_has_not_succeeded(monkeypatch, word):
+    async with Job(monkeypatch) as job:
+        await job.train()
+        if word is not None:
+            job.say(word)
+        job.worker.close()
+        assert "done" not in await job.said_at_the_end()
+        assert job.node.state.reason == "the worker has left the training"
 
 
-def test_a_worker_that_never_stops_leaves_the_job(monkeypatch):
+@in_loop
+async def test_worker_that_never_stops_leaves_the_job(monkeypatch):
     """Its training thread hangs in user code: no abort reaches it, and the others wait for it."""
-
-    async def play():
-        async with Job(monkeypatch, patience=0.05) as job:
-            await job.train()
-            job.show(phase="over", ending="failure")
-            await job.hear(orders.Over)
-            await asyncio.wait_for(job.running, 30.0)
-            await job.hear(orders.Closed)
-            return job.node.state.reason
-
-    assert "not free" in asyncio.run(play())
+    async with Job(monkeypatch, patience=0.05) as job:
+        await job.train()
+        job.show(phase="over", ending="failure")
+        await job.hear(orders.Over)
+        await job.running
+        await job.hear(orders.Closed)
+        assert "not free" in job.node.state.reason
 
 
 @pytest.mark.parametrize("waiting", [False, True], ids=["hung", "waits for others"])
-def test_a_worker_without_progress_leaves_unless_it_waits_for_others(monkeypatch, waiting):
+@in_loop
+async def test_worker_without_progress_leaves_unless_it_waits_for_others(monkeypatch, waiting):
     monkeypatch.setattr(standalone, "LOOK", 0.01)
     monkeypatch.setattr(standalone, "limit_for", lambda *_: 0.0)
-
-    async def play():
-        async with Job(monkeypatch) as job:
-            await job.train()
-            for number in (1, 2):
-                await job.hear(orders.Ping)
-                job.say(orders.Pong(waiting=waiting, number=number))
-                if not waiting:
-                    break
-            else:
-                return ""
-            await asyncio.wait_for(job.running, 30.0)
-            return job.node.state.reason
-
-    assert ("no progress" in asyncio.run(play())) is not waiting
+    async with Job(monkeypatch) as job:
+        await job.train()
+        for number in (1, 2) if waiting else (1,):
+            await job.hear(orders.Ping)
+            job.say(orders.Pong(waiting=waiting, number=number))
+        if not waiting:
+            await job.running
+            assert "no progress" in job.node.state.reason
 
 
 @pytest.mark.parametrize(("step", "trained"), [(5, -1), (6, 0)], ids=["the first", "a later one"])
-def test_a_generation_has_trained_once_its_worker_is_past_its_first_step(
+@in_loop
+async def test_generation_has_trained_once_its_worker_is_past_its_first_step(
     monkeypatch, step, trained
 ):
-    async def play():
-        async with Job(monkeypatch) as job:
-            await job.train()
-            worker = status_page.StatusPage(job.node._status_page)
-            worker.entered(0, 5)
-            worker.entered(0, step)
-            worker.close()
-            job.say(orders.PeerLost(0, step, "gone"))
-            said = job.node.session.said
-            await job.until(lambda: said.get("failures"))
-            return said["trained"], said["holds"]
-
-    assert asyncio.run(play()) == (trained, 0)
+    async with Job(monkeypatch) as job:
+        await job.train()
+        worker = status_page.StatusPage(job.node._status_page)
+        worker.entered(0, 5)
+        worker.entered(0, step)
+        worker.close()
+        job.say(orders.PeerLost(0, step, "gone"))
+        said = job.node.session.said
+        await job.until(lambda: said.get("failures"))
+        assert (said["trained"], said["holds"]) == (trained, 0)

@@ -370,18 +370,11 @@ class SnapshotMemory:
         noted = [entry.memory.replicated() for entry in self._kept if not entry.origin]
         safe = not self.awaits_replicas or any(item and item[0] >= generation for item in noted)
         needed = generation if safe else generation - 1
-        self._drop(self._stale(needed))
+        freshest = ((entry, entry.memory.freshest()) for entry in self._kept)
+        self._drop([entry for entry, held in freshest if held and held.version[0] < needed])
         self._outdated = max(self._outdated, (needed, -1))
         for key in [key for key in self._sealed if key[0] < generation]:
             del self._sealed[key]
-
-    def _stale(self, generation: int) -> list[MemoryEntry]:
-        """Return memories with nothing of this or a later generation: they are not needed."""
-        return [
-            entry
-            for entry in self._kept
-            if (held := entry.memory.freshest()) is not None and held.version[0] < generation
-        ]
 
     def drop_void(self, base: Version, generation: int, *, outside: bool = False) -> None:
         """Drop the versions that are void (`layout.is_void`).

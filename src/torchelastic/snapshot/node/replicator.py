@@ -113,13 +113,13 @@ class Replicator:
 
         `TransferError` if it cannot be fetched, `NoRoom` if there is no memory for it here.
         """
-        wanted = Header(kind=stream.WANT, piece=piece, version=version)
-        called = await self._call(peer)
-        await self._use(called, peer, partial(_fetch, called, self._snapshot_memory, wanted))
+        await self._fetch(Header(kind=stream.WANT, piece=piece, version=version), peer)
 
     async def fetch_freshest(self, piece: str, peer: str) -> None:
         """Fetch the freshest version, for a node that has none."""
-        wanted = Header(kind=stream.FRESHEST, piece=piece, version=(0, 0))
+        await self._fetch(Header(kind=stream.FRESHEST, piece=piece, version=(0, 0)), peer)
+
+    async def _fetch(self, wanted: Header, peer: str) -> None:
         called = await self._call(peer)
         await self._use(called, peer, partial(_fetch, called, self._snapshot_memory, wanted))
 

@@ -8,7 +8,7 @@ of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torchelastic import faults
 from torchelastic.errors import ConfigError
 from torchelastic.tensors import transfer
+from torchelastic.tensors.module_state import parameters_of
 from torchelastic.tensors.small_state import Hyperparameters
 from torchelastic.training.group.abortable_waits import GenerationOver, PeerLostError
 from torchelastic.training.group.gloo import OwnedGloo
@@ -259,6 +260,16 @@ class Completion(Protocol):
 _SCALING = ("grad_scale", "found_inf")
 
 
+def _taken_gradients(
+    optimizers: Iterable[Optimizer],
+) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Take the gradients away, so that the rollback does not write to them."""
+    found = [(one, one.grad) for optimizer in optimizers for one in parameters_of(optimizer)]
+    for parameter, _ in found:
+        parameter.grad = None
+    return found
+
+
 class FromGradients:
     """The reduced gradients, and the hyperparameters, that one optimizer was about to use."""
 
@@ -268,11 +279,7 @@ class FromGradients:
         self._scaling = {name: one.clone() for name, one in scaling.items() if one is not None}
         hyperparameters = Hyperparameters(optimizer)
         self._hyperparameters = hyperparameters.save()
-        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                self._gradients.append((parameter, parameter.grad))
-                parameter.grad = None  # the rollback must not write to it
+        self._gradients = _taken_gradients([optimizer])
 
     def complete(self) -> None:
         kept = [(parameter, parameter.grad) for parameter, _ in self._gradients]
@@ -294,14 +301,7 @@ class Unwritten:
     """The gradients of a step in which no optimizer wrote, because it accumulates them."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._gradients = [
-            (parameter, parameter.grad)
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
-        for parameter, _ in self._gradients:
-            parameter.grad = None  # the rollback must not write to it
+        self._gradients = _taken_gradients(optimizers)
 
     def complete(self) -> None:
         for parameter, gradient in self._gradients:

@@ -236,6 +236,23 @@ class LateCoordinator(Coordinator):
         self.c10d_backend = "late"
 
 
+def over_in_step(step, stopped):
+    """The script of a world that ends while its step hangs; the next one takes it again."""
+
+    def script(agent):
+        begin(agent)
+        poll_for(lambda: stopped and not device.query(), what="a collective that hangs")
+        agent.say(Ping(5))
+        assert agent.hear(Pong) == Pong(waiting=True, number=5)
+        agent.say(Over(0, "a failure"))
+        assert agent.hear(Stopped) == Stopped(0, step)
+        device.moves.set()
+        begin(agent, 1, step)
+        finish(agent, 1, 3)
+
+    return script
+
+
 def test_a_step_whose_collective_was_aborted_is_not_committed(run):
     """It returns without an error, with garbage: the device does not tell."""
     state = Counting()
@@ -250,19 +267,7 @@ def test_a_step_whose_collective_was_aborted_is_not_committed(run):
             raise StopIteration
 
     stopped = []
-
-    def script(agent):
-        begin(agent)
-        poll_for(lambda: stopped and not device.query(), what="a collective that hangs")
-        agent.say(Ping(5))
-        assert agent.hear(Pong) == Pong(waiting=True, number=5)
-        agent.say(Over(0, "a failure"))
-        assert agent.hear(Stopped) == Stopped(0, 2)
-        device.moves.set()
-        begin(agent, 1, 2)
-        finish(agent, 1, 3)
-
-    run(script, step, state, coordinator=LateCoordinator)
+    run(over_in_step(2, stopped), step, state, coordinator=LateCoordinator)
 
 
 def test_an_optimizer_writes_nothing_that_was_aborted(run):
@@ -282,16 +287,7 @@ def test_an_optimizer_writes_nothing_that_was_aborted(run):
         optimizer.step()
         seen.append(model.weight.detach().clone())
 
-    def script(agent):
-        begin(agent)
-        poll_for(lambda: stopped and not device.query(), what="a collective that hangs")
-        agent.say(Over(0, "a failure"))
-        assert agent.hear(Stopped) == Stopped(0, 1)
-        device.moves.set()
-        begin(agent, 1, 1)
-        finish(agent, 1, 3)
-
-    run(script, step, state, coordinator=LateCoordinator)
+    run(over_in_step(1, stopped), step, state, coordinator=LateCoordinator)
     assert (seen[1] - seen[0]).abs().max() < 1
     assert torch.equal(model.weight, seen[2])
 
