@@ -50,7 +50,8 @@ CONTROL = (
         "membership", "election", "connectivity", "replicas",
     )),
     "tests/unit/transport/test_ring.py",
-    "tests/unit/agent/lifecycle",
+    "tests/unit/agent/test_script.py",
+    "tests/unit/agent/test_in_process.py",
 )  # fmt: skip
 GROUPS = (
     # They matter most when nodes do not reach each other.

@@ -12,7 +12,7 @@ import pytest
 
 from tests.process.jobs import alive
 from tests.support import poll_for
-from tests.unit.agent.support import in_loop, place
+from tests.unit.agent.cast import Workers, in_loop, place
 from torchelastic.agent import preflight
 from torchelastic.agent.agent import Agent
 from torchelastic.agent.server import LocalElasticAgent, RunResult, WorkerSpec, WorkerState
@@ -26,59 +26,54 @@ from torchelastic.rendezvous.world import World
 from torchelastic.side_tasks import SideTasks
 
 
-class Workers:
-    """Notes what it is asked to do."""
+def agent_with(started=None, **config):
+    """An agent in a world, whose workers note what is started."""
 
-    def __init__(self):
-        self.started, self.stopping = [], False
-
-    async def start_standby(self, local_rank, world, place):
-        self.started.append(local_rank)
+    async def start_standby(local_rank, world, place):
+        started.append(local_rank)
         return True
 
-
-def agent_with(workers, state):
-    made = Agent(LaunchConfig(), Entry("script", "train.py"))
-    made.workers, made.machine.state = workers, state
+    made = Agent(LaunchConfig(**config), Entry("script", "train.py"))
+    made.workers = Workers(start_standby=start_standby)
+    made.machine.state = SimpleNamespace(world=object(), place=0)
     made.tasks = SideTasks(made.queue.put_nowait)
     return made
 
 
+async def settled():
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize(
-    ("closing", "stopping", "started"),
+    ("closing", "stopping", "expected"),
     [(False, False, [1]), (True, False, []), (False, True, [])],
     ids=["in time", "the agent closes", "the workers are stopped"],
 )
 @in_loop
-async def test_no_worker_is_started_that_nobody_would_stop(closing, stopping, started):
-    workers = Workers()
-    made = agent_with(workers, SimpleNamespace(world=object(), place=0))
-    made._closing, workers.stopping = closing, stopping
-    await made._start_standby(1)
-    if made._action is not None:
-        await made._action
-    assert workers.started == started
+async def test_no_worker_is_started_that_nobody_would_stop(closing, stopping, expected):
+    made = agent_with(started := [])
+    made._closing, made.workers.stopping = closing, stopping
+    made.start_standby(1)
+    await settled()
+    assert started == expected
 
 
 @in_loop
 async def test_no_worker_is_started_before_the_preflight_check_has_succeeded():
-    workers = Workers()
-    made = agent_with(workers, SimpleNamespace(world=object(), place=0))
-    made._fit.clear()
-    starting = asyncio.create_task(made._start_standby(1))
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert made._action is None
+    made = agent_with(started := [], preflight="true")
+    made.start_standby(1)
+    await settled()
+    assert started == []
     made._fit.set()
-    await starting
-    await made._action
-    assert workers.started == [1]
+    await settled()
+    assert started == [1]
 
 
 @in_loop
 async def test_action_cancelled_before_its_turn_leaves_no_coroutine_behind():
     """An agent that is closed while one action waits for another."""
-    made = agent_with(Workers(), SimpleNamespace(world=object(), place=0))
+    made = agent_with()
     made._act(asyncio.Event().wait)
     made._act(made._stop_workers)
     await asyncio.sleep(0)

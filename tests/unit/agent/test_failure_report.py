@@ -5,7 +5,7 @@ from datetime import datetime
 
 import pytest
 
-from tests.unit.agent.support import place
+from tests.unit.agent.cast import place
 from torchelastic.agent import failure_report
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.events.failure import Failure, node_failure
@@ -140,11 +140,7 @@ def test_a_node_may_be_the_cause():
 
 
 def test_with_hint():
-    for hint in (
-        "",
-        "the kernel reports no out-of-memory kill",
-        "perhaps out of memory: x",
-    ):
+    for hint in ("", "the kernel reports no out-of-memory kill", "perhaps out of memory: x"):
         assert failure_report.with_hint("killed by SIGKILL", hint) == "killed by SIGKILL"
     certain = failure_report.with_hint("killed by SIGKILL", "out of memory: the kernel killed it")
     assert certain == "killed by SIGKILL: out of memory"

@@ -1,13 +1,15 @@
-"""What the failure of a task costs: the node, a restart, or nothing."""
+"""What a failure beside the training costs: the node, a restart, or nothing."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 import pytest
 
-from torchelastic import side_tasks
+from torchelastic import best_effort, side_tasks
+from torchelastic.best_effort import observing, quiet
 from torchelastic.side_tasks import BEST_EFFORT, ESSENTIAL, POLICY, RESTARTABLE, SideTasks, TaskSet
 
 PACKAGE = Path(side_tasks.__file__).parent
@@ -199,3 +201,59 @@ def test_a_task_that_misses_a_cancellation_is_cancelled_again(monkeypatch):
         assert task.cancelled()
 
     asyncio.run(run())
+
+
+# --- Code that only observes may fail, and is told of once ----------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def nothing_reported(monkeypatch):
+    monkeypatch.setattr(best_effort, "_reported", set())
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_failure_is_reported_once(caplog):
+    for _ in range(3):
+        with observing("Reading the moon"):
+            raise ValueError("clouds")
+    [sentence] = warnings(caplog)
+    assert sentence.startswith("Reading the moon failed; the job is not affected: ValueError: clou")
+    assert "test_side_tasks.py, line" in sentence
+
+
+def test_an_end_is_not_a_failure():
+    with pytest.raises(KeyboardInterrupt), observing("Reading the moon"):
+        raise KeyboardInterrupt
+    with pytest.raises(asyncio.CancelledError), observing("Reading the moon"):
+        raise asyncio.CancelledError
+
+
+@quiet
+class Teller:
+    """Tells; badly where it is told to."""
+
+    def say(self, fails=False):
+        if fails:
+            raise KeyError("mouth")
+        return "said"
+
+    async def say_later(self, fails=False):
+        return self._say(fails)
+
+    def _say(self, fails):
+        if fails:
+            raise KeyError("mouth")
+        return "said"
+
+
+def test_public_methods_of_a_quiet_class_do_not_raise(caplog):
+    teller = Teller()
+    assert (teller.say(), teller.say(True)) == ("said", None)
+    assert asyncio.run(teller.say_later()) == "said"
+    assert asyncio.run(teller.say_later(True)) is None
+    with pytest.raises(KeyError):
+        teller._say(True)
+    assert [line.split(" ")[0] for line in warnings(caplog)] == ["Teller.say", "Teller.say_later"]

@@ -133,10 +133,7 @@ def test_there_is_one_founder_however_slow_it_is():
 
 def test_the_others_follow_once_it_runs():
     answered = states(a="running", b="ready", c="ready")
-    assert plan(HOSTS, answered, ["ada@a"], NOW) == [
-        StartAgent(B, ("a",)),
-        StartAgent(C, ("a",)),
-    ]
+    assert plan(HOSTS, answered, ["ada@a"], NOW) == [StartAgent(B, ("a",)), StartAgent(C, ("a",))]
 
 
 def test_a_job_that_may_run_is_founded_when_all_had_time_to_say_so():

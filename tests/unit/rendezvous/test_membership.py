@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agent.support import in_loop, place
+from tests.unit.agent.cast import in_loop, place
 from tests.unit.rendezvous.cast import connected, run, serving, soon, story
 from torchelastic.clock import FakeClock, SystemClock
 from torchelastic.config import LaunchConfig

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_port as unused_port
-from tests.unit.agent.support import place
+from tests.unit.agent.cast import place
 from tests.unit.rendezvous.cast import JOB, run, story, within
 from torchelastic.clock import SystemClock
 from torchelastic.errors import RendezvousLost, VoteOutdated

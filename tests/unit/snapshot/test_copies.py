@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.certificates import Authority
-from tests.unit.agent.support import in_loop, place
+from tests.unit.agent.cast import in_loop, place
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import TransferError
 from torchelastic.rendezvous.world import Base, World

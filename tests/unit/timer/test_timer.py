@@ -185,10 +185,7 @@ def test_child_of_a_worker_is_told_why_it_has_no_timers(agent, monkeypatch):
     monkeypatch.setattr(channel, "_opened", (os.getpid(), None))
     monkeypatch.setattr(countdown, "_client", None)
     monkeypatch.setattr(env, "get", lambda name, default="": "17")
-    with (
-        pytest.raises(RuntimeError, match="put `expires` into the worker"),
-        timer.expires(after=1),
-    ):
+    with pytest.raises(RuntimeError, match="put `expires` into the worker"), timer.expires(after=1):
         raise AssertionError("not reached")
 
 

@@ -26,26 +26,19 @@ SAME_AS_3 = "the same traceback as in generation 3, {} times now"
 @pytest.mark.parametrize(
     ("earlier", "said"),
     [
-        ({}, ""),
-        ({3: {}}, SAME_AS_3.format(2)),
-        ({3: {}, 4: {}, 5: {}}, SAME_AS_3.format(4)),
-        ({3: {}, 4: {"error": ""}, 5: {}}, SAME_AS_3.format(3)),
-        ({2: {"error": "KeyError: 1"}, 3: {}}, SAME_AS_3.format(2)),
-        ({2: {}, 3: {"error": "KeyError: 1"}}, ""),
-        ({3: {"line": 4}}, ""),
-        ({3: {"local_rank": 0}}, ""),
-        ({7: {}}, ""),
-    ],
-    ids=[
-        "new",
-        "again",
-        "every time",
-        "stopped in between",
-        "another one before",
-        "another one in between",
-        "another line of code",
-        "another worker",
-        "of a later generation",
+        pytest.param({}, "", id="new"),
+        pytest.param({3: {}}, SAME_AS_3.format(2), id="again"),
+        pytest.param({3: {}, 4: {}, 5: {}}, SAME_AS_3.format(4), id="every time"),
+        pytest.param(
+            {3: {}, 4: {"error": ""}, 5: {}}, SAME_AS_3.format(3), id="stopped in between"
+        ),
+        pytest.param(
+            {2: {"error": "KeyError: 1"}, 3: {}}, SAME_AS_3.format(2), id="another one before"
+        ),
+        pytest.param({2: {}, 3: {"error": "KeyError: 1"}}, "", id="another one in between"),
+        pytest.param({3: {"line": 4}}, "", id="another line of code"),
+        pytest.param({3: {"local_rank": 0}}, "", id="another worker"),
+        pytest.param({7: {}}, "", id="of a later generation"),
     ],
 )
 def test_messages(tmp_path, earlier, said):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import SOAK, poll_for
-from tests.unit.agent.support import in_loop
+from tests.unit.agent.cast import Workers, in_loop
 from torchelastic.agent.watch import stack_reader
 from torchelastic.agent.watch.stack_reader import FROZEN, NOTHING, Stacks, is_frozen, written_stack
 from torchelastic.system import linux
@@ -145,16 +145,13 @@ def test_children_do_not_know_of_the_memory(started):
 # --- of a node's workers -------------------------------------------------------------------------
 
 
-class Workers:
-    """One worker; as an in-process one it writes what it is told, and answers."""
+class OneWorker(Workers):
+    """As an in-process one it writes what it is told, and answers."""
 
     def __init__(self, process=None, memory=None, *, says=None):
-        self.says, self.pongs, self.last, self.helpers = says, {}, None, set()
-        self.pid = lambda local_rank: process.pid if process is not None else None
-        self.is_in_process = lambda local_rank: says is not None
-        self.last_stack = lambda local_rank: self.last
-        self.pong = self.pongs.get
-        self.stack_memory = lambda local_rank: memory
+        pid = process.pid if process is not None else None
+        super().__init__(pid, is_in_process=says is not None, stack_memory=memory)
+        self.says = says
 
     def tell(self, local_rank, order, fds=()):
         if isinstance(order, orders.Dump):
@@ -171,9 +168,9 @@ def test_a_control_thread_is_asked_first_and_one_that_does_not_answer_gets_the_s
     started, monkeypatch
 ):
     process, memory = started(SCRIPT.format("run()"))
-    assert stack(Workers(process, memory, says="as it says")) == "as it says"
+    assert stack(OneWorker(process, memory, says="as it says")) == "as it says"
     monkeypatch.setattr(stack_reader, "ANSWER_TIMEOUT", 0.01)
-    told = stack(Workers(process, memory, says=""))
+    told = stack(OneWorker(process, memory, says=""))
     assert told.startswith("main thread, most recent call first:\n")
     assert "in hangs" in told
 
@@ -184,11 +181,11 @@ def test_one_that_is_to_be_killed_gets_no_signal(late, started, monkeypatch):
     monkeypatch.setattr(stack_reader, "ANSWER_TIMEOUT", 0.01)
     monkeypatch.setattr(linux, "signal_thread", lambda *_: pytest.fail("it was sent a signal"))
     process, memory = started(SCRIPT.format("run()"))
-    workers = Workers(process, memory, says="")
+    workers = OneWorker(process, memory, says="")
     if late:
-        workers.tell = lambda *_: setattr(workers, "last", "as it wrote")
+        workers.tell = lambda *_: workers.condemn(0, "", "as it wrote")
     else:
-        workers.last = "as it wrote"
+        workers.condemn(0, "", "as it wrote")
     assert stack(workers) == (NOTHING if late else "as it wrote")
 
 
@@ -197,7 +194,7 @@ def test_a_frozen_one_is_said_to_be(started):
     assert not is_frozen(process.pid)
     process.send_signal(signal.SIGSTOP)
     poll_for(lambda: is_frozen(process.pid), what="a frozen process")
-    assert stack(Workers(process, memory)) == FROZEN
+    assert stack(OneWorker(process, memory)) == FROZEN
     process.kill()
     process.wait()
     assert not is_frozen(process.pid)
@@ -207,8 +204,8 @@ def test_a_frozen_one_is_said_to_be(started):
 
 def test_of_a_program_none_can_be_read(started):
     process, _ = started("print('up', flush=True); import time; time.sleep(600)")
-    assert stack(Workers(process)) == NOTHING
-    assert stack(Workers()) == "it has ended"
+    assert stack(OneWorker(process)) == NOTHING
+    assert stack(OneWorker()) == "it has ended"
 
 
 def test_a_reader_that_cannot_be_run_is_named_and_harms_nobody(tmp_path, monkeypatch, caplog):
@@ -245,7 +242,7 @@ async def its_pid(told):
 @in_loop
 async def test_stack_reader_process_is_not_reaped_as_orphan(reader):
     go, told = reader
-    workers = Workers()
+    workers = OneWorker()
     reading = asyncio.create_task(stack_reader.stack_of(os.getpid(), workers.helpers))
     pid = await its_pid(told)
     assert workers.helpers == {pid}
@@ -285,12 +282,12 @@ async def test_stack_reader_process_is_killed_after_time_limit(cancelled, reader
 
 @in_loop
 async def test_two_who_ask_at_once_both_get_it(started):
-    reader = Stacks(Workers(*started(SCRIPT.format("run()"))))
+    reader = Stacks(OneWorker(*started(SCRIPT.format("run()"))))
     for told in await asyncio.gather(reader.of(0), reader.of(0)):
         assert "in hangs" in told
 
 
 def test_an_answer_to_an_earlier_question_is_none():
-    workers = Workers(says="")
+    workers = OneWorker(says="")
     workers.pongs[0] = orders.Pong(waiting=True, number=0)
     assert asyncio.run(stack_reader.answered(workers, 0, 0.01)) is None

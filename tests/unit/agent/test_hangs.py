@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.agent.support import in_loop
+from tests.unit.agent.cast import Workers, in_loop
 from torchelastic.agent.lifecycle.in_process import InProcessState, Status, Worker
 from torchelastic.agent.watch import hang_watchdog
 from torchelastic.agent.watch.hang_watchdog import (
@@ -18,12 +18,13 @@ from torchelastic.agent.watch.hang_watchdog import (
     HangWatchdog,
     WorkerPace,
     _doing,
+    is_cause,
     limit_for,
     verdict,
 )
 from torchelastic.agent.watch.inspector import WorldActivity
 from torchelastic.agent.watch.stack_reader import NOTHING
-from torchelastic.events.analysis.hangs import Collective, RankActivity
+from torchelastic.events.analysis.hangs import Collective, HangDiagnosis, RankActivity
 from torchelastic.worker.orders import Pong
 
 # --- pure ----------------------------------------------------------------------------------------
@@ -32,15 +33,14 @@ from torchelastic.worker.orders import Pong
 @pytest.mark.parametrize(
     ("seen", "longest", "is_first"),
     [
-        ([(0, 5, 1.0)], 0.0, True),
-        ([(0, 5, 1.0), (0, 6, 3.0)], 2.0, False),
-        ([(0, 5, 1.0), (0, 6, 3.0), (0, 7, 3.5)], 2.0, False),
-        ([(0, 5, 1.0), (0, 9, 3.0)], 0.5, False),
-        ([(0, 5, 1.0), (0, 5, 9.0)], 0.0, True),
-        ([(0, 5, 1.0), (0, 6, 3.0), (1, 6, 90.0)], 2.0, True),
-        ([(0, 7, 1.0)], 0.0, False),
+        pytest.param([(0, 5, 1.0)], 0.0, True, id="first"),
+        pytest.param([(0, 5, 1.0), (0, 6, 3.0)], 2.0, False, id="second"),
+        pytest.param([(0, 5, 1.0), (0, 6, 3.0), (0, 7, 3.5)], 2.0, False, id="the longest"),
+        pytest.param([(0, 5, 1.0), (0, 9, 3.0)], 0.5, False, id="unseen between"),
+        pytest.param([(0, 5, 1.0), (0, 5, 9.0)], 0.0, True, id="hurried"),
+        pytest.param([(0, 5, 1.0), (0, 6, 3.0), (1, 6, 90.0)], 2.0, True, id="another"),
+        pytest.param([(0, 7, 1.0)], 0.0, False, id="unseen before"),
     ],
-    ids=["first", "second", "the longest", "unseen between", "hurried", "another", "unseen before"],
 )
 def test_the_pace_of_a_worker(seen, longest, is_first):
     pace = WorkerPace()
@@ -118,23 +118,22 @@ def test_the_message_about_a_hung_worker(doing, stack, missing, words):
 REDUCE, BEFORE = Collective("all_reduce", 17), Collective("all_reduce", 16)
 
 
-class Workers:
-    """One worker, local rank 0, told to enter generation 1."""
+class OneWorker(Workers):
+    """Local rank 0, told to enter generation 1."""
 
     def __init__(self, *, answers=None, seen=(0, 7, math.inf), since=None, dumps="", first=7):
+        super().__init__(
+            os.getpid(),
+            rank=0,
+            pid=lambda local_rank: None if self.killed else os.getpid(),
+            progress=lambda local_rank: self.seen,
+            first_step=first,
+            generation=1,
+            entering_since=since,
+            doing=lambda *_: RankActivity(rank=0, node="a", step=self.step),
+        )
         self.answers, self.seen, self.dumps = answers, seen, dumps
-        self.pongs, self.killed, self.told, self.asked = {}, [], [], 0
-        self.failed = []
-        self.pong = self.pongs.get
-        self.rank = lambda local_rank: 0
-        self.pid = lambda local_rank: None if self.killed else os.getpid()
-        self.progress = lambda local_rank: self.seen
-        self.first_step = lambda local_rank: first
-        self.generation = lambda local_rank: 1
-        self.entering_since = lambda local_rank: since
-        self.alive, self.step = (0,), None
-        self.doing = lambda local_rank, generation: RankActivity(rank=0, node="a", step=self.step)
-        self.last_stack = lambda local_rank: None
+        self.told, self.asked, self.step = [], 0, None
 
     async def look(self):
         """At all ranks of the world: this one, and one that waits for it."""
@@ -148,13 +147,6 @@ class Workers:
         self.asked += 1
         if self.answers is not None:
             self.pongs[local_rank] = replace(self.answers, number=order.number)
-
-    def fail(self, local_rank, why, *, alive):
-        assert alive, "nobody is to blame"
-        self.failed.append(why)
-
-    def kill(self, local_rank, why, stack="", *, over=False):
-        self.killed.append((why, stack))
 
 
 def watch(workers, *, limit=0.1, until):
@@ -213,9 +205,9 @@ ON_THE_WAY = " s on the way into generation 1: "
 )
 def test_hung_worker_is_killed(way, facts, limit, does, stack):
     when = {"since": long_ago()} if way == ON_THE_WAY else {"seen": (1, 7, long_ago())}
-    workers = Workers(**when, **facts)
+    workers = OneWorker(**when, **facts)
     watch(workers, limit=limit, until=lambda: workers.killed)
-    [(why, found)] = workers.killed
+    [(_, why, found)] = workers.killed
     assert found == stack
     assert why.startswith("no progress for ")
     assert why.endswith(f"{way}{does}; {MINE}")
@@ -226,14 +218,14 @@ def test_hung_worker_is_killed(way, facts, limit, does, stack):
 @pytest.mark.parametrize("mistake", ["diagnose", "tell"])
 def test_a_mistake_in_explaining_a_hang_spares_nobody(monkeypatch, mistake):
     monkeypatch.setattr(HangReport, mistake, lambda *_: {}["a mistake of ours"])
-    workers = Workers(seen=(1, 7, long_ago()), dumps=FRAME)
+    workers = OneWorker(seen=(1, 7, long_ago()), dumps=FRAME)
     watch(workers, until=lambda: workers.killed)
-    [(why, _)] = workers.killed
+    [(_, why, _)] = workers.killed
     assert "it does not answer" in why
 
 
 def test_worker_that_answers_late_and_waits_is_spared():
-    workers = Workers(seen=(1, 7, long_ago()))
+    workers = OneWorker(seen=(1, 7, long_ago()))
     look = workers.look
 
     async def late():
@@ -246,7 +238,7 @@ def test_worker_that_answers_late_and_waits_is_spared():
 
 
 def test_waiting_worker_is_spared_and_hang_reported_once():
-    workers = Workers(since=long_ago(), answers=Pong(waiting=True))
+    workers = OneWorker(since=long_ago(), answers=Pong(waiting=True))
     watch(workers, until=lambda: workers.told and workers.asked >= 5)
     [event] = workers.told
     assert event.text.startswith("ranks 0, 1 wait in all_reduce #17; no rank is missing")
@@ -261,7 +253,7 @@ def test_waiting_worker_is_spared_and_hang_reported_once():
 def test_the_world_of_ranks_that_wait_for_each_other_ends(monkeypatch, steps, changes, ended):
     """One of them is in the all-reduce of a checkpoint, the other one in the next step."""
     monkeypatch.setattr(hang_watchdog, "FRESH", 0.05)
-    workers, looks = Workers(seen=(1, 8, long_ago()), answers=Pong(waiting=True)), []
+    workers, looks = OneWorker(seen=(1, 8, long_ago()), answers=Pong(waiting=True)), []
 
     async def look():
         looks.append(True)
@@ -281,12 +273,13 @@ def test_the_world_of_ranks_that_wait_for_each_other_ends(monkeypatch, steps, ch
     assert len(workers.failed) == ended
     assert bool(workers.told) is (steps != (7, 8))
     if ended:
-        [why] = workers.failed
+        [(_, why, alive)] = workers.failed
+        assert alive, "nobody is to blame"
         assert re.match(r"no progress for \d+\.\d s: the ranks call different collectives", why)
 
 
 def test_worker_with_progress_during_inspection_is_spared():
-    workers = Workers(seen=(1, 7, long_ago()))
+    workers = OneWorker(seen=(1, 7, long_ago()))
 
     async def look():
         workers.seen = (1, 8, time.monotonic() + 3600)
@@ -303,7 +296,7 @@ def test_worker_with_progress_during_inspection_is_spared():
     ids=["no slate", "it has told that it does not go there", "unhurried"],
 )
 def test_of_whom_nothing_is_expected_is_not_asked(facts):
-    workers, looks = Workers(**facts), []
+    workers, looks = OneWorker(**facts), []
     workers.pid = lambda local_rank: looks.append(local_rank) or os.getpid()
     watch(workers, until=lambda: len(looks) >= 3)
     assert (workers.asked, workers.killed) == (0, [])
@@ -311,9 +304,9 @@ def test_of_whom_nothing_is_expected_is_not_asked(facts):
 
 def test_a_frozen_worker_on_the_way_has_the_plain_limit(monkeypatch):
     monkeypatch.setattr(hang_watchdog, "is_frozen", lambda pid: True)
-    workers = Workers(since=long_ago())
+    workers = OneWorker(since=long_ago())
     watch(workers, limit=10, until=lambda: workers.killed)  # else it would have 100 s
-    [(why, _)] = workers.killed
+    [(_, why, _)] = workers.killed
     assert f"{ON_THE_WAY}rank 0 " in why
     assert workers.asked == 0
 
@@ -322,7 +315,7 @@ def test_a_frozen_worker_on_the_way_has_the_plain_limit(monkeypatch):
 def test_worker_stuck_twice_after_end_of_world_is_killed(monkeypatch, looks):
     """On a busy machine a thread may need more than one to run on."""
     monkeypatch.setattr(hang_watchdog, "FREED_TIMEOUT", 0.01)
-    workers = Workers(answers=Pong(waiting=True, aborted=True))
+    workers = OneWorker(answers=Pong(waiting=True, aborted=True))
     workers.has_stopped = lambda local_rank: workers.asked >= looks
 
     @in_loop
@@ -337,28 +330,27 @@ def test_worker_stuck_twice_after_end_of_world_is_killed(monkeypatch, looks):
 
     workers.has_stopped = lambda local_rank: False
     main()
-    [(why, _)] = workers.killed
+    [(_, why, _)] = workers.killed
     assert re.fullmatch(r"not free \d+ ms after its world was over \(stuck\)", why)
 
 
 @pytest.mark.parametrize(
     ("step", "finished", "elsewhere", "limit", "killed", "said"),
     [
-        (7, False, [False, False, True], 10, True, True),
-        (7, False, [True], 10, True, False),
-        (7, False, [False] * 9, 0.06, True, True),
-        (7, False, [False] * 3 + ["it stops"], 10, False, True),
-        (0, False, [], 10, True, False),
-        (7, True, [], 10, True, False),
+        pytest.param(7, False, [False, False, True], 10, True, True, id="until another can"),
+        pytest.param(7, False, [True], 10, True, False, id="another can"),
+        pytest.param(7, False, [False] * 9, 0.06, True, True, id="until its limit"),
+        pytest.param(7, False, [False] * 3 + ["it stops"], 10, False, True, id="until it stops"),
+        pytest.param(0, False, [], 10, True, False, id="new"),
+        pytest.param(7, True, [], 10, True, False, id="done"),
     ],
-    ids=["until another can", "another can", "until its limit", "until it stops", "new", "done"],
 )
 def test_worker_with_only_copy_of_state_is_waited_for(
     monkeypatch, step, finished, elsewhere, limit, killed, said
 ):
     monkeypatch.setattr(hang_watchdog, "FREED_TIMEOUT", 0.01)
     monkeypatch.setattr(hang_watchdog, "is_frozen", lambda pid: True)
-    workers, told, answers = Workers(), [], list(elsewhere)
+    workers, told, answers = OneWorker(), [], list(elsewhere)
     workers.step, stopped = step, []
     workers.has_stopped = lambda local_rank: bool(stopped)
 
@@ -389,7 +381,7 @@ def test_worker_with_only_copy_of_state_is_waited_for(
 def test_worker_told_to_enter_next_world_has_left_the_last(monkeypatch):
     monkeypatch.setattr(hang_watchdog, "FREED_TIMEOUT", 0.01)
     monkeypatch.setattr(hang_watchdog, "is_frozen", lambda pid: True)
-    workers, generations = Workers(), [1, 1, 2]
+    workers, generations = OneWorker(), [1, 1, 2]
     workers.has_stopped = lambda local_rank: False
     workers.generation = lambda local_rank: generations.pop(0) if generations[1:] else 2
 
@@ -404,7 +396,7 @@ def test_worker_told_to_enter_next_world_has_left_the_last(monkeypatch):
 
 
 def test_a_worker_of_this_node_that_is_free_can_go_on():
-    workers = Workers()
+    workers = OneWorker()
     workers.step, workers.has_stopped = 7, lambda local_rank: True
     watching = HangWatchdog(workers, None, 10)
     assert watching.can_go_on(1)
@@ -481,3 +473,169 @@ async def test_an_error_in_looking_is_logged_and_nothing_is_reported(caplog):
     assert (found, told) == (WorldActivity(), [])
     assert "Could not find out" in caplog.text
     assert "too deep" in caplog.text
+
+
+# --- Scripts: judged by what all ranks do ---------------------------------------------------------
+
+
+IN_COLLECTIVE = '  File "/x/torch/distributed/distributed_c10d.py", line 7 in all_reduce\n'
+ALONE = '  File "train.py", line 3 in evaluate\n'
+
+
+def waits(rank, node="a"):
+    return RankActivity(rank=rank, node=node, step=7, stack=IN_COLLECTIVE)
+
+
+def works(rank, node="a", **more):
+    return RankActivity(rank=rank, node=node, step=7, stack=ALONE, **more)
+
+
+def unread(rank, node="a"):
+    return RankActivity(rank=rank, node=node, step=7, stack=NOTHING)
+
+
+class ScriptWorkers(Workers):
+    """Local ranks 0 and 1, which have committed step 7 long ago in generation 1."""
+
+    def __init__(self, *activities, first=0, since=100.0):
+        super().__init__(
+            *[os.getpid()] * 2,
+            generation=1,
+            first_step=3,
+            rank=lambda local_rank: first + local_rank,
+        )
+        self.activities, self.told, self.looks = activities, [], 0
+        self.seen = (1, 7, time.monotonic() - since)
+        #: Whether the script commits: otherwise its optimizer's steps are counted.
+        self.commits = True
+        self.counted = SimpleNamespace(seen=self.steps)
+
+    def progress(self, local_rank):
+        self.looks += 1
+        return self.seen if self.commits else None
+
+    def steps(self, local_rank):
+        return (*self.seen, 3)
+
+    async def everywhere(self):
+        return WorldActivity(1, self.activities)
+
+
+def watch_script(workers, limit, monkeypatch, looks=100):
+    """Until it has looked so often, or a few times at a worker, or killed."""
+    monkeypatch.setattr(hang_watchdog, "LOOK", 0.001)
+    ends = iter([False] * looks)
+
+    async def main():
+        report = HangReport(workers.everywhere, lambda _, event: workers.told.append(event))
+        watchdog = HangWatchdog(workers, report, limit)
+        await watchdog.watch_script(
+            lambda: next(ends, True) or workers.looks > 40 or bool(workers.killed)
+        )
+        report.close()
+
+    asyncio.run(main())
+
+
+ENDED = {
+    "missing": ([waits(0), works(1)], 0, [1], 1),
+    "frozen": ([waits(0), works(1, frozen=True)], 0, [1], 1),
+    "missing elsewhere, whose agent tells": ([waits(0), waits(1), works(2, "b")], 0, [], 0),
+    "missing elsewhere, rank 0": ([works(0, "b"), waits(1), waits(2)], 1, [], 0),
+    "all wait": ([waits(0), waits(1)], 0, [], 1),
+    "all wait, and another node has rank 0": ([waits(0, "b"), waits(1), waits(2)], 1, [], 0),
+    "nobody waits, as in an evaluation": ([works(0), works(1)], 0, [], 1),
+    "missing, and one elsewhere unseen": ([waits(0), works(1), unread(2, "b")], 0, [1], 1),
+    "unseen": ([waits(0), unread(1)], 0, [], 1),
+    "missing, and one here unseen": ([waits(0, "b"), works(1), unread(2)], 1, [1], 1),
+    "nothing is known": ([], 0, [], 0),
+}
+
+
+@pytest.mark.parametrize(("activities", "first", "killed", "told"), ENDED.values(), ids=ENDED)
+def test_script_worker_that_causes_hang_is_killed(activities, first, killed, told, monkeypatch):
+    workers = ScriptWorkers(*activities, first=first)
+    watch_script(workers, 50, monkeypatch)
+    assert [workers.rank(each) for each, *_ in workers.killed] == killed
+    assert len(workers.told) == told
+    for _, why, stack in workers.killed:
+        assert why.startswith("no progress for 1")
+        assert why.count("rank 1") == 1
+        assert why.count("rank 1 (frozen)") == activities[1].frozen
+        assert ("s: it is in " in why) is not activities[1].frozen
+        assert stack == ALONE
+
+
+#: What is told of a script that commits nothing.
+TOLD = {
+    "missing": ([waits(0), works(1)], 50, 1),
+    "missing, by the limit that is learned": ([waits(0), works(1)], None, 1),
+    "frozen": ([waits(0), works(1, frozen=True)], 50, 1),
+    "all wait": ([waits(0), waits(1)], 50, 1),
+    "missing elsewhere, whose agent tells": ([waits(0), waits(1), works(2, "b")], 50, 0),
+    "nobody waits, as in an evaluation": ([works(0), works(1)], 50, 0),
+    "looked at again and again, and told once": ([waits(0), works(1), unread(2, "b")], 50, 1),
+    "off": ([waits(0), works(1)], 0, 0),
+}
+
+
+@pytest.mark.parametrize(("activities", "limit", "told"), TOLD.values(), ids=TOLD)
+def test_optimizer_steps_report_hang_and_kill_no_worker(activities, limit, told, monkeypatch):
+    monkeypatch.setattr(hang_watchdog, "FRESH", 0.0)
+    workers = ScriptWorkers(*activities, since=10_000.0)
+    workers.commits = False
+    watch_script(workers, limit, monkeypatch)
+    assert (workers.killed, len(workers.told)) == ([], told)
+
+
+def test_unreadable_rank_is_inspected_again(monkeypatch):
+    monkeypatch.setattr(hang_watchdog, "FRESH", 0.0)
+    workers = ScriptWorkers(waits(0), unread(1))
+    looks = iter([[waits(0), unread(1)]] * 3)
+
+    async def everywhere():
+        return WorldActivity(1, tuple(next(looks, [waits(0), works(1)])))
+
+    monkeypatch.setattr(workers, "everywhere", everywhere)
+    watch_script(workers, 50, monkeypatch)
+    assert workers.killed[0][0] == 1
+    assert [event.missing for event in workers.told[:2]] == [[], [1]], "the same is told once"
+
+
+@pytest.mark.parametrize(
+    ("limit", "since"), [(500, 100.0), (0, 100.0), (None, 100_000.0)], ids=["given", "off", "auto"]
+)
+def test_script_worker_within_limit_is_left_alone(limit, since, monkeypatch):
+    workers = ScriptWorkers(waits(0), works(1), since=since)
+    watch_script(workers, limit, monkeypatch)
+    assert (workers.killed, workers.told) == ([], [])
+
+
+def test_a_learned_limit_counts_for_who_is_frozen(monkeypatch):
+    monkeypatch.setattr(hang_watchdog, "is_frozen", lambda pid: True)
+    workers = ScriptWorkers(waits(0), works(1, frozen=True), since=700.0)
+    watch_script(workers, None, monkeypatch)
+    assert [rank for rank, *_ in workers.killed] == [1]
+
+
+def test_worker_without_steps_in_this_world_is_not_watched(monkeypatch):
+    workers = ScriptWorkers(waits(0), works(1))
+    workers.generation = lambda local_rank: 2
+    watch_script(workers, 50, monkeypatch)
+    assert workers.told == []
+
+
+def test_workers_that_are_being_stopped_do_not_hang(monkeypatch):
+    workers = ScriptWorkers(waits(0), works(1))
+    workers.stopping = True
+    watch_script(workers, 50, monkeypatch, looks=3)
+    assert workers.killed == []
+
+
+def test_cause_of_hang_is_frozen_or_missing_rank():
+    certain = HangDiagnosis("", (1,), True)
+    assert is_cause(works(1), certain)
+    assert is_cause(works(1, frozen=True), HangDiagnosis("", (), False))
+    assert not is_cause(None, certain)
+    assert not is_cause(works(1), HangDiagnosis("", (1,), False))
+    assert not is_cause(works(1), HangDiagnosis("", (2,), True))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.agent.support import in_loop
+from tests.unit.agent.cast import in_loop
 from torchelastic.agent.telemetry import dashboard_process
 from torchelastic.agent.telemetry.dashboard_process import DashboardProcess
 from torchelastic.config import LaunchConfig

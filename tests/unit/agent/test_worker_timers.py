@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tests.support import poll_for
-from tests.unit.agent.support import in_loop
+from tests.unit.agent.cast import Workers, in_loop
 from torchelastic.agent.watch import stack_reader, worker_timers
 from torchelastic.agent.watch.worker_timers import (
     FileTimers,
@@ -59,27 +59,6 @@ def test_the_timer_that_expired_first(found, scope):
 )
 def test_when_to_look_again(found, seconds):
     assert pause(found, now=100) == seconds
-
-
-class Workers:
-    """What timers know of the workers of a node."""
-
-    def __init__(self, *pids):
-        self.stopping, self.killed, self.condemned, self.helpers = False, [], {}, set()
-        self.some = asyncio.Event()
-        self.pids = dict(enumerate(pids))
-        self.pid = self.pids.get
-
-    @property
-    def alive(self):
-        return tuple(self.pids)
-
-    def condemn(self, local_rank, why, stack=""):
-        self.condemned[local_rank] = why, stack
-
-    def kill(self, local_rank, why, stack):
-        self.killed.append((local_rank, why, stack))
-        self.some.set()
 
 
 @pytest.fixture

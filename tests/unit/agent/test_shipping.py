@@ -1,4 +1,4 @@
-"""Agents tell the leader, whoever it is and whatever becomes of it: real connections."""
+"""Agents ship their events to the leader, whoever it is and whatever becomes of it."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.agent.support import PATIENCE, in_loop
+from tests.unit.agent.cast import PATIENCE, in_loop
 from torchelastic import best_effort, side_tasks
 from torchelastic.agent.telemetry import clock_offset, shipper
 from torchelastic.agent.telemetry import collector as collector_module

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.agent.support import in_loop
+from tests.unit.agent.cast import in_loop
 from torchelastic.agent.output import output_stream, tee
 from torchelastic.agent.output.log_files import (
     NodeLogs,

@@ -1,4 +1,4 @@
-"""The last line of a run: the goodput of the job, said by one node."""
+"""What a node tells people and the event log: generations, goodput, stragglers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from dataclasses import replace
 
 import pytest
 
+from tests.unit.agent.cast import in_loop
 from tests.unit.events.stories import Story, failure
 from torchelastic.agent.telemetry.reporter import Reporter
+from torchelastic.agent.telemetry.straggler_watch import StragglerWatch
 from torchelastic.clock import FakeClock
 from torchelastic.config import LaunchConfig
 from torchelastic.events import types as events
 from torchelastic.events.log import COLLECTED_FILE, EventLog, read_files
+from torchelastic.events.record import Record
+from torchelastic.events.types import Event, Joined, Note, Progress, Straggler
 from torchelastic.rendezvous import held_out
 from torchelastic.rendezvous.restart_policy import RestartHistory
 from torchelastic.rendezvous.world import World
@@ -232,3 +236,121 @@ def test_the_end_of_a_generation_waits_a_moment_for_its_cause(tmp_path, said, mo
     asyncio.run(asyncio.wait_for(see(), 10))
     reason = KILLED.sentence() if known else over.reason
     assert said == [f"generation 3 is over: {reason}", "generation 5 is over: a failure"]
+
+
+# --- Stragglers: lines of all nodes in, words and a wish for a spare out --------------------------
+
+
+def line(event: Event, node: str, generation: int | None = None) -> bytes:
+    record = Record(
+        type=event.type, job="j", node=node, wall=1.0, mono=1.0, generation=generation, event=event
+    )
+    return record.line().encode() + b"\n"
+
+
+def progress(rank: int, look: int, own: float) -> Progress:
+    """Ten steps further with each look."""
+    return Progress([rank], [10 * look], [10.0 * look], own=[10 * own * look])
+
+
+@pytest.fixture
+def reported():
+    return []
+
+
+@pytest.fixture
+def wished():
+    return []
+
+
+@pytest.fixture
+def watch(reported, wished):
+    made = StragglerWatch(
+        1.5,
+        lambda generation, found: reported.extend((generation, one) for one in found),
+        lambda generation, nodes: wished.append((generation, nodes)),
+    )
+    made.turn_to(3, 2)
+    return made
+
+
+def hear(watch: StragglerWatch, looks: int, generation: int = 3) -> None:
+    watch.take_lines(line(Joined("node-a", "", True), "a") + line(Joined("node-b", "", False), "b"))
+    for look in range(1, looks + 1):
+        watch.take_lines(
+            line(Note("nothing"), "a") + line(progress(0, look, 0.125), "a", generation)
+        )
+        watch.take_lines(line(progress(1, look, 0.5), "b", generation))
+
+
+def test_a_straggler_is_reported_by_the_name_of_its_node(watch, reported, wished):
+    hear(watch, 5)
+    [(generation, straggler)] = reported
+    assert (generation, straggler.rank, straggler.name) == (3, 1, "node-b")
+    assert (straggler.seconds_per_step, straggler.usual) == (0.5, 0.125)
+    assert wished == [(3, {"b"})]
+
+
+def test_a_node_that_keeps_up_again_is_wished_away_no_more(watch, wished):
+    hear(watch, 5)
+    for look in range(6, 10):
+        watch.take_lines(line(progress(0, look, 0.125), "a", 3))
+        well = Progress([1], [10 * look], [10.0 * look], own=[25.0 + 1.25 * (look - 5)])
+        watch.take_lines(line(well, "b", 3))
+    assert wished == [(3, {"b"}), (3, set())]
+
+
+def test_other_generations_and_junk_say_nothing(watch, reported):
+    hear(watch, 9, generation=2)
+    watch.turn_to(2, 2)  # told late
+    watch.take_lines(b'{"v":1,"type":"progress","ranks":[1]\n\xff\xfe\n\n')
+    hear(watch, 5)
+    assert len(reported) == 1
+
+
+def test_cost_of_straggler_is_reported_at_end_of_generation(watch, reported, wished):
+    hear(watch, 9)
+    watch.sum_up(before=3)
+    assert len(reported) == 2, "it is not over yet"
+    for _ in range(3):
+        watch.sum_up(before=4)
+    watch.turn_to(4, 2)
+    watch.sum_up(before=5)
+    assert [(generation, one.cost, one.name) for generation, one in reported] == [
+        (3, pytest.approx(3 * 3.75), "node-b"),
+        (3, pytest.approx(6 * 3.75), "node-b"),
+        (3, pytest.approx(7 * 3.75), "node-b"),
+    ]
+    assert [one.again for _, one in reported] == [False, True, True]
+    assert wished == [(3, {"b"})] * 2, "what is over is nobody's to replace"
+
+
+def test_stragglers_are_reported_without_replacement(reported):
+    watch = StragglerWatch(1.5, lambda generation, found: reported.extend(found), None)
+    watch.turn_to(3, 2)
+    hear(watch, 5)
+    assert len(reported) == 1
+
+
+@in_loop
+async def test_of_a_job_of_one_node_its_own_log_is_followed(tmp_path, watch, reported):
+    log = EventLog(tmp_path / "events.jsonl", job="j", node="a", clock=FakeClock())
+    watch.follow(log)
+    log.emit(Joined("node-a", "", True))
+    for look in range(1, 6):
+        own = [1.25 * look, 5.0 * look]
+        told = Progress([0, 1], [10 * look] * 2, [10.0 * look] * 2, own=own)
+        log.emit(told, generation=3)
+        assert reported == []
+    await asyncio.sleep(0)
+    log.close()
+    assert [(one.rank, one.name) for _, one in reported] == [(1, "node-a")]
+
+
+def test_of_a_slow_node_with_many_workers_one_is_told_to_people(tmp_path, said):
+    speaker, told = reporter_of(tmp_path, generation=-1), []
+    speaker._log.listen(lambda record: told.append(record.event.rank))
+    found = [Straggler(rank, 1.0, 0.5, float(rank), f"rank {rank}", "b") for rank in (4, 5, 6)]
+    speaker.stragglers(3, [*found, Straggler(9, 1.0, 0.5, 1.0, "rank 9", "c", over=True)])
+    assert said == ["rank 6 (and 2 more workers there)", "rank 9"]
+    assert told == [6, 5, 4, 9]

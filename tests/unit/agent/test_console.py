@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.agent.support import in_loop
+from tests.unit.agent.cast import in_loop
 from torchelastic.agent.output import console
 from torchelastic.agent.output.console import Console, WaitingLine, sentence
 from torchelastic.agent.output.terminal_text import one_line, plain

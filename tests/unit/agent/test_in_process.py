@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.agent.support import place
+from tests.unit.agent.cast import place
 from torchelastic.agent.lifecycle import in_process
 from torchelastic.agent.lifecycle.in_process import InProcessState
 from torchelastic.agent.lifecycle.last_copy import LiveCopy, is_usable, is_waited_for, may_be_killed
@@ -255,7 +255,7 @@ STORIES = {
         then(see(2, phase="waiting", me=()), commands=[]),
     ],
     "the first world that waits has no nodes, and stops nobody": [
-        then(WorldSeen(World(generation=0, phase="waiting")), commands=[]),
+        then(WorldSeen(World(generation=0, phase="waiting")), commands=[])
     ],
     "a world that was over before this node joined anew is gone from here, too": [
         then(LeaseLost()),
@@ -522,28 +522,18 @@ EVALUATES, WORKS, LAST = (0, 7, math.inf), (0, 7, 1.0), (0, 8, 1.0)
 @pytest.mark.parametrize(
     ("shown", "fields", "waited_for"),
     [
-        ((EVALUATES, EVALUATES), {}, True),
-        ((EVALUATES, LAST), {}, True),
-        ((EVALUATES, WORKS), {}, False),
-        ((WORKS, LAST), {}, False),
-        ((LAST, LAST), {}, False),
-        (((0, 8, math.inf), LAST), {}, False),
-        ((EVALUATES, None), {}, False),
-        ((EVALUATES, LAST), {"replica": 2}, False),
-        ((EVALUATES, LAST), {"after": None}, False),
-        ((EVALUATES, LAST), {"handing_over": ()}, False),
-    ],
-    ids=[
-        "both evaluate",
-        "the other one waits, too",
-        "the other one may save",
-        "a long step",
-        "all in the last step",
-        "an evaluation in the last step, as the others",
-        "nothing is known",
-        "sharded",
-        "not agreed yet",
-        "not in the last world",
+        pytest.param((EVALUATES, EVALUATES), {}, True, id="both evaluate"),
+        pytest.param((EVALUATES, LAST), {}, True, id="the other one waits, too"),
+        pytest.param((EVALUATES, WORKS), {}, False, id="the other one may save"),
+        pytest.param((WORKS, LAST), {}, False, id="a long step"),
+        pytest.param((LAST, LAST), {}, False, id="all in the last step"),
+        pytest.param(
+            ((0, 8, math.inf), LAST), {}, False, id="an evaluation in the last step, as the others"
+        ),
+        pytest.param((EVALUATES, None), {}, False, id="nothing is known"),
+        pytest.param((EVALUATES, LAST), {"replica": 2}, False, id="sharded"),
+        pytest.param((EVALUATES, LAST), {"after": None}, False, id="not agreed yet"),
+        pytest.param((EVALUATES, LAST), {"handing_over": ()}, False, id="not in the last world"),
     ],
 )
 def test_the_others_wait_for_an_evaluation_that_they_do_not_need(shown, fields, waited_for):
@@ -564,11 +554,10 @@ def test_a_leave_while_nobody_trains_is_immediate():
 @pytest.mark.parametrize(
     ("event", "code"),
     [
-        (see(phase="closed", exitcode=1), 1),
-        (see(phase="closed", exitcode=0), 0),
-        (StoreLost("gone"), 171),
+        pytest.param(see(phase="closed", exitcode=1), 1, id="failed"),
+        pytest.param(see(phase="closed", exitcode=0), 0, id="done"),
+        pytest.param(StoreLost("gone"), 171, id="without a store"),
     ],
-    ids=["failed", "done", "without a store"],
 )
 def test_the_end_of_the_job_stops_everything(event, code):
     node = training()

@@ -1,24 +1,32 @@
-"""The workers of one node, by table."""
+"""The node's machine and the workers of a script, by table."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tests.unit.agent.support import place
+from tests.unit.agent.cast import place
+from torchelastic.agent.lifecycle import in_process
+from torchelastic.agent.lifecycle.in_process import InProcessState
+from torchelastic.agent.lifecycle.machine import KEPT, LONGEST, Machine
 from torchelastic.agent.lifecycle.node_state import (
     InvalidTransition,
     LeaseLost,
     LeaveRequested,
+    Named,
     Phase,
     PlaceAllotted,
     Rejoin,
     ReportMember,
+    Spawn,
     StartWorkers,
     Stop,
     StoreLost,
     Tell,
     WorkerFailed,
     WorkerMessage,
+    WorkerProgress,
     WorkerReturned,
     WorkersGone,
     WorkerSucceeded,
@@ -28,6 +36,7 @@ from torchelastic.agent.lifecycle.node_state import (
 from torchelastic.agent.lifecycle.script import ScriptState, handle
 from torchelastic.events.failure import Failure
 from torchelastic.rendezvous.world import World
+from torchelastic.worker import orders
 from torchelastic.worker.orders import CanSave, Enlisted, Leave, Saved
 
 
@@ -243,9 +252,7 @@ STORIES = {
         (WorkerMessage(0, Saved()), []),
     ),
     "a leave is announced at last if those who store the state are gone": story(
-        (*TOGETHER, LeaveRequested(15, 99.0)),
-        (WorkersGone(), [LEAVES[0]]),
-        phase=Phase.ENDED,
+        (*TOGETHER, LeaveRequested(15, 99.0)), (WorkersGone(), [LEAVES[0]]), phase=Phase.ENDED
     ),
     "a leave reaches workers that are being stopped, together or not": story(
         (*TOGETHER, OVER), (LeaveRequested(15, 99.0), LEAVES), (WorkersGone(), [])
@@ -374,3 +381,75 @@ def test_workers_that_wait_in_train_for_one_that_has_ended_fail(ends_first):
     failure = failures.changes["failures"][0]
     assert failure.fatal
     assert "without calling torchelastic.train" in failure.message
+
+
+# --- The machine: the table in charge, the facts in its reports, the printed transitions ----------
+
+
+SEEN = WorkerProgress(step=7, trained=2, holds=3, blank=(1,))
+
+
+def machine_of(**fields):
+    machine = Machine(ScriptState(node="a", nproc=2, **fields))
+    for event in RUNNING:
+        machine.take(event, WorkerProgress())
+    return machine
+
+
+def test_report_includes_progress_of_workers():
+    [report, _] = machine_of().take(WorkerFailed(failure(0)), SEEN)
+    facts = {"step": 7, "trained": 2, "holds": 3}
+    assert report == ReportMember({**facts, "failures": (failure(0),)})
+
+
+def test_report_in_sharded_world_names_workers_without_the_state():
+    machine = machine_of()
+    machine.take(WorldSeen(world(replica=2)), WorkerProgress())
+    [report, _] = machine.take(WorkerFailed(failure(0)), SEEN)
+    assert report.changes["blank"] == (1,)
+
+
+def test_resident_world_hands_running_workers_to_other_table():
+    machine = machine_of()
+    machine.take(Named("host-1"), WorkerProgress())
+    again = replace(world(), in_process=True)
+    report, *told = machine.take(WorldSeen(again), SEEN)
+    assert isinstance(machine.state, InProcessState)
+    assert machine.state.name == "host-1"
+    assert report.changes["standing"] == (0, 1)
+    assert [type(each.order) for each in told if isinstance(each, Tell)] == [orders.Enter] * 2
+
+
+def test_resident_world_starts_workers_of_idle_node():
+    machine = Machine(ScriptState(node="c", nproc=1))
+    commands = machine.take(WorldSeen(replace(world(1, "waiting"), in_process=True)), SEEN)
+    assert Spawn(0) in commands
+
+
+def test_error_about_script_lists_last_transitions():
+    machine = Machine(ScriptState(node="n"))
+    machine.take(LeaseLost(), WorkerProgress())
+    machine.take(StoreLost("the host is gone"), WorkerProgress())
+    with pytest.raises(InvalidTransition) as raised:
+        machine.take(WorkersUp(3), WorkerProgress())
+    first, title, *lines = str(raised.value).splitlines()
+    assert first.startswith("WorkersUp while ended")
+    assert title == "The last 2 transitions, oldest first:"
+    assert lines[0].startswith("  [waiting for a world] LeaseLost() -> Rejoin(")
+    assert lines[1].startswith("  [waiting for a world] StoreLost(reason='the host is gone') -> ")
+
+
+def test_error_about_in_process_workers_lists_last_transitions():
+    machine = Machine(in_process.alone("n", "host"))
+    with pytest.raises(InvalidTransition, match="The last 0 transitions"):
+        machine.take("an unknown event", WorkerProgress())
+
+
+def test_ring_of_transitions_stays_small_in_large_job():
+    machine = Machine(ScriptState(node="n"))
+    for number in range(1000):
+        machine.take(PlaceAllotted(number + 10**200), WorkerProgress())
+    lines = str(machine).splitlines()[1:]
+    assert len(lines) == KEPT
+    assert all(len(line) < 2 * LONGEST + 40 for line in lines)
+    assert lines[-1].startswith("  [waiting for a world] PlaceAllotted(place=1000")

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from tests.ports import free_port
-from tests.unit.agent.support import in_loop, place
+from tests.unit.agent.cast import in_loop, place
 from tests.unit.rendezvous.cast import story, within
 from tests.unit.transport.cast import stranger
 from torchelastic.agent.workers.environment import entry_for, node_env, standby_env, worker_env
