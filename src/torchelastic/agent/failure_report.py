@@ -73,7 +73,9 @@ def exit_words(exitcode: int) -> str:
     ('killed by SIGKILL', 'exit code 3')
     """
     if exitcode < 0:
-        return _signal_words(signal_name(-exitcode))
+        name = signal_name(-exitcode)
+        words = _SIGNAL_WORDS.get(name)
+        return f"killed by {name} ({words})" if words else f"killed by {name}"
     words = _SHELL_WORDS.get(exitcode, "")
     if 128 < exitcode <= 192:
         words = f"a shell's code for {signal_name(exitcode - 128)}"
@@ -120,11 +122,6 @@ def with_hint(words: str, hint: str) -> str:
     return f"{words}: {found}" if found == "out of memory" else words
 
 
-def _signal_words(name: str) -> str:
-    words = _SIGNAL_WORDS.get(name)
-    return f"killed by {name} ({words})" if words else f"killed by {name}"
-
-
 def world_sentence(world: World) -> str:
     """`generation 4: 4 workers on 2 nodes (node-a, node-b): rank 2 …; 1 of 3 restarts used`."""
     names = listed([node.name for node in world.nodes], world.count)
@@ -163,7 +160,8 @@ def failures_block(title: str, cause: Failure | None, others: Sequence[Failure])
     border, section = "=" * _WIDTH, "-" * _WIDTH
     lines = [border, title, section]
     if cause is not None:
-        details = _node_details(cause) if cause.is_node else _details(cause)
+        of_node = [_row("host", cause.node), _row("error", cause.message)]
+        details = of_node if cause.is_node else _details(cause)
         lines += ["Root Cause (first observed failure):", "[0]:", *details, section]
     causes = [one for one in others if one.by_itself]
     fell = [one for one in others if not one.by_itself]
@@ -211,10 +209,6 @@ def _details(failure: Failure) -> list[str]:
         "last lines": "".join(f"\n  {line}" for line in failure.log_lines) or None,
     }
     return [_row(label, str(value)) for label, value in rows.items() if value is not None]
-
-
-def _node_details(failure: Failure) -> list[str]:
-    return [_row("host", failure.node), _row("error", failure.message)]
 
 
 def _row(label: str, value: str) -> str:

@@ -19,11 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchelastic.config import OWN_ETCD, Entry, LaunchConfig
-from torchelastic.errors import (
-    TorchElasticError,
-    VoteOutdated,
-    exitcode_of,
-)
+from torchelastic.errors import TorchElasticError, VoteOutdated, exitcode_of
 from torchelastic.system import cgroup, linux
 
 #: What the agent gets when the guard is gone. Its default action ends a process, which is right
@@ -31,14 +27,7 @@ from torchelastic.system import cgroup, linux
 GUARD_LOST_SIGNAL = signal.SIGRTMIN + 6
 
 FORWARDED = frozenset(
-    {
-        signal.SIGTERM,
-        signal.SIGINT,
-        signal.SIGHUP,
-        signal.SIGQUIT,
-        signal.SIGUSR1,
-        signal.SIGUSR2,
-    }
+    {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 )
 
 

@@ -38,7 +38,9 @@ def gpus(environ: Mapping[str, str], root: Path) -> int:
     if present:
         return _visible(present, environ.get("CUDA_VISIBLE_DEVICES"))
     listed = environ.get("HIP_VISIBLE_DEVICES", environ.get("CUDA_VISIBLE_DEVICES"))
-    return _visible(_amd(root), listed)
+    identities = root.glob("sys/class/kfd/kfd/topology/nodes/*/gpu_id")
+    amd = sum(identity.read_text().strip() not in ("", "0") for identity in identities)
+    return _visible(amd, listed)
 
 
 def xpus(root: Path) -> int:
@@ -52,11 +54,6 @@ def _nvidia(root: Path) -> int:
     # Containers often hide the driver's directory, and may have only some of the devices.
     devices = sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in root.glob("dev/nvidia*"))
     return devices or known_to_driver
-
-
-def _amd(root: Path) -> int:
-    identities = root.glob("sys/class/kfd/kfd/topology/nodes/*/gpu_id")
-    return sum(identity.read_text().strip() not in ("", "0") for identity in identities)
 
 
 def _visible(present: int, listed: str | None) -> int:

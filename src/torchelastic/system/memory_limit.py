@@ -82,7 +82,7 @@ def in_words(size: int) -> str:
 
 def limits() -> list[Limit]:
     """All memory limits of this process."""
-    found = [*_of_machine(_read("/proc/meminfo"))]
+    found = _of_machine(_read("/proc/meminfo"))
     own, mounts = _read("/proc/self/cgroup"), _read("/proc/self/mountinfo")
     for directory, is_v2 in directories(own, mounts):
         names = _V2 if is_v2 else _V1
@@ -161,10 +161,6 @@ def _upwards(path: str, mountinfo: str, is_v2: bool) -> list[str]:
         root, place = words[3].rstrip("/"), words[4]
         # In a container the mount may start at our own cgroup, with the host's path.
         inside = path[len(root) :] if (path + "/").startswith(root + "/") else "/"
-        return _with_parents(place, inside.strip("/"))
+        parts = inside.strip("/").split("/") if inside.strip("/") else []
+        return [os.path.join(place, *parts[:end]) for end in range(len(parts), -1, -1)]
     return []
-
-
-def _with_parents(place: str, inside: str) -> list[str]:
-    parts = inside.split("/") if inside else []
-    return [os.path.join(place, *parts[:end]) for end in range(len(parts), -1, -1)]

@@ -134,11 +134,7 @@ class WorkerLink:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def tell(
-        self,
-        message: Mapping[str, Any],
-        descriptors: Sequence[int] = (),
-        *,
-        timeout: float = 30.0,
+        self, message: Mapping[str, Any], descriptors: Sequence[int] = (), *, timeout: float = 30.0
     ) -> None:
         """Send, waiting for room up to `timeout` seconds; `ChannelLost` if it cannot be sent.
 

@@ -17,11 +17,7 @@ _OFFERED = -1
 def serve() -> TCPStore:
     """Start a new store on a free port of this machine."""
     return TCPStore(
-        host_name="localhost",
-        port=0,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=READ_TIMEOUT,
+        host_name="localhost", port=0, is_master=True, wait_for_workers=False, timeout=READ_TIMEOUT
     )
 
 

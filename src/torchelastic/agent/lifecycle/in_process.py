@@ -407,10 +407,7 @@ def _failed(state: InProcessState, event: WorkerFailed) -> Step:
         return _when_all_done(_with(state, failure.local_rank, gone))
     tries = before.tries + (before.status is Status.STARTING)
     gone = Worker(
-        status=Status.GONE,
-        generation=before.generation,
-        tries=tries,
-        exitcode=failure.exitcode,
+        status=Status.GONE, generation=before.generation, tries=tries, exitcode=failure.exitcode
     )
     state = _with(state, failure.local_rank, gone)
     if before.status is Status.FINISHED:

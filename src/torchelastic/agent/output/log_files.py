@@ -118,10 +118,6 @@ def _are_one(stdout: int, stderr: int) -> bool:
         return False  # started without one of them
 
 
-def _has_files_in(directory: Path) -> bool:
-    return any(path.is_file() for path in directory.rglob("*"))
-
-
 class NodeLogs:
     """The logs of all generations on this node."""
 
@@ -144,7 +140,7 @@ class NodeLogs:
 
         If no file can be created, the generation runs without log files.
         """
-        directory = self._attempt_dir(generation)
+        directory = self._run_dir / f"attempt_{generation}" if has_files(self._config) else None
         try:
             return self._made(self._config, directory, ranks)
         except OSError as error:
@@ -173,14 +169,13 @@ class NodeLogs:
         """Close the console. Delete a temporary directory, unless a failure points to it."""
         for console in self._consoles.values():
             console.close()
-        if self._config.log_dir is None and (success or not _has_files_in(self._run_dir)):
+        if self._config.log_dir is not None:
+            return
+        if success or not any(path.is_file() for path in self._run_dir.rglob("*")):
             try:
                 shutil.rmtree(self._run_dir.parent)
             except OSError as error:
                 log.warning("Could not delete %s (%s).", self._run_dir.parent, error.strerror)
-
-    def _attempt_dir(self, generation: int) -> Path | None:
-        return self._run_dir / f"attempt_{generation}" if has_files(self._config) else None
 
 
 class GenerationLogs:

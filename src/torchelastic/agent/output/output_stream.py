@@ -42,7 +42,9 @@ class NonblockingWriter:
         self._close_fd: Callable[[], None] = _nothing
         mode = os.fstat(fd).st_mode
         if stat.S_ISSOCK(mode):
-            self._write_to_socket(fd)
+            peer = socket.socket(fileno=os.dup(fd))
+            self.watched, self._close_fd = peer.fileno(), peer.close
+            self.send = lambda data: peer.send(data, socket.MSG_DONTWAIT)
         elif stat.S_ISFIFO(mode) or os.isatty(fd):
             self._write_to_own_opening(fd)
         else:
@@ -52,11 +54,6 @@ class NonblockingWriter:
         """The inherited descriptor itself stays open."""
         self._close_fd()
         self._close_fd = _nothing
-
-    def _write_to_socket(self, fd: int) -> None:
-        peer = socket.socket(fileno=os.dup(fd))
-        self.watched, self._close_fd = peer.fileno(), peer.close
-        self.send = lambda data: peer.send(data, socket.MSG_DONTWAIT)
 
     def _write_to_own_opening(self, fd: int) -> None:
         own = self._reopened(fd)

@@ -141,8 +141,10 @@ class _Server:
     def _hear(self) -> list[int] | None:
         """Handle one message; None unless this is a new process."""
         data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_LIMIT, DESCRIPTOR_LIMIT)
-        if not data:
-            self._agent_is_gone()
+        if not data:  # agent and guard may have been killed at once
+            if self._cgroup is not None:
+                self._cgroup.remove()
+            os._exit(0)
         message = json.loads(data)
         if "cgroup" in message:
             self._cgroup = Cgroup(message["cgroup"])
@@ -217,12 +219,6 @@ class _Server:
         for prefork in self._preforks:
             prefork.socket.close()
 
-    def _agent_is_gone(self) -> NoReturn:
-        """Clean up: agent and guard may have been killed at once."""
-        if self._cgroup is not None:
-            self._cgroup.remove()
-        os._exit(0)
-
 
 # --- importing -----------------------------------------------------------------------------------
 
@@ -248,7 +244,8 @@ def _warm_up(
             if careful
             else (import_all(preload))
         )
-    _prepare_to_fork()
+    _fork_once()
+    _spare_pages()
     if reason := unfit_to_fork():
         if preload and not careful:
             _start_over(control, before)
@@ -323,12 +320,6 @@ def changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, st
     """
     names = before.keys() | after.keys()
     return {name: after.get(name) for name in names if before.get(name) != after.get(name)}
-
-
-def _prepare_to_fork() -> None:
-    """Make copies cheap and whole."""
-    _fork_once()
-    _spare_pages()
 
 
 def _fork_once() -> None:
@@ -485,9 +476,7 @@ def _renew(stream: TextIOWrapper, number: int) -> None:
 
 
 def _take_environment(
-    wanted: Mapping[str, str],
-    env_changes: Mapping[str, str | None],
-    inherited: Mapping[str, int],
+    wanted: Mapping[str, str], env_changes: Mapping[str, str | None], inherited: Mapping[str, int]
 ) -> None:
     """Set the requested environment, plus the changes that imports have made."""
     values: dict[str, str | None] = {**wanted, **env_changes}

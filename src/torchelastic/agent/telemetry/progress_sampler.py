@@ -63,13 +63,13 @@ def metrics_of(generation: int, reported: Iterable[Reported]) -> dict[str, float
     for one in sorted(reported, key=lambda one: one.rank):
         if one.generation == generation:
             news = one.fresh - known
-            metrics |= {name: _finite(value) for name, value in one.metrics.items() if name in news}
+            metrics |= {
+                name: value if math.isfinite(value) else None
+                for name, value in one.metrics.items()
+                if name in news
+            }
             known |= set(one.metrics)
     return metrics
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _without_steps(one: Reported) -> ShownStatus:

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any, Protocol
 
 from torchelastic.agent.telemetry.clock_offset import SPREAD, Offset, linger, next_batch
@@ -296,7 +295,8 @@ class LogShipper:
     ) -> float:
         """Ship all records later than `upto`; return the time up to which all are shipped."""
         while upto < self._floor:
-            behind, floor = _later_than(upto, self._path), self._floor
+            since, floor = upto, self._floor
+            behind = (record for record in read(self._path) if record.mono > since)
             while records := await asyncio.to_thread(_some, behind):
                 upto = await self._ship_all(sink, offset, records, leads=leads)
             # Records that the file lacks (the disk was full) are lost.
@@ -322,10 +322,6 @@ class LogShipper:
         task = asyncio.create_task(work, name="tell")
         task.add_done_callback(_ended)
         return task
-
-
-def _later_than(upto: float, path: Path) -> Iterator[Record]:
-    return (record for record in read(path) if record.mono > upto)
 
 
 def _some(records: Iterator[Record]) -> list[Record]:

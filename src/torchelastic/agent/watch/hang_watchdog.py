@@ -138,9 +138,7 @@ class HangReport:
     """Looks at all ranks of the world before one is killed, and reports the findings."""
 
     def __init__(
-        self,
-        look: Callable[[], Awaitable[WorldActivity]],
-        tell: Callable[[int, events.Hang], None],
+        self, look: Callable[[], Awaitable[WorldActivity]], tell: Callable[[int, events.Hang], None]
     ) -> None:
         self._look, self._tell = look, tell
         self._looking: asyncio.Task[WorldActivity] | None = None
@@ -263,13 +261,12 @@ class HangWatchdog:
             if now > pace.told_at + FRESH:
                 pace.told_at = math.inf  # once
                 self.workers.fail(local_rank, f"{pace.words(now)}: {judged.text}", alive=True)
-        elif judged.deadlock or (not pace.told and self._is_late(pace, now)):
+            return
+        limit = limit_for(pace, self.limit)
+        is_late = limit is not None and now > pace.entered_at + ALL_WAIT * limit
+        if judged.deadlock or (not pace.told and is_late):
             self.report.tell(found)
             pace.told, pace.told_at = judged.text, now
-
-    def _is_late(self, pace: WorkerPace, now: float) -> bool:
-        limit = limit_for(pace, self.limit)
-        return limit is not None and now > pace.entered_at + ALL_WAIT * limit
 
     def _time_left(self, local_rank: int) -> float | None:
         seen = self.workers.progress(local_rank)
@@ -371,7 +368,9 @@ class HangWatchdog:
         for local, doing in ended.items():
             if doing is not None:
                 since = self._paces[local].words(time.monotonic())
-                self.workers.kill(local, f"{since}: {_verdict(doing, judged)}", doing.stack)
+                missing = judged.text if doing.rank in judged.missing else ""
+                does = verdict("frozen" if doing.frozen else "working", doing.stack, missing)
+                self.workers.kill(local, f"{since}: {does}", doing.stack)
 
     # --- the last resort -------------------------------------------------------------------------
 
@@ -464,11 +463,6 @@ def _doing(pong: orders.Pong) -> Doing:
     if pong.waiting:
         return "stuck" if pong.aborted else "waiting"
     return "working"
-
-
-def _verdict(doing: RankActivity, judged: HangDiagnosis) -> str:
-    missing = judged.text if doing.rank in judged.missing else ""
-    return verdict("frozen" if doing.frozen else "working", doing.stack, missing)
 
 
 def is_cause(doing: RankActivity | None, judged: HangDiagnosis) -> bool:

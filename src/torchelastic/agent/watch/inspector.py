@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torchelastic.agent.watch.stack_reader import NOTHING, Stacks
 from torchelastic.errors import WireError
@@ -37,6 +37,9 @@ from torchelastic.transport import frames
 from torchelastic.transport.connect import Endpoint, connect_once
 from torchelastic.transport.frames import Message, by_kind
 from torchelastic.transport.link import Link
+
+if TYPE_CHECKING:
+    from torchelastic.agent.workers.pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -97,21 +100,12 @@ class WorldActivity:
     unheard: tuple[str, ...] = field(default=())
 
 
-class InspectedWorkers(Protocol):
-    """The part of `WorkerPool` used here, beside what `Stacks` uses."""
-
-    @property
-    def alive(self) -> tuple[int, ...]: ...
-
-    def doing(self, local_rank: int, generation: int) -> RankActivity | None: ...
-
-
 class Inspector:
     """Finds out what ranks do, here and on other nodes; `open` it once the node has joined."""
 
     def __init__(
         self,
-        workers: InspectedWorkers,
+        workers: WorkerPool,
         stacks: Stacks,
         *,
         node: str,
@@ -174,7 +168,8 @@ class Inspector:
         )
         activities = [doing for one in (own, *told) if one is not None for doing in one]
         silent = [item.name for item, one in zip(others, told, strict=True) if one is None]
-        if (unasked := world.count - len(world.nodes) + _left_out(world)) > 0:
+        left_out = max(0, len(world.nodes) - 1 - MOST_NODES)
+        if (unasked := world.count - len(world.nodes) + left_out) > 0:
             silent.append(f"{unasked} more nodes")
         ranks = tuple(sorted(activities, key=lambda doing: doing.rank))
         return WorldActivity(world.generation, ranks, tuple(silent))
@@ -274,10 +269,6 @@ def lines_of(activities: Iterable[RankActivity]) -> bytes:
         short = [replace(doing, stack="omitted: too long") for doing in activities]
         lines = [json.dumps(doing.to_json()).encode() for doing in short]
     return b"\n".join(lines)
-
-
-def _left_out(world: World) -> int:
-    return max(0, len(world.nodes) - 1 - MOST_NODES)
 
 
 def _refuse_more(payload: bytes) -> None:

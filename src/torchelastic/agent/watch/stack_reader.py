@@ -16,11 +16,10 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torchelastic import env
 from torchelastic.agent.spawn.run_program import run_program
@@ -28,6 +27,9 @@ from torchelastic.errors import SpawnError
 from torchelastic.events.analysis.hangs import tidy
 from torchelastic.system import linux
 from torchelastic.worker import orders, stack_dump
+
+if TYPE_CHECKING:
+    from torchelastic.agent.workers.pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -84,35 +86,10 @@ async def stack_of(pid: int | None, helpers: set[int]) -> str:
         os.close(memory)
 
 
-class Workers(Protocol):
-    """The part of `WorkerPool` used here."""
-
-    @property
-    def helpers(self) -> set[int]: ...
-
-    def pid(self, local_rank: int) -> int | None: ...
-
-    def is_in_process(self, local_rank: int) -> bool:
-        """True if a control thread answers for it."""
-        ...
-
-    def pong(self, local_rank: int) -> orders.Pong | None:
-        """Its last answer to a `Ping`."""
-        ...
-
-    def stack_memory(self, local_rank: int) -> int | None: ...
-
-    def last_stack(self, local_rank: int) -> str | None:
-        """The stack of a worker that is about to be killed; it must get no more signals."""
-        ...
-
-    def tell(self, local_rank: int, order: orders.Order, fds: Iterable[int] = ()) -> None: ...
-
-
 _numbers = count(1)
 
 
-async def answered(workers: Workers, local_rank: int, seconds: float) -> orders.Pong | None:
+async def answered(workers: WorkerPool, local_rank: int, seconds: float) -> orders.Pong | None:
     """The control thread's answer about its worker; None if it does not answer in time."""
     number = next(_numbers)
     workers.tell(local_rank, orders.Ping(number))
@@ -128,7 +105,7 @@ async def answered(workers: Workers, local_rank: int, seconds: float) -> orders.
 class Stacks:
     """Reads the stacks of one node's workers, one request at a time for each."""
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: WorkerPool) -> None:
         self._workers = workers
         self._reading: dict[int, asyncio.Lock] = {}
 
@@ -194,14 +171,10 @@ async def written_stack(pid: int, memory: int) -> str:
             and not _signals(main, "SigBlk")
         )
 
-    await _until(is_written, STACKS_TIMEOUT)
-    return _end_of(memory, stack_dump.STACKS_AT)
-
-
-async def _until(is_so: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so() and time.monotonic() < deadline:
+    deadline = time.monotonic() + STACKS_TIMEOUT
+    while not is_written() and time.monotonic() < deadline:
         await asyncio.sleep(LOOK)
+    return _end_of(memory, stack_dump.STACKS_AT)
 
 
 def _end_of(descriptor: int, begin: int) -> str:

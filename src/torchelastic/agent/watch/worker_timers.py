@@ -8,13 +8,17 @@ When a timer has expired, the worker writes its stacks and is killed, whatever i
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
+import select
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchelastic.agent.watch.stack_reader import (
     FROZEN,
@@ -25,21 +29,15 @@ from torchelastic.agent.watch.stack_reader import (
     stack_of,
 )
 from torchelastic.best_effort import observing
+from torchelastic.errors import ConfigError
 from torchelastic.events.analysis.hangs import tidy
 from torchelastic.system import linux
+from torchelastic.system.text import printable
 from torchelastic.timer.timer_table import MESSAGE, STACKS_AT, Timer, read
 
 if TYPE_CHECKING:
     from torchelastic.agent.watch.hang_watchdog import HangReport
     from torchelastic.agent.workers.pool import WorkerPool
-import json
-import select
-from collections.abc import Callable, Collection
-from pathlib import Path
-from typing import NamedTuple
-
-from torchelastic.errors import ConfigError
-from torchelastic.system.text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +77,9 @@ class Timers:
     ) -> None:
         """Take over a worker's timer table."""
         signum: Any = message.get("signal")
-        known = message.get("type") == MESSAGE and _may_be_sent(signum)
+        # A signal that is not a real-time one would do something else to the worker.
+        may_be_sent = isinstance(signum, int) and signal.SIGRTMIN <= signum <= signal.SIGRTMAX
+        known = message.get("type") == MESSAGE and may_be_sent
         if pid is None or not known or not linux.is_memory(descriptor):
             logger.debug("worker %d sent an invalid timer table", local_rank)
             os.close(descriptor)
@@ -117,7 +117,7 @@ class Timers:
             late = {rank: timer for rank, timers in found.items() if (timer := first(timers, now))}
             if late and not workers.stopping:
                 await asyncio.gather(*(self._end(*each, workers) for each in late.items()))
-            await asyncio.sleep(pause(_all(found.values()), now))
+            await asyncio.sleep(pause(chain.from_iterable(found.values()), now))
 
     def _look(self, pids: Mapping[int, int]) -> dict[int, list[Timer]]:
         """The timers of each worker, by its local rank."""
@@ -183,15 +183,6 @@ def pause(timers: Iterable[Timer], now: float) -> float:
 def words(timer: Timer) -> str:
     """The sentence on the worker's failure."""
     return f"timer '{timer.scope}' expired after {timer.after:g} s"
-
-
-def _all(found: Iterable[list[Timer]]) -> list[Timer]:
-    return [timer for timers in found for timer in timers]
-
-
-def _may_be_sent(signum: object) -> bool:
-    """True for a real-time signal: any other would do something else to the worker."""
-    return isinstance(signum, int) and signal.SIGRTMIN <= signum <= signal.SIGRTMAX
 
 
 # --- stacks --------------------------------------------------------------------------------------

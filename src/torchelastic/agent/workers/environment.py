@@ -30,11 +30,7 @@ def node_env(environ: Mapping[str, str], config: LaunchConfig) -> dict[str, str]
 
 
 def worker_env(
-    base: Mapping[str, str],
-    config: LaunchConfig,
-    world: World,
-    node: WorldNode,
-    local_rank: int,
+    base: Mapping[str, str], config: LaunchConfig, world: World, node: WorldNode, local_rank: int
 ) -> dict[str, str]:
     """The environment of one worker in one world, without its error file."""
     host, port = parse_endpoint(_store_shown(config, world, node))

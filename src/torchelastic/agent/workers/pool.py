@@ -532,7 +532,7 @@ class WorkerPool:
         self._records[local_rank].verdict = error_file.ErrorRecord(why, stack or why)
 
     def last_stack(self, local_rank: int) -> str | None:
-        """The stack of a condemned worker; None for others."""
+        """The stack of a condemned worker, which must get no more signals; None for others."""
         verdict = self._records[local_rank].verdict
         return verdict.traceback if verdict is not None else None
 
