@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.agent.support import in_loop
+from tests.unit.agent.cast import in_loop
 from torchelastic.rendezvous.backend_parameters import parse_url
 from torchelastic.rendezvous.membership import node_driver
 from torchelastic.rendezvous.world import World, WorldNode

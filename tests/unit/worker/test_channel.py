@@ -132,6 +132,7 @@ ALL = [
     orders.Finished(3, 17),
     orders.Returned(),
     orders.Stored(7, 0.5, 1000),
+    orders.Hashed(7, "00ff", final=True),
     orders.Pong(waiting=True, aborted=True),
 ]
 
