@@ -19,6 +19,7 @@ TorchElasticError
 ├── NonRetryableException  user code: a retry cannot help
 │   └── JobClosed          the job ended before its training was done
 ├── JobInterrupted         a signal asked this node to leave (exit 128 + signal)
+├── OtherBitsError         a worker computes other bits than the others: its node is held out
 ├── SnapshotError          a snapshot cannot be stored, found or used
 ├── SpawnError             a worker process could not be started
 ├── StopException          user code: the training is done
@@ -128,6 +129,11 @@ class TransferError(TorchElasticError):
 
 class UnfitError(TorchElasticError):
     """This worker's state does not match the state of the training it joined."""
+
+
+class OtherBitsError(TorchElasticError):
+    """This worker computes other bits than the other workers: it ends, and is replaced. Its node is
+    held out if it has just joined, or the second time (`rendezvous.suspects`)."""
 
 
 class ChannelLost(TorchElasticError):

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchelastic.errors import OtherBitsError
+
 #: Bounds of the last log lines in a failure, which is sent to every node.
 LOG_LINES_LIMIT, LOG_LENGTH_LIMIT, LINE_LENGTH_LIMIT = 20, 4000, 500
 #: Characters of a hint, and of a collective's description.
@@ -18,6 +20,8 @@ INCURABLE = frozenset(
     {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"}
     | {"ConfigError", "ProgramMissing"}
 )
+#: How the message of an `OtherBitsError` begins.
+OTHER_BITS = f"{OtherBitsError.__name__}: "
 #: Exceptions that may be over after some time: those of the operating system, such as a file
 #: system or a network that is not there yet, and timeouts. Also as the cause of another exception.
 _PASSING = re.compile(
@@ -125,6 +129,11 @@ class Failure:
     def incurable(self) -> bool:
         """True if a restart of the same program would fail in the same way."""
         return self.told and self.kind in INCURABLE
+
+    @property
+    def other_bits(self) -> bool:
+        """True if the worker was found to compute other bits than the others."""
+        return self.message.startswith(OTHER_BITS)
 
     @property
     def passing(self) -> bool:

@@ -44,6 +44,8 @@ class HeldOut(NamedTuple):
     other: str = ""
     #: It cannot hand over its state: its workers fail at start.
     unable: bool = False
+    #: It computed other bits than the others, which time does not cure.
+    other_bits: bool = False
 
     def span(self) -> str:
         """`60 s`, `2 min`."""
@@ -89,6 +91,27 @@ def note_failure(
     times = _times(held, node) + 1
     seconds = min(_seconds(times), longest)
     return _note(held, HeldOut(node, name, times, seconds, reason, unable=unable))
+
+
+def note_other_bits(
+    held: HeldOutNodes, node: str, name: str, reason: str, *, at_once: bool
+) -> HeldOutNodes:
+    """Note that a node computed other bits than the others. It is held out `at_once`, or the second
+    time, and for long: another try interrupts the others, and can hardly end better.
+
+    >>> held = note_other_bits((), "b", "node-b", "differs", at_once=False)
+    >>> [one.seconds for one in note_other_bits(held, "b", "node-b", "differs", at_once=False)]
+    [3600.0]
+    """
+    before = next((one for one in held if one.node == node and one.other_bits), None)
+    seconds = 0.0 if before is None and not at_once else LONGEST_HOLD
+    times = _times(held, node) + 1
+    return _note(held, HeldOut(node, name, times, seconds, reason, unable=True, other_bits=True))
+
+
+def forgive(held: HeldOutNodes, nodes: Collection[str]) -> HeldOutNodes:
+    """Forget earlier failures of these nodes, except other bits."""
+    return tuple(one for one in held if one.node not in nodes or one.other_bits)
 
 
 def _note(held: HeldOutNodes, new: HeldOut) -> HeldOutNodes:

@@ -6,6 +6,8 @@
     workers of two nodes could not talk to each other              one of the two, at once
     its program cannot run on some nodes (`Failure.incurable`)     these nodes, at once
     it failed before its first step on one node alone              that node, if it keeps doing so
+    its worker computes other bits (`Failure.other_bits`)          that node, at once if it has just
+                                                                   joined, else the second time
     a node was lost, and its agent came back                       that node for a short time, if it
                                                                    keeps doing so
 
@@ -30,7 +32,7 @@ from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
 from torchelastic.errors import UnfitError
-from torchelastic.events.failure import Failure
+from torchelastic.events.failure import OTHER_BITS, Failure
 from torchelastic.records import replace
 from torchelastic.rendezvous import connectivity, held_out, root_cause
 from torchelastic.rendezvous.choosing import candidates, enough_without, needed_though_held
@@ -89,7 +91,10 @@ def find(
     `cause`: the first failure of a worker, or None. `others`: the other failures.
     """
     held = _without_forgiven(state)
-    decision = None
+    others = tuple(others)
+    decision = _hold_for_other_bits(rules, state, held, cause, others)
+    if decision is not None:
+        return decision
     if cause is not None and _may_be_caused_by_node(cause):
         failed_alone = _failed_alone(cause, others)
         # Newcomers have no part in the last step of the generation before.
@@ -117,7 +122,7 @@ def _without_forgiven(state: RoundState) -> HeldOutNodes:
     world = the_world(state)
     if state.since - state.running_since < held_out.FORGIVE_AFTER:
         return world.held
-    return held_out.forget(world.held, world.members)
+    return held_out.forgive(world.held, world.members)
 
 
 def _may_be_caused_by_node(cause: Failure) -> bool:
@@ -127,6 +132,35 @@ def _may_be_caused_by_node(cause: Failure) -> bool:
     if cause.fatal or is_from_outside(cause):
         return False
     return not cause.message.startswith(UnfitError.__name__)
+
+
+def _hold_for_other_bits(
+    rules: RoundRules,
+    state: RoundState,
+    held: HeldOutNodes,
+    cause: Failure | None,
+    others: Iterable[Failure],
+) -> HoldDecision | None:
+    """Hold out nodes whose workers computed other bits: newcomers at once, else the second time.
+    Until then only the worker is replaced: a bit may flip anywhere once."""
+    told = {one.node: one for one in (cause, *others) if one is not None and one.other_bits}
+    found = [
+        one for one in the_world(state).nodes if one.name in told and one.node in state.members
+    ]
+    if not found:
+        return None
+    for node in found:
+        reason = told[node.name].message.removeprefix(OTHER_BITS)
+        at_once = node.new and failed_early(state)
+        held = held_out.note_other_bits(held, node.node, node.name, reason, at_once=at_once)
+    instead = told[found[0].name].sentence()
+    decision = _hold_counted(rules, state, held, found, "computes other bits", instead)
+    if decision.out:
+        return decision
+    names = names_of(state, [node.node for node in found])
+    is_again = any(one.seconds for one in held if one.name in told)
+    later = "the job needs it, so it stays" if is_again else "held out if it does so again"
+    return decision._replace(sentence=f"{names} computes other bits; {later}")
 
 
 def _failed_alone(cause: Failure, others: Iterable[Failure]) -> frozenset[str]:

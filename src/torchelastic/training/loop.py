@@ -78,7 +78,7 @@ log = logging.getLogger(__name__)
 #: Seconds between two looks at a lease that has ended.
 LEASE_POLL_INTERVAL = 0.05
 #: The kinds of errors reported to the coordinator.
-_TOLD = (Kind.USER, Kind.FATAL, Kind.UNFIT, Kind.PEER_LOST)
+_TOLD = (Kind.USER, Kind.FATAL, Kind.UNFIT, Kind.OTHER_BITS, Kind.PEER_LOST)
 
 
 @dataclass(frozen=True, kw_only=True)

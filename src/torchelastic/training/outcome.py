@@ -9,7 +9,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 
-from torchelastic.errors import ConfigError, NonRetryableException, StopException, UnfitError
+from torchelastic.errors import (
+    ConfigError,
+    NonRetryableException,
+    OtherBitsError,
+    StopException,
+    UnfitError,
+)
 from torchelastic.training.group.abortable_waits import GenerationOver, PeerLostError
 
 
@@ -35,6 +41,7 @@ class Kind(enum.Enum):
     STOP = "user code asks to stop"
     FATAL = "user code reports that a retry cannot help"
     UNFIT = "this worker has built a different model than the others"
+    OTHER_BITS = "this worker computes other bits than the others"
     EXIT = "the process must end: SystemExit, KeyboardInterrupt"
     ASKED = "the coordinator asks for a new world"
     USER = "an error in user code"
@@ -62,6 +69,8 @@ def kind_of(error: BaseException, where: Where) -> Kind:
         return Kind.FATAL
     if isinstance(error, UnfitError):
         return Kind.UNFIT
+    if isinstance(error, OtherBitsError):
+        return Kind.OTHER_BITS
     if isinstance(error, AnotherWorld):
         return Kind.ASKED
     if not isinstance(error, Exception):
@@ -109,6 +118,7 @@ TABLE: dict[Kind, tuple[Action, Action]] = {
     Kind.STOP: (Action.FINISH, Action.WAIT),
     Kind.FATAL: (Action.GIVE_UP, Action.GIVE_UP),
     Kind.UNFIT: (Action.WITHDRAW, Action.WITHDRAW),
+    Kind.OTHER_BITS: (Action.RAISE, Action.RAISE),
     Kind.EXIT: (Action.RAISE, Action.RAISE),
 }
 

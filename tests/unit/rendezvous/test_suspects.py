@@ -61,6 +61,40 @@ def test_a_join_that_fails_before_its_first_step_is_undone_and_costs_nothing():
     assert job.world.restarts.used == 0
 
 
+OTHER_BITS = "OtherBitsError: rank 1 computes other bits"
+
+
+def test_newcomer_that_computes_other_bits_is_held_out_for_an_hour_at_no_cost():
+    job = grown(max_restarts=0)
+    job.fail("b", message=OTHER_BITS)
+    assert (job.world.phase, job.names) == ("running", ["a"])
+    assert hold_times(job) == {"b": LONGEST_HOLD}
+    assert job.world.reason.endswith("; b computes other bits; holding out b for 1 h")
+    (held,) = job.world.held
+    assert held.sentence() == "held out for 1 h: rank 1 computes other bits"
+
+
+def test_node_that_computes_other_bits_again_is_held_out_however_late():
+    job = running("1:4", "abc")
+    trains(job)
+    job.fail("b", message=OTHER_BITS)
+    assert (job.names, hold_times(job)) == (["a", "b", "c"], {}), "only the worker is replaced"
+    assert job.world.reason.endswith("b computes other bits; held out if it does so again")
+    trains(job)
+    job.now += 10 * FORGIVE_AFTER
+    job.fail("b", message=OTHER_BITS)
+    assert (job.names, hold_times(job)) == (["a", "c"], {"b": LONGEST_HOLD})
+
+
+def test_node_that_computes_other_bits_but_is_needed_stays():
+    job = running("2:2", "ab", max_restarts=3)
+    trains(job)
+    for _ in range(2):
+        job.fail("b", message=OTHER_BITS)
+        assert (job.names, hold_times(job)) == (["a", "b"], {})
+    assert job.world.reason.endswith("b computes other bits; the job needs it, so it stays")
+
+
 def test_failure_in_step_before_newcomer_entered_holds_nobody_out():
     """A leaver was lost in the last step of the generation before, which the others ran through."""
     job = grown(max_restarts=3)

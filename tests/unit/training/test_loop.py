@@ -34,6 +34,7 @@ from torchelastic.errors import (
     ConfigError,
     JobClosed,
     NonRetryableException,
+    OtherBitsError,
     StopException,
     UnfitError,
 )
@@ -324,6 +325,7 @@ def leaked():
         (NonRetryableException("no"), Kind.FATAL),
         (UnfitError("another model"), Kind.UNFIT),
         (while_handling(UnfitError(), PeerLostError()), Kind.UNFIT),
+        (while_handling(OtherBitsError(), PeerLostError()), Kind.OTHER_BITS),
         (AnotherWorld("asked"), Kind.ASKED),
         (KeyboardInterrupt(), Kind.EXIT),
         (SystemExit(0), Kind.EXIT),
@@ -377,6 +379,7 @@ def test_outcome_of_each_kind_of_error():
         Kind.STOP: (Action.FINISH, Action.WAIT),
         Kind.FATAL: (Action.GIVE_UP, Action.GIVE_UP),
         Kind.UNFIT: (Action.WITHDRAW, Action.WITHDRAW),
+        Kind.OTHER_BITS: (Action.RAISE, Action.RAISE),
         Kind.EXIT: (Action.RAISE, Action.RAISE),
     }
 
