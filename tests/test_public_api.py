@@ -20,6 +20,7 @@ CPU_SECONDS = 0.150
 def test_public_names():
     assert torchelastic.__all__ == [
         "Coordinator",
+        "Guard",
         "LaunchConfig",
         "NonRetryableException",
         "SimpleWorkerStats",

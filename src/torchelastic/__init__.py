@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from torchelastic.launcher import elastic_launch
     from torchelastic.state import State
     from torchelastic.training.sharded.mesh import mesh
+    from torchelastic.training.step_guard import Guard
     from torchelastic.training.torch_state import TorchState
     from torchelastic.training.train import run_train, train
     from torchelastic.worker.leaving import leaving
@@ -77,6 +78,7 @@ __version__ = "1.0.0.dev0"
 
 __all__ = [
     "Coordinator",
+    "Guard",
     "LaunchConfig",
     "NonRetryableException",
     "SimpleWorkerStats",
@@ -94,6 +96,7 @@ __all__ = [
 
 _HOME = {
     "Coordinator": "torchelastic.coordinator",
+    "Guard": "torchelastic.training.step_guard",
     "LaunchConfig": "torchelastic.config",
     "NonRetryableException": "torchelastic.coordinator",
     "SimpleWorkerStats": "torchelastic.worker_stats",

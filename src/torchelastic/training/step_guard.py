@@ -1,0 +1,242 @@
+"""`Guard`: judges every step before it is kept, and leaves out those with bad numbers.
+
+A step is judged by numbers that are equal on all ranks. So all decide alike, without a message:
+
+    the norm of the gradients   after their reduction and before clipping, which hides spikes: at
+                                the end of a backward that reduces (DDP, FSDP2), or of the loop over
+                                fixed micro-batches; under a GradScaler divided by the scale
+    the loss                    the mean over ranks of what the script passes to `guard.loss`; with
+                                fixed micro-batches the loss of the whole batch
+
+The verdict is given in the pre-hook of the first `optimizer.step` after that, before anything is
+written, for all optimizers that step before the next backward; without a write, at the end of the
+step. Gradients that we do not reduce (a script without DDP, `ddp=False`) have local norms: one
+all-reduce there adds them. With a sharded model they ride on the joint all-reduce.
+
+    not finite   bad. Not if the GradScaler skips the update itself: that is its way to find a scale
+    a spike      bad: larger than all values of the window, and further above their median than
+                 `spike` robust standard deviations (`judge`)
+    else         good: the values go into the window
+
+From a bad verdict to the end of the step, optimizers have no gradients, so `optimizer.step` changes
+nothing and nothing is raised. At the end of the step everything is undone (`training.undo`), also
+what an optimizer wrote before a later backward of the step went wrong. Then `response` decides:
+
+    skip    the step becomes an empty one: the state of its beginning, but the sampler has moved on
+    retry   the step is repeated once, then skipped (`train` only: a script has its own loop)
+    stop    training ends with an error, after a checkpoint of the state of the step's beginning
+
+The windows and the latest bad steps are part of the state: sent to joiners, undone with a step that
+fails, kept in snapshots and checkpoints. Otherwise ranks would decide differently.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+from torchelastic.data.progress import Handed
+from torchelastic.errors import ConfigError
+
+Action = Literal["skip", "retry", "stop"]
+ACTIONS: tuple[Action, ...] = ("skip", "retry", "stop")
+
+#: The median absolute deviation times this is the standard deviation of a normal distribution.
+_MAD_TO_SIGMA = 1.4826
+#: The least standard deviation: of the logarithm of a norm; of a loss, relative to its median.
+_LEAST_SIGMA = 0.1
+
+
+# --- decisions: pure ------------------------------------------------------------------------------
+
+
+class Window(NamedTuple):
+    """The latest good values."""
+
+    norms: tuple[float, ...] = ()
+    losses: tuple[float, ...] = ()
+
+    def with_values(self, norm: float, loss: float | None, size: int) -> Window:
+        """Return the window with the values of a good step."""
+        norms = (*self.norms, norm)[-size:]
+        return Window(norms, self.losses if loss is None else (*self.losses, loss)[-size:])
+
+
+class StepVerdict(NamedTuple):
+    """`reason` is empty if the values are good."""
+
+    reason: str = ""
+    #: Robust standard deviations above the median; 0.0 if that was not computed.
+    deviation: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """The settings of a `Guard`, which are the same on all ranks."""
+
+    on_bad: Action | Callable[[BadStep], Action] = "skip"
+    spike: float | None = 10.0
+    window: int = 128
+    min_steps: int = 64
+    limit: int = 10
+
+    def __post_init__(self) -> None:
+        if self.on_bad not in ACTIONS and not callable(self.on_bad):
+            raise ConfigError(
+                f"on_bad must be one of {', '.join(ACTIONS)}, or a function, not {self.on_bad!r}."
+            )
+        if self.spike is not None and not self.spike > 0:
+            raise ConfigError(f"spike must be above 0, or None for no such check: {self.spike}.")
+        for name in ("window", "min_steps", "limit"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if self.min_steps > self.window:
+            raise ConfigError(
+                f"min_steps ({self.min_steps}) is larger than the window ({self.window}): no spike "
+                "would ever be found."
+            )
+
+
+GOOD = StepVerdict()
+
+
+def judge(window: Window, norm: float, loss: float | None, config: GuardConfig) -> StepVerdict:
+    """Return the verdict on the norm of a gradient, and on the loss if it is known."""
+    if not math.isfinite(norm):
+        return StepVerdict("the gradient is not finite")
+    if loss is not None and not math.isfinite(loss):
+        return StepVerdict("the loss is not finite")
+    if config.spike is None:
+        return GOOD
+    if len(window.norms) >= config.min_steps and norm > max(window.norms):
+        deviation = _log_deviation(window.norms, norm)
+        if deviation > config.spike:
+            return StepVerdict("the norm of the gradient is a spike", deviation)
+    if loss is not None and len(window.losses) >= config.min_steps and loss > max(window.losses):
+        deviation = _deviation(window.losses, loss)
+        if deviation > config.spike:
+            return StepVerdict("the loss is a spike", deviation)
+    return GOOD
+
+
+def _log_deviation(values: Sequence[float], value: float) -> float:
+    """Norms are positive and spread over orders of magnitude, so their logarithms are compared."""
+    known = [math.log(one) for one in values if one > 0]
+    if not known or value <= 0:
+        return 0.0
+    middle = median(known)
+    sigma = _MAD_TO_SIGMA * median(abs(one - middle) for one in known)
+    return (math.log(value) - middle) / max(sigma, _LEAST_SIGMA)
+
+
+def _deviation(values: Sequence[float], value: float) -> float:
+    middle = median(values)
+    sigma = _MAD_TO_SIGMA * median(abs(one - middle) for one in values)
+    least = _LEAST_SIGMA * abs(middle)
+    return (value - middle) / max(sigma, least, 1e-12)
+
+
+def response(action: Action, bad_steps: Sequence[int], step: int, config: GuardConfig) -> Action:
+    """Return what is done about a bad step, after the earlier ones of the window."""
+    if 1 + sum(step - config.window < one < step for one in bad_steps) >= config.limit:
+        return "stop"
+    if action == "retry" and step in bad_steps:
+        return "skip"
+    return action
+
+
+# --- the part of a state --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadStep:
+    """A step that was judged bad, as one rank knows it."""
+
+    #: The number of steps done after it, as in the ledger.
+    step: int
+    rank: int
+    #: A sentence without a period: "the gradient is not finite".
+    reason: str
+    norm: float
+    #: The mean over ranks; None if it is not known.
+    loss: float | None
+    #: Robust standard deviations above the median; 0.0 if it is no spike.
+    deviation: float
+    #: Whether this rank's own numbers were bad before they were added to the others'.
+    is_origin: bool
+    #: This rank's samples of the step.
+    samples: tuple[Handed, ...] = ()
+    #: With fixed micro-batches: those of this rank whose own numbers were bad.
+    micro_batches: tuple[int, ...] = ()
+
+    @property
+    def text(self) -> str:
+        loss = "" if self.loss is None else f", loss {self.loss:.6g}"
+        above = f", {self.deviation:.1f} deviations above the median" if self.deviation else ""
+        return f"step {self.step} is bad: {self.reason} (norm {self.norm:.6g}{loss}{above})"
+
+
+class GuardHistory(NamedTuple):
+    """What a guard remembers: equal on all ranks. It never changes, so keeping it costs nothing."""
+
+    #: By the place of a judgement in its step: a step with two backwards has two.
+    windows: tuple[Window, ...] = ()
+    #: The latest bad steps.
+    bad: tuple[int, ...] = ()
+    #: The last step that was skipped.
+    skipped: int = -1
+
+
+class Guard:
+    """Judges every step before it is kept. Pass it to `TorchState(..., guard=Guard())`.
+
+    A step is bad if its gradient or its loss is not finite, or is a spike: larger than any of the
+    latest `window` steps, and further above their median than `spike` robust standard deviations
+    (of the logarithm, for norms). `spike=None` finds no spikes; none are found in the first
+    `min_steps` steps. Pass the loss to `guard.loss` in each step if it is to be judged; with
+    `BatchPolicy.fixed` it is known.
+
+    `on_bad`: "skip" makes the step an empty one, and its samples are listed as skipped; "retry"
+    repeats it once first, which helps against passing faults of a machine; "stop" ends the
+    training. A function gets a `BadStep` and returns one of these, the same on all ranks. The
+    `limit`-th bad step within `window` steps ends the training.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_bad: Action | Callable[[BadStep], Action] = "skip",
+        spike: float | None = 10.0,
+        window: int = 128,
+        min_steps: int = 64,
+        limit: int = 10,
+    ) -> None:
+        self.config = GuardConfig(
+            on_bad=on_bad, spike=spike, window=window, min_steps=min_steps, limit=limit
+        )
+        self.history = GuardHistory()
+        #: Called with every bad step, on all ranks, when its state has been undone.
+        self.listeners: list[Callable[[BadStep], object]] = []
+        #: Receives the losses; set by the state that this is a part of.
+        self.take_loss: Callable[[Any], object] | None = None
+
+    def loss(self, value: Any) -> None:
+        """Pass the loss of this rank: a number, or a tensor with one. Call it on all ranks, once
+        for each backward, before `optimizer.step`; it does not wait."""
+        if self.take_loss is None:
+            raise RuntimeError(
+                "Pass this Guard to a TorchState, and begin training, before loss()."
+            )
+        self.take_loss(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        windows, bad, skipped = self.history
+        kept = [[list(one.norms), list(one.losses)] for one in windows]
+        return {"windows": kept, "bad": list(bad), "skipped": skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        windows = [Window(tuple(norms), tuple(losses)) for norms, losses in state["windows"]]
+        self.history = GuardHistory(tuple(windows), tuple(state["bad"]), state["skipped"])
