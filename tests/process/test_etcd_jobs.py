@@ -34,12 +34,6 @@ def flags(endpoint, run_id, more=""):
     return f"--rdzv-backend=etcd --rdzv-endpoint={endpoint} --rdzv-id={run_id} --no-zygote {more}"
 
 
-def worlds(node) -> dict[int, int]:
-    """Generation -> number of workers, in the order a node came to know them."""
-    formed = node.events("world-formed")
-    return {record["generation"]: record["size"] for record in formed}
-
-
 def test_a_job_of_two_nodes_meets_at_etcd_and_leaves_nothing_there(some_etcd, run_id, tmp_path):
     with job(tmp_path, flags(some_etcd.endpoint, run_id, "--nnodes=2")) as it:
         nodes = [it.start(), it.start()]
@@ -61,33 +55,6 @@ def test_the_next_job_of_the_same_id_begins_at_the_beginning(some_etcd, run_id, 
             it.world(0, 1)
             it.order(order)
             assert node.wait() == exitcode, it.said()
-
-
-@pytest.mark.slow
-def test_a_killed_node_is_replaced(some_etcd, run_id, tmp_path):
-    with job(tmp_path, flags(some_etcd.endpoint, run_id, "--nnodes=2")) as it:
-        first, second = it.start(), it.start()
-        it.world(0, 2)
-        second.kill()
-        poll_for(lambda: first.events("waiting"), what="the job waits")
-        third = it.start()
-        it.world(1, 2)
-        it.order("finish")
-        assert [first.wait(), third.wait()] == [0, 0], it.said()
-
-
-@pytest.mark.slow
-def test_the_death_of_the_leader_is_noticed_long_before_its_lease_ends(some_etcd, run_id, tmp_path):
-    with job(tmp_path, flags(some_etcd.endpoint, run_id, "--nnodes=1:2 --settle=60")) as it:
-        leader, other = it.start(), it.start()
-        it.world(0, 2)
-        assert leader.events("became-leader")
-        killed = time.monotonic()
-        leader.kill()
-        it.world(1, 1)
-        assert other.events("world-formed")[-1]["mono"] - killed < 10.0  # at etcd it lasts 15 s
-        it.order("finish")
-        assert other.wait() == 0, it.said()
 
 
 @pytest.mark.slow
@@ -138,29 +105,6 @@ def test_a_job_outlives_the_leader_of_its_etcd(run_id, tmp_path):
             it.order("finish", generation=1)
             assert [node.wait() for node in nodes] == [0, 0], it.said()
         assert servers[1].keys_of(run_id) == []
-
-
-@pytest.mark.slow
-def test_a_leader_that_was_stopped_changes_nothing_when_it_wakes(some_etcd, run_id, tmp_path):
-    with job(tmp_path, flags(some_etcd.endpoint, run_id, "--nnodes=1:2 --settle=60")) as it:
-        leader, other = it.start(), it.start()
-        it.world(0, 2)
-        assert leader.events("became-leader")
-        stopped = time.monotonic()
-        os.kill(leader.agent_pid, signal.SIGSTOP)
-        it.world(1, 1)
-        # After --lease, not when its lease at etcd would end.
-        assert other.events("world-formed")[-1]["mono"] - stopped < 10.0
-        os.kill(leader.agent_pid, signal.SIGCONT)
-        # It finds that it was given up, stops its workers, and comes as a newcomer.
-        it.world(2, 2)
-        woken = leader.events("lease-lost", "node-lost", "world-formed")[1:]
-        assert woken[0]["type"] == "lease-lost", it.said()
-        # The one that slept knows the worlds it is in, and has made none of its own.
-        assert worlds(other) == {0: 2, 1: 1, 2: 2}
-        assert worlds(leader) in ({0: 2, 2: 2}, worlds(other))
-        it.order("finish", generation=2)
-        assert [leader.wait(), other.wait()] == [0, 0], it.said()
 
 
 @pytest.mark.slow

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.etcd import on_host
 from tests.netns import Host, Network
 from tests.process import chaos_cuts
-from tests.process.jobs import HERE
 from tests.process.network_jobs import PORT, NetworkJob, check_one_world_at_a_time, network_job
 from tests.support import SOAK, poll_for
 
@@ -42,27 +40,6 @@ def test_a_node_that_is_cut_off_is_taken_out_and_comes_back(tmp_path):
         check_one_world_at_a_time(made)
 
 
-@pytest.mark.slow
-@pytest.mark.needs("etcd")
-@pytest.mark.parametrize("cut_off", [0, 2], ids=["the first", "the last"])
-def test_a_node_that_reaches_etcd_but_no_peer_does_not_stop_the_others(tmp_path, cut_off):
-    """It is given up when two have found it silent, after a lease of two seconds, and held out: the
-    others go on in one world, though it comes back to etcd at once. Whichever leads."""
-    flags = "--nnodes=1:3 --lease=2 --settle=0.5 --rdzv-backend=etcd"
-    with (
-        Network(4, ipv6=False) as network,
-        on_host(network.hosts[3], tmp_path / "etcd") as endpoint,
-        network_job(tmp_path / "job", network, flags, endpoint=endpoint) as made,
-    ):
-        hosts = network.hosts[:3]
-        made.start_all(hosts)
-        together = made.wait_steps(size=3)
-        network.cut([host for host in hosts if host is not hosts[cut_off]], [hosts[cut_off]])
-        apart = made.wait_steps(60, size=2, after=together)
-        assert {line["size"] for line in made.steps(generation=apart)} == {2}
-        check_one_world_at_a_time(made)
-
-
 def test_a_reset_is_no_death(tmp_path):
     flags = "--nnodes=1:2 --settle=60"
     with Network(2) as network, network_job(tmp_path / "job", network, flags) as made:
@@ -84,60 +61,6 @@ def test_a_slow_network_that_loses_packets_will_do(tmp_path):
         together = made.wait_steps(5, size=2)
         network.hosts[1].kill()
         made.wait_steps(size=1, after=together)
-        check_one_world_at_a_time(made)
-
-
-@pytest.mark.slow
-def test_training_goes_on_in_memory_whatever_the_network_does(tmp_path):
-    """`torchelastic.train`, on three nodes and one that comes back; all of them import torch."""
-    flags, keys = "--nnodes=1:3 --lease=2", {"steps": 1_000_000, "slow": 0.05}
-    with (
-        Network(3) as network,
-        network_job(tmp_path / "job", network, flags, script=HERE / "resident.py", **keys) as made,
-    ):
-        made.start_all(network.hosts)
-        together = made.wait_steps(size=3)
-        workers = {line["pid"] for line in made.steps(generation=together)}
-        for how in ("drop", "reset"):
-            network.cut(network.hosts[:2], network.hosts[2:], how=how)
-            apart = made.wait_steps(size=2, after=together)
-            stayed = {line["pid"] for line in made.steps(generation=apart)}
-            assert stayed < workers, f"{how}: those who stay are the same processes"
-            network.heal()
-            together = made.wait_steps(size=3, after=apart)
-            workers = {line["pid"] for line in made.steps(generation=together)}
-            assert stayed < workers, f"{how}: they still are"
-        network.hosts[0].freeze()
-        apart = made.wait_steps(size=2, after=together)
-        network.hosts[0].wake()
-        together = made.wait_steps(size=3, after=apart)
-        network.hosts[0].kill()
-        apart = made.wait_steps(size=2, after=together)
-        made.start_on(network.hosts[0], endpoint="host1,host2,host3")
-        made.wait_steps(size=3, after=apart)
-        check_one_world_at_a_time(made)
-
-
-@pytest.mark.slow
-def test_one_of_two_nodes_that_cannot_reach_each_other_is_left_out(tmp_path):
-    """The first node, which hosts the store, reaches both: no agent has lost anything."""
-    flags, keys = "--nnodes=1:3 --lease=2", {"steps": 1_000_000, "slow": 0.05}
-    with (
-        Network(3) as network,
-        network_job(tmp_path / "job", network, flags, script=HERE / "resident.py", **keys) as made,
-    ):
-        nodes = made.start_all(network.hosts)
-        together = made.wait_steps(size=3)
-        workers = {line["pid"] for line in made.steps(generation=together)}
-        before = [node.events("lease-lost") for node in nodes]
-        network.cut(network.hosts[1:2], network.hosts[2:])
-        apart = made.wait_steps(size=2, after=together)
-        assert {line["pid"] for line in made.steps(generation=apart)} < workers
-        [formed] = [one for one in nodes[0].events("world-formed") if one["generation"] == apart]
-        [(name, why)] = formed["held"].items()
-        assert name in ("host2", "host3")
-        assert "cannot connect to host" in why
-        assert [node.events("lease-lost") for node in nodes] == before
         check_one_world_at_a_time(made)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -16,7 +13,6 @@ from tests.process.network_jobs import (
     check_one_world_at_a_time,
     network_job,
 )
-from tests.support import poll_for
 
 LEASE = 2.0
 #: Of one node at least: it is the quorum that keeps a minority from going on, not the size.
@@ -55,13 +51,6 @@ def hosting(made: NetworkJob) -> HostNode:
     return max(found, key=lambda one: one[0])[1]
 
 
-def at_rest(made: NetworkJob, seconds: float) -> bool:
-    """Whether nobody makes a step for some time, a lease and more."""
-    before = len(made.steps())
-    time.sleep(seconds)
-    return len(made.steps()) == before
-
-
 def reasons_to_wait(node: HostNode) -> int:
     """How often a node has said why it waits."""
     return node.stderr.count("majority")
@@ -96,120 +85,6 @@ def test_the_host_is_lost_and_comes_back(tmp_path):
             network.heal()
             made.wait_steps(size=3, after=apart)
             assert hosting(made) is not lost, f"{how}: {made.said()}"
-
-
-@pytest.mark.slow
-def test_late_node_finds_the_next_host(tmp_path):
-    """By a list of endpoints, the first of which is silent, or by the address of any member."""
-    with training(tmp_path, 4) as (network, made):
-        before = made.newest()
-        lose(network, network.hosts[0], "drop")
-        for endpoint in ("host1,host2,host3", "host2"):
-            apart = made.wait_steps(size=2, after=before)
-            late = made.start_on(network.hosts[3], endpoint=endpoint)
-            before = made.wait_steps(size=3, after=apart)
-            late.kill()
-
-
-@pytest.mark.slow
-def test_one_host_after_the_other_is_lost(tmp_path):
-    with training(tmp_path, 3, f"{FLAGS} --two-node-takeover") as (_, made):
-        before = made.newest()
-        first = hosting(made)
-        first.host.kill()
-        apart = made.wait_steps(size=2, after=before)
-        hosting(made).host.kill()
-        alone = made.wait_steps(size=1, after=apart)
-        made.start_on(first.host, endpoint="host1,host2,host3")
-        made.wait_steps(size=2, after=alone)
-
-
-@pytest.mark.slow
-def test_two_halves_of_four_both_wait(tmp_path):
-    """Neither has more than half; whichever has the host."""
-    flags = f"{FLAGS} --nnodes=1:4"
-    with training(tmp_path, 4, flags) as (network, made):
-        before = made.newest()
-        made.start_on(network.hosts[3])
-        together = made.wait_steps(size=4, after=before)
-        for how in ("drop", "reset"):
-            said = [reasons_to_wait(node) for node in made.nodes]
-            network.cut(network.hosts[:2], network.hosts[2:], how=how)
-            for node, before in zip(made.nodes, said, strict=True):
-                wait_for_reason(made, node, before)
-            assert at_rest(made, 3 * LEASE), f"{how}: a half went on"
-            network.heal()
-            together = made.wait_steps(size=4, after=together)
-
-
-def worker_of(node: HostNode, generation: int) -> int:
-    """The process of the only worker of a node."""
-    found = lambda: [  # noqa: E731
-        each for each in node.events("workers-started") if each["generation"] == generation
-    ]
-    [started] = poll_for(found, what=f"the worker of {node.host}")
-    return started["pids"][0]
-
-
-@pytest.mark.slow
-def test_a_world_that_half_of_its_nodes_never_heard_of_does_not_stop_the_job(tmp_path):
-    """The leader waits for a worker to end; the network is cut; the leader forms a world with all.
-
-    Four nodes start, and a lease ends."""
-    flags = f"{FLAGS} --nnodes=1:4 --lease=4"
-    with training(tmp_path, 4, flags) as (network, made):
-        made.start_on(network.hosts[3])
-        before = made.wait_steps(size=4)
-        first, second, *others = made.nodes
-        last = worker_of(second, before)
-        made.give(f"stays-{last}")
-        os.kill(worker_of(first, before), signal.SIGKILL)
-        for node in (first, *others):
-            made.wait_for(
-                lambda node=node: [
-                    one for one in node.events("workers-stopped") if one["generation"] == before
-                ],
-                f"the worker of {node.host} is stopped",
-            )
-        network.cut(network.hosts[:2], network.hosts[2:], how="drop")
-        os.kill(last, signal.SIGKILL)
-        formed = made.wait_for(
-            lambda: [one for one in first.events("world-formed") if one["generation"] > before],
-            "the leader forms a world",
-        )
-        assert formed[0]["size"] == 4
-        wait_for_reason(made, first)
-        network.heal()
-        made.wait_steps(size=4, after=formed[0]["generation"])
-        assert not [e for e in others[0].events("world-formed") if e["generation"] == before + 1]
-
-
-@pytest.mark.slow
-def test_of_two_nodes_the_hosts_side_goes_on_and_the_other_waits(tmp_path):
-    with training(tmp_path, 2) as (network, made):
-        together = made.newest()
-        for how in ("drop", "reset"):
-            network.cut(network.hosts[:1], network.hosts[1:], how=how)
-            apart = made.wait_steps(size=1, after=together)
-            assert hosting(made) is made.nodes[0]
-            network.heal()
-            together = made.wait_steps(size=2, after=apart)
-        said = reasons_to_wait(made.nodes[1])
-        network.hosts[0].kill()
-        wait_for_reason(made, made.nodes[1], said)
-        assert at_rest(made, 3 * LEASE)
-        assert made.newest() == together
-
-
-@pytest.mark.slow
-def test_without_quorum_the_hosts_side_goes_on(tmp_path):
-    with training(tmp_path, 3, f"{FLAGS} --quorum=none") as (network, made):
-        before = made.newest()
-        # Each for itself: two of them are a majority, and could go on as well.
-        network.cut(*([host] for host in network.hosts))
-        apart = made.wait_steps(size=1, after=before)
-        network.heal()
-        made.wait_steps(size=3, after=apart)
 
 
 def test_agents_with_a_list_of_endpoints_start_in_any_order(tmp_path):

@@ -183,19 +183,6 @@ def test_bad_settings_are_refused_in_one_sentence_before_anything_starts(tmp_pat
 
 
 @pytest.mark.slow
-def test_scale_up_and_down_at_once(tmp_path):
-    with job(tmp_path, "--nnodes=2:3") as it:
-        first, second = it.start(), it.start()
-        it.world(0, 2)
-        third = it.start()
-        poll_for(lambda: third.events("zygote-ready"), what="the newcomer is warm")
-        second.kill()
-        it.begun(2, after=0)
-        it.order("finish")
-        assert [first.wait(), third.wait()] == [0, 0], it.said()
-
-
-@pytest.mark.slow
 def test_a_joiner_waits_for_a_late_host_and_places_are_kept_in_static_mode(tmp_path):
     flags = "--nnodes=2 --rdzv-backend=static --no-zygote"
     with job(tmp_path, flags) as it:
@@ -206,21 +193,6 @@ def test_a_joiner_waits_for_a_late_host_and_places_are_kept_in_static_mode(tmp_p
         assert [worker["node_rank"] for worker in workers] == [0, 1]
         it.order("finish")
         assert [joiner.wait(), host.wait()] == [0, 0], it.said()
-
-
-@pytest.mark.slow
-def test_unequal_nodes_with_roles(tmp_path):
-    with job(tmp_path, "--nnodes=2 --no-zygote") as it:
-        it.start("--nproc-per-node=1 --role=actor")
-        it.start("--nproc-per-node=2 --role=learner")
-        envs = [worker["env"] for worker in it.world(0, 3)]
-        assert {env["ROLE_NAME"]: env["ROLE_WORLD_SIZE"] for env in envs} == {
-            "actor": "1",
-            "learner": "2",
-        }
-        assert sorted(env["ROLE_RANK"] for env in envs) == ["0", "0", "1"]
-        it.order("finish")
-        assert [node.wait() for node in it.nodes] == [0, 0], it.said()
 
 
 def test_a_frozen_agent_is_given_up_and_stops_its_workers_when_it_wakes(tmp_path):
@@ -239,22 +211,6 @@ def test_a_frozen_agent_is_given_up_and_stops_its_workers_when_it_wakes(tmp_path
         assert second.events("lease-lost")
         it.order("finish")
         assert [first.wait(), second.wait()] == [0, 0], it.said()
-
-
-@pytest.mark.slow
-def test_a_frozen_agent_alone_starts_its_workers_again(tmp_path):
-    """It hosts, leads and is the only member: nobody else could notice."""
-    with job(tmp_path, "--nnodes=1:2 --lease=1 --no-zygote") as it:
-        node = it.start()
-        (worker,) = it.world(0, 1)
-        os.kill(node.agent_pid, signal.SIGSTOP)
-        frozen = time.monotonic()
-        poll_for(lambda: time.monotonic() > frozen + 1.5, what="longer than the lease")
-        os.kill(node.agent_pid, signal.SIGCONT)
-        it.world(1, 1)
-        assert not alive(worker["pid"])
-        it.order("finish")
-        assert node.wait() == 0, node.stderr
 
 
 def test_a_stubborn_worker_is_killed_after_the_shutdown_timeout_on_restarts_too(tmp_path):
@@ -418,13 +374,9 @@ def test_the_same_command_runs_the_job_again(tmp_path):
     assert len(it.lines(event="finish")) == 2
 
 
-@pytest.mark.parametrize(
-    "killed",
-    ["endpoint", *(pytest.param(one, marks=pytest.mark.slow) for one in ("none", "other"))],
-)
-def test_the_same_commands_run_a_job_of_three_nodes_again(tmp_path, monkeypatch, killed):
-    """Each node has its own runtime directory, as if on its own machine. One was killed before the
-    end, and its voter file is left; the next nodes start while the last host still answers."""
+def test_the_same_commands_run_a_job_of_three_nodes_again(tmp_path, monkeypatch):
+    """Each node has its own runtime directory, as if on its own machine. The host was killed before
+    the end, and its voter file is left; the next nodes start while the last host still answers."""
     flags = "--nnodes=2:3 --settle=0.3 --lease=1.5 --no-zygote"
     with job(tmp_path / "job", flags) as it:
 
@@ -436,9 +388,8 @@ def test_the_same_commands_run_a_job_of_three_nodes_again(tmp_path, monkeypatch,
         machines = ["endpoint", "another", "other"]
         nodes = {name: start(name) for name in machines}
         it.world(0, 3)
-        if killed != "none":
-            nodes.pop(killed).kill()
-            poll_for(lambda: it.lines(event="start", world_size=2), what="the others continue")
+        nodes.pop("endpoint").kill()
+        poll_for(lambda: it.lines(event="start", world_size=2), what="the others continue")
         it.order("finish")
         poll_for(
             lambda: any(node.process.poll() is not None for node in nodes.values()),
