@@ -25,12 +25,6 @@ LOW, HIGH = "low", "high"
 #: by a process which first has to import torch.
 GRACE_TIME, KILL_WAIT = 60, 60
 
-#: How nodes are given to jobs: CPU by CPU, as on most clusters, or as a whole.
-_SELECT = {
-    "cons_tres": "SelectType=select/cons_tres\nSelectTypeParameters=CR_Core",
-    "linear": "SelectType=select/linear",
-}
-
 _CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={controller}({address})
@@ -51,7 +45,8 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 JobCompType=jobcomp/none
 MpiDefault=none
-{select}
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=100000,bf_interval=1,requeue_delay=1
 PriorityType=priority/basic
 PreemptType=preempt/partition_prio
@@ -71,7 +66,7 @@ PartitionName={high} Nodes=ALL PriorityTier=10 PreemptMode=OFF
 class SlurmCluster:
     """A controller and several nodes, up when entered; nothing of them is left when exited."""
 
-    def __init__(self, nodes: int, select: str = "cons_tres") -> None:
+    def __init__(self, nodes: int) -> None:
         self.network = Network(nodes + 1, ipv6=False)
         # Not pytest's: paths of sockets in it must be shorter than 108 characters.
         self._temporary = tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp")
@@ -79,7 +74,6 @@ class SlurmCluster:
         self.controller, *self.nodes = self.network.hosts
         #: What a user of the cluster has; sbatch hands it on to jobs.
         self.environ = {**os.environ, "SLURM_CONF": str(self.directory / "slurm.conf")}
-        self._select = _SELECT[select]
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> SlurmCluster:
@@ -113,7 +107,6 @@ class SlurmCluster:
                 grace=GRACE_TIME,
                 low=LOW,
                 high=HIGH,
-                select=self._select,
                 cpus=os.cpu_count(),
                 nodes="\n".join(
                     f"NodeName={node.name} NodeAddr={node.address}" for node in self.nodes

@@ -15,10 +15,6 @@ def echo(word: str) -> tuple[str, str]:
     return word, os.environ.get("RANK", "")
 
 
-def fail(word: str) -> None:
-    raise RuntimeError(word)
-
-
 def sleep_for_ever(ready: str) -> None:
     """Until a signal; `ready` is made when that can come."""
     Path(ready).touch()

@@ -5,9 +5,8 @@
 Keys: steps; pause, seconds in each step; hold, steps before which it waits for the order `go`, or
 for one with the step's number, `go-4`, and with replicas=1 for its copy on another node;
 checkpoints, a directory for one after every third step; took, the seconds that the last one is said
-to have taken; bare=1, no DDP around the model, and other parameters on each rank; expected=1:
-before generation 0 trains, it writes down the fingerprints of a training that keeps nothing and
-that nobody interrupts.
+to have taken; expected=1: before generation 0 trains, it writes down the fingerprints of a training
+that keeps nothing and that nobody interrupts.
 """
 
 from __future__ import annotations
@@ -56,14 +55,12 @@ class Training:
     """The same at each start, but for the random numbers, which a restart must bring back."""
 
     def __init__(self) -> None:
-        bare = "bare" in KEYS
-        torch.manual_seed(1 + RANK * bare)
+        torch.manual_seed(1)
         self.model: nn.Module = nn.Sequential(
             nn.Linear(16, 256), nn.BatchNorm1d(256), nn.Dropout(0.2), nn.Linear(256, 256)
         )
-        self.wrapped = self.model
-        if not bare:  # without broadcasts every rank has buffers of its own
-            self.wrapped = DistributedDataParallel(self.model, broadcast_buffers=False)
+        # Without broadcasts every rank has buffers of its own.
+        self.wrapped = DistributedDataParallel(self.model, broadcast_buffers=False)
         self.optimizer = torch.optim.Adam(self.wrapped.parameters(), lr=0.01)
         self.data = Data()
         torch.manual_seed(5 + RANK + 100 * GENERATION)

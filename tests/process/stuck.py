@@ -1,10 +1,9 @@
 """Ranks that get stuck on order.
 
-    stuck.py LINES ORDERS how=HOW
+    stuck.py LINES ORDERS
 
-HOW is `resident` (torchelastic.train) or `kept` (a script that commits). The order `sleep` makes
-rank 1 sleep, in the first generation, instead of entering the all-reduce of its step, the order
-`other` makes it call a broadcast there, in the second.
+The order `sleep` makes rank 1 sleep, in the first generation, instead of entering the all-reduce of
+its step, the order `other` makes it call a broadcast there, in the second.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
-from worker_side import KEYS, is_ordered, write
+from worker_side import is_ordered, write
 
 import torchelastic
 from torchelastic.p2p import CoordinatorP2P
@@ -29,10 +28,6 @@ kept = torchelastic.TorchState(model=model, optimizer=optimizer)
 
 def generation() -> int:
     return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-
-
-def tell(step: int) -> None:
-    write("step", step=step, rank=dist.get_rank(), generation=generation())
 
 
 def sleep_for_ever() -> None:
@@ -50,26 +45,9 @@ def step() -> None:
 
 def train_step(state: torchelastic.TorchState) -> None:
     step()
-    tell(state.step)
+    write("step", step=state.step, rank=dist.get_rank(), generation=generation())
     if is_ordered("finish"):
         raise StopIteration
 
 
-def run_script() -> None:
-    dist.init_process_group("gloo")
-    kept.restore()
-    number = 0
-    done = torch.zeros(1)
-    while not done:
-        step()
-        tell(number)
-        number += 1
-        kept.commit()
-        done.fill_(is_ordered("finish"))
-        dist.all_reduce(done)
-
-
-if KEYS["how"] == "resident":
-    torchelastic.train(CoordinatorP2P(), train_step, kept)
-else:
-    run_script()
+torchelastic.train(CoordinatorP2P(), train_step, kept)

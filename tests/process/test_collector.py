@@ -12,7 +12,7 @@ from tests.support import poll_for
 from torchelastic.events.log import read
 from torchelastic.events.record import Record
 
-KEPT, RESIDENT = HERE / "kept.py", HERE / "resident.py"
+RESIDENT = HERE / "resident.py"
 PATIENCE = 90.0
 #: Events of one agent: several times those of a start.
 MUCH = 50
@@ -117,15 +117,3 @@ def test_training_goes_on_while_the_leader_is_frozen(tmp_path):
             os.kill(leader.agent_pid, signal.SIGCONT)
         seen = (last["node"], last["mono"], "progress")
         poll_for(lambda: seen in keys(collected(leader)), what="what was missed", timeout=PATIENCE)
-
-
-@pytest.mark.slow
-def test_a_script_that_keeps_its_state_shows_its_steps_and_what_it_waited_for(tmp_path):
-    with job(tmp_path, "--nnodes=1 --nproc-per-node=2", KEPT, steps=7) as it:
-        node = it.start()
-        assert node.wait(PATIENCE) == 0, node.stderr
-        last = node.events("progress")[-1]
-        assert (last["ranks"], last["steps"], last["generation"]) == ([0, 1], [7, 7], 0)
-        assert last["stalls"]["restore"] > 0
-        assert last["stalls"]["snapshot"] > 0
-        assert max(last["at"]) <= last["mono"]

@@ -11,11 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from tests.ports import free_port
 from tests.unit.rendezvous.cast import connected, serving, story, within
-from torchelastic.errors import RendezvousLost
 from torchelastic.rendezvous.embedded import EmbeddedStore
 from torchelastic.transport.connect import Endpoint
 
@@ -24,21 +20,13 @@ PATIENCE = 25.0
 
 
 @contextlib.contextmanager
-def process(role: str, *args: object) -> Iterator[subprocess.Popen[str]]:
-    child = subprocess.Popen(
-        [sys.executable, str(SCRIPT), role, *map(str, args)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        with child:
-            try:
-                yield child
-            finally:
-                child.kill()
-    finally:
-        assert child.returncode is not None
+def member_of(port: int, lease: float) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(SCRIPT), str(port), "member/1", str(lease)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
 
 
 def line(child: subprocess.Popen[str]) -> str:
@@ -50,7 +38,7 @@ def line(child: subprocess.Popen[str]) -> str:
 async def test_a_killed_member_is_gone_long_before_its_lease_ends():
     async with serving() as server, connected(server.port) as watcher:
         changes = watcher.watch("member/", after=0)
-        with process("member", server.port, "member/1", 60) as member:
+        with member_of(server.port, 60) as member:
             await within(PATIENCE, changes.__anext__())
             member.send_signal(signal.SIGKILL)
             killed = time.monotonic()
@@ -65,7 +53,7 @@ async def test_a_frozen_member_is_gone_after_its_lease_and_knows_it_first():
 
     async with serving() as server, connected(server.port) as watcher:
         changes = watcher.watch("member/", after=0)
-        with process("member", server.port, "member/1", lease) as member:
+        with member_of(server.port, lease) as member:
             await within(PATIENCE, changes.__anext__())
             member.send_signal(signal.SIGSTOP)
             stopped = time.monotonic()
@@ -86,45 +74,6 @@ def verdicts_since(member: subprocess.Popen[str], revision: int) -> set[str]:
         if int(at) >= revision:
             verdicts.append(verdict)
     return set(verdicts)
-
-
-def test_a_killed_host_is_lost_after_the_lease():
-    with process("host") as host:
-        port = int(line(host))
-        with process("member", port, "member/1", 3.0) as member:
-            assert line(member).endswith("held")
-            host.kill()
-            started = time.monotonic()
-            said = line(member)
-            while not said.startswith("end"):
-                said = line(member)
-            assert "its host has exited" in said
-            assert time.monotonic() - started > 0.3
-            assert member.wait(PATIENCE) == 0
-
-
-@story
-async def test_a_host_that_ends_orderly_says_so():
-    with process("host") as host:
-        async with connected(int(line(host))) as store:
-            changes = store.watch("", after=0)
-            waiting = asyncio.ensure_future(changes.__anext__())
-            await store.get("")
-            assert host.stdin is not None
-            host.stdin.close()
-            with pytest.raises(RendezvousLost, match="has exited"):
-                await within(PATIENCE, waiting)
-        assert host.wait(PATIENCE) == 0
-
-
-def test_members_may_come_before_their_host():
-    port = free_port()
-    with (
-        process("member", port, "member/1", 5) as early,
-        process("host", port) as host,
-    ):
-        assert line(host) == str(port)
-        assert line(early).endswith("held")
 
 
 @story

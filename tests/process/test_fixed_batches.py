@@ -58,7 +58,9 @@ def test_weights_of_train_are_those_of_one_worker_after_kills_at_many_places(tmp
     assert verdict.ok, str(verdict)
 
 
+@pytest.mark.slow
 def test_weights_of_keep_are_those_of_train_on_one_worker(tmp_path, monkeypatch):
+    """Two jobs one after the other, whose zygotes import torch."""
     keys = {"bucket": BUCKET, "model": "conv"}
     alone, _ = digests(tmp_path / "alone", 1, **keys)
     monkeypatch.setenv(
@@ -106,7 +108,9 @@ def test_job_with_another_number_of_micro_batches_is_refused(tmp_path):
         assert "the batch policy" in made.said()
 
 
+@pytest.mark.slow
 def test_slow_worker_runs_fewer_micro_batches_and_the_weights_are_the_same(tmp_path):
+    """Two jobs one after the other, whose zygotes import torch; micro-batches take their time."""
     keys = {"count": 14, "steps": 7, "wait": 0.1, "bucket": BUCKET, "measure": 4, "samples": 500}
     alone, _ = digests(tmp_path / "alone", 1, **{**keys, "wait": 0.0})
     found, made = digests(tmp_path / "slow", 2, slow="1", loaders=1, **keys)

@@ -18,7 +18,6 @@ from tests.process.jobs import HERE, Job, job
 from tests.support import SOAK, poll_for
 from torchelastic.checkpoint import FileSystemCheckpointManager
 from torchelastic.data.checker import main
-from torchelastic.errors import EXIT_USAGE
 
 KEPT = HERE / "kept.py"
 EXAMPLE = HERE.parents[1] / "examples" / "keep.py"
@@ -120,18 +119,6 @@ def test_workers_are_killed_again_and_again_and_then_all_agents(stored, tmp_path
         assert node.wait(PATIENCE) == 143, node.stderr
     assert starts(second, 0) == [12, 12, 12]
     assert steps_of(stored)[0] == 12
-
-
-@pytest.mark.slow
-def test_ranks_with_parameters_of_their_own_are_refused_at_once(tmp_path):
-    """The first commit ends the job: a restart would give all of them the same."""
-    with job(tmp_path / "job", ONE_NODE, KEPT, steps=3, bare=1) as one:
-        node = one.start()
-        assert node.wait(PATIENCE) == EXIT_USAGE, node.stderr
-    assert "ConfigError: Cannot keep parameter '0.weight': it is a plain tensor with" in node.stderr
-    assert starts(one, 0) == [0, 0]
-    assert not one.lines(event="step")
-    assert not starts(one, 1)
 
 
 @pytest.mark.slow
@@ -272,46 +259,3 @@ def test_the_example_uses_every_sample_once(tmp_path, monkeypatch):
         assert node.wait(PATIENCE) == 0, node.stderr
     assert "workers go on from step 6" in node.stdout
     assert main([str(ledger), "--samples=500", "--epochs=2"]) == 0
-
-
-# --- a node that waits outside the world ---------------------------------------------------------
-
-FIRST, SECOND, STEPS = 4, 6, 8
-
-
-def memories(pid: int) -> int:
-    """How many a process holds open."""
-    found = 0
-    for descriptor in os.listdir(f"/proc/{pid}/fd"):
-        try:
-            found += "torchelastic-snapshot" in os.readlink(f"/proc/{pid}/fd/{descriptor}")
-        except FileNotFoundError:  # closed since it was listed
-            continue
-    return found
-
-
-@pytest.mark.slow
-def test_a_spare_gives_back_what_it_held_when_it_was_in_the_world(tmp_path):
-    """Three nodes train, one is killed, and two are a size that nobody wants: one waits."""
-    flags = "--nnodes=1:3 --world-sizes=1,3 --nproc-per-node=1 --max-restarts=10"
-    keys = {"steps": STEPS, "hold": f"{FIRST},{SECOND}"}
-    with job(tmp_path / "job", flags, KEPT, **keys) as one:
-        for _ in range(3):
-            one.start()
-        three = holding(one, FIRST, 3)[-1]["generation"]
-        first, spare, third = one.nodes
-        poll_for(lambda: memories(spare.agent_pid), what="it holds its pieces", timeout=PATIENCE)
-        third.kill()
-        alone = holding(one, FIRST, 1, since=three + 1)[-1]["generation"]
-        one.give(f"go-{FIRST}")
-        holding(one, SECOND, 1)
-        # What that world began from the spare still has. The next one begins from a later step.
-        (worker,) = one.lines(event="start", generation=alone)
-        os.kill(worker["pid"], signal.SIGKILL)
-        holding(one, SECOND, 1, since=alone + 1)
-        poll_for(
-            lambda: not memories(spare.agent_pid), what="the spare holds nothing", timeout=PATIENCE
-        )
-        one.give(f"go-{SECOND}")
-        assert first.wait(PATIENCE) == 0, one.said()
-    assert [end["step"] for end in one.lines(event="end")] == [STEPS]

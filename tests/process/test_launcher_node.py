@@ -11,7 +11,7 @@ from tests.support import poll_for
 from torchelastic.compat.torchrun.launcher_node import LauncherNode
 from torchelastic.compat.torchrun.torchrun_flags import launch_config
 from torchelastic.config import parse_endpoint
-from torchelastic.errors import JobClosed, NotEnoughNodes, RendezvousLost
+from torchelastic.errors import JobClosed, RendezvousLost
 from torchelastic.rendezvous import (
     RendezvousClosedException,
     RendezvousParameters,
@@ -116,48 +116,6 @@ def test_a_node_whose_workers_ended_brings_all_to_a_new_store(nodes):
     assert [place.node_rank for place in after] == [place.node_rank for place in before]
 
 
-def test_a_newcomer_is_let_in_and_comes_last(nodes):
-    job = nodes()
-    first, second, before = both_in(job)
-
-    _, third = job.join()
-    told(first)
-    told(second)
-    after = [call.result(30) for call in job.ask_again(first, second)]
-
-    assert third.result(30).node_rank == 2
-    assert [place.node_rank for place in after] == [place.node_rank for place in before]
-
-
-def test_a_node_that_leaves_is_missed_at_once_and_the_others_go_on(nodes):
-    job = nodes((1, 2), last_call_timeout=60)
-    first, second, _ = both_in(job)
-
-    second.end("left", "it was asked to")
-    told(first)
-    (alone,) = job.ask_again(first)
-
-    assert (alone.result(30).node_rank, alone.result().nodes) == (0, 1)
-
-
-def test_a_spare_waits_and_steps_in(nodes):
-    job = nodes((1, 2), last_call_timeout=60)
-    first, second, _ = both_in(job)
-    _, waiting = job.join()
-
-    assert not first.must_stop()
-    second.end("left", "it was asked to")
-    told(first)
-    (stays,) = job.ask_again(first)
-    stays.result(30)
-    # A spare that has only just come is let in by another change.
-    poll_for(lambda: waiting.done() or first.must_stop(), what="it is let in")
-    if first.must_stop():
-        (stays,) = job.ask_again(first)
-
-    assert {stays.result(30).node_rank, waiting.result(30).node_rank} == {0, 1}
-
-
 def test_the_job_ends_when_all_have_succeeded(nodes):
     job = nodes()
     first, second, entered = both_in(job)
@@ -168,21 +126,6 @@ def test_the_job_ends_when_all_have_succeeded(nodes):
 
     assert job.end("done", first, second) == [True, True]
     assert (first.is_closed, second.is_closed) == (True, True)
-
-
-def test_a_node_that_is_done_is_not_asked_back_for_a_newcomer(nodes):
-    job = nodes()
-    first, second, entered = both_in(job)
-    entered[0].store.add("torchelastic/agent/terminal_state/num_members", 1)
-
-    _, third = job.join()
-    with pytest.raises(TimeoutError):
-        third.result(1.0)
-    assert (first.must_stop(), second.must_stop()) == (False, False)
-
-    job.end("done", first, second)
-    with pytest.raises(JobClosed, match="every worker succeeded"):
-        third.result(30)
 
 
 def test_a_launcher_that_gives_up_ends_the_job_for_all(nodes):
@@ -196,26 +139,6 @@ def test_a_launcher_that_gives_up_ends_the_job_for_all(nodes):
     with pytest.raises(JobClosed, match="no restart is left"):
         again.result(30)
     assert ending.result(30) is True
-
-
-def test_end_of_the_job_wins_over_an_earlier_restart_request(nodes):
-    job = nodes()
-    first, second, _ = both_in(job)
-
-    (again,) = job.ask_again(first)
-    told(second)
-    ending = job.calls.submit(second.end, "failed", "no restart is left")
-
-    with pytest.raises(JobClosed, match="no restart is left"):
-        again.result(30)
-    assert ending.result(30) is True
-
-
-def test_too_few_nodes_are_waited_for_no_longer_than_told(nodes):
-    _, alone = nodes((2, 2), timeout=0.5).join()
-
-    with pytest.raises(NotEnoughNodes, match="waiting for nodes"):
-        alone.result(30)
 
 
 def test_a_host_that_does_not_come_is_reported_by_everything(nodes):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import logging
 import os
 import re
 import signal
@@ -86,18 +85,6 @@ def test_a_teed_stream_is_kept_and_shown_with_its_name(log_dir, capfd):
     assert sorted(shown.out.splitlines()) == ["[echo0]:a out", "[echo1]:b out"]
     assert sorted(shown.err.splitlines()) == ["[echo0]:a err", "b err"]
     assert Path(result.stdouts[0]).read_text() == "a out\n"
-
-
-def test_exception_is_told_without_a_decorator(log_dir, caplog):
-    logger = "torch.distributed.elastic.multiprocessing.api"
-    caplog.set_level(logging.CRITICAL, logger)  # a record would keep the context
-    context = start(entrypoints.fail, [("boom",)], log_dir, redirects=Std.ALL)
-
-    failed = context.wait(period=0.01).failures[0]
-
-    assert failed.message["message"] == "RuntimeError: boom"
-    assert "in fail" in failed.message["extraInfo"]["py_callstack"]
-    assert failed.error_file == os.path.join(log_dir, "0", "error.json")
 
 
 def test_processes_of_a_worker_get_neither_its_channel_nor_the_secret(log_dir, monkeypatch):

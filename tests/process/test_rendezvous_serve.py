@@ -96,16 +96,13 @@ def start_two(job):
     return job.world(0, 2)
 
 
-@pytest.mark.parametrize(
-    "signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
-def test_a_restart_within_the_lease_is_not_noticed(served, jobs, tmp_path, signum):
+def test_a_restart_within_the_lease_is_not_noticed(served, jobs, tmp_path):
     server = served(f"--state-file={tmp_path}/state")
     job = jobs(server.port, "--nnodes=1:2 --settle=60 --lease=20")
     before = start_two(job)
 
     for _ in range(2):
-        server.stop(signum)
+        server.stop(signal.SIGKILL)
         server.start()
     assert all(alive(line["pid"]) for line in before)
     job.order("raise", rank=0, generation=0)

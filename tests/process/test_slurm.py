@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.needs("slurm"), pytest.mark.timeout(600)]
 
 
 @pytest.fixture
-def cluster(request: pytest.FixtureRequest) -> Iterator[SlurmCluster]:
-    with SlurmCluster(3, getattr(request, "param", "cons_tres")) as made:
+def cluster() -> Iterator[SlurmCluster]:
+    with SlurmCluster(3) as made:
         yield made
 
 
@@ -127,9 +127,6 @@ def test_a_job_that_is_preempted_or_comes_to_its_limit_is_queued_again(cluster, 
     assert cluster.job(training.number)["Restarts"] == "2"
 
 
-@pytest.mark.parametrize(
-    "cluster", ["cons_tres", pytest.param("linear", marks=pytest.mark.slow)], indirect=True
-)
 def test_a_job_gets_all_idle_nodes_and_does_without_one_that_is_killed(cluster, tmp_path):
     number, job_dir = submit(cluster, tmp_path, "--nnodes=1:3")
     poll_for(lambda: output_of(job_dir).count("of 3 has no secret") == 3, what="three workers")

@@ -234,27 +234,6 @@ def test_the_last_copy_of_the_state_is_waited_for_and_its_loss_is_reported(tmp_p
 
 
 @pytest.mark.slow
-def test_the_host_goes_on_while_its_worker_is_replaced_and_the_other_node_is_lost(tmp_path):
-    """Only the other node trains when it is killed and started again, as a node without a vote.
-
-    Three nodes import torch, and a lease ends."""
-    flags = "--nnodes=1:2 --nproc-per-node=1 --settle=0.2 --lease=3"
-    with training(tmp_path, flags, steps=100000, slow=0.1) as made:
-        host, other = made.start(), made.start()
-        poll_for(lambda: stepped(made, 3, size=2), what="steps of both")
-        together = made.newest()
-        os.kill(made.steps(rank=0, generation=together)[0]["pid"], signal.SIGKILL)
-        [standby] = poll_for(lambda: host.events("standby-started"), what="a replacement")
-        os.kill(standby["worker_pid"], signal.SIGSTOP)  # it warms up
-        poll_for(lambda: stepped(made, 0, size=1), what="steps of the other node")
-        alone = made.newest()
-        other.kill()
-        made.start()
-        os.kill(standby["worker_pid"], signal.SIGCONT)
-        made.wait_steps(5, after=alone, size=2)
-
-
-@pytest.mark.slow
 def test_the_others_do_not_wait_for_the_evaluation_of_a_node_that_leaves(tmp_path):
     """It evaluates for ten minutes after step 5, which the others have done: they are in step 6.
 
@@ -275,6 +254,7 @@ def test_the_others_do_not_wait_for_the_evaluation_of_a_node_that_leaves(tmp_pat
         assert not any(world["restarts_used"] for world in nodes[0].events("world-formed"))
 
 
+@pytest.mark.slow
 def test_the_end_of_the_process_that_holds_the_stores_disturbs_nobody(tmp_path):
     """Two processes with stores import torch, each by itself."""
     flags = "--nnodes=1 --nproc-per-node=2"
@@ -362,6 +342,7 @@ def test_a_replacement_with_another_model_that_is_waited_for_ends_the_job(tmp_pa
         assert UNFIT in node.stderr
 
 
+@pytest.mark.slow
 def test_without_a_launcher_every_process_is_its_own_node(tmp_path):
     """One does not fit, one joins and is killed. All three import torch."""
     with training(tmp_path, steps=100000, slow=0.1) as made, ExitStack() as stack:

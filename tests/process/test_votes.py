@@ -32,18 +32,15 @@ def test_two_of_three_agents_are_killed_and_started_again(tmp_path):
     assert not list(tmp_path.rglob("voter")), "a closed job is not resumed"
 
 
-@pytest.mark.parametrize("lost", ["host", "other"])
-def test_either_of_two_nodes_may_be_lost(tmp_path, lost):
-    """Two agents start, and one is killed; what the witness has kept goes with the job."""
+def test_host_of_two_nodes_is_lost_and_the_witness_votes_for_the_other(tmp_path):
+    """What the witness has kept goes with the job."""
     with job(tmp_path / "job", f"{FLAGS} --witness={tmp_path}/witness") as it:
-        nodes = {"host": it.start(), "other": it.start()}
+        host, left = it.start(), it.start()
         it.world(0, 2)
-        nodes.pop(lost).kill()
-        ((_, left),) = nodes.items()
+        host.kill()
         it.begun(1, after=0)
         claimed = tmp_path / "witness" / f"job{it.port}" / "0" / "after-0"
-        term = json.loads(claimed.read_text())["term"]
-        assert term == 1 if lost == "other" else term >= 3
+        assert json.loads(claimed.read_text())["term"] >= 3
         it.order("finish")
         assert left.wait() == 0, left.stderr
         assert not claimed.exists()

@@ -9,7 +9,6 @@ import re
 import sys
 import threading
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -17,7 +16,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.support import poll_for
 from tests.unit.checkpoint.conftest import Number, after, saved, state, steps
 from torchelastic import TorchState, checkpoint, faults
 from torchelastic.checkpoint import (
@@ -262,19 +260,6 @@ def test_a_world_that_is_over_writes_nothing_more(open_store, url, caplog):
     assert len(new.catalog.storage.directories()) == 2
 
 
-def test_an_old_world_that_comes_late_does_not_keep_the_new_one_out(open_store, url):
-    old, new = open_store(url), open_store(url)
-    new.entered(4, base=0)
-    saved(new, 10, generation=4)
-    old.entered(3, base=0)
-    poll_for(lambda: old._claim._taken, what="the fence")
-    saved(new, 11, generation=4)
-    assert steps(new)[0] == 11
-    old.save(state(5), 5, generation=3)
-    with pytest.raises(CheckpointError, match="void"):
-        old.finish()
-
-
 def test_steps_beyond_the_base_of_a_later_world_are_void(open_store, url, caplog):
     """Their samples are used again, by steps that went another way."""
     old, new = open_store(url), open_store(url)
@@ -318,20 +303,6 @@ def test_the_automatic_interval_is_reported(open_store, tmp_path, caplog):
     assert "The next checkpoint is due in" in caplog.text
     assert "time between failures is 14400 s" in caplog.text
     assert not store.is_due(2)
-
-
-def test_failures_make_it_shorter(open_store, tmp_path, monkeypatch):
-    monkeypatch.setattr(store_module.interval, "SHORTEST_INTERVAL", 0.0)
-    intervals = []
-    for generation in range(3):
-        store = open_store(tmp_path, every="auto")  # of a new process, as in a script
-        store.entered(generation, generation)
-        saved(store, generation + 1, generation=generation)
-        store._measured = replace(store._measured, blocked=1.0, written=0.0)
-        store.is_due(generation + 2)
-        intervals.append(store._pace.seconds)
-    assert intervals == sorted(intervals, reverse=True)
-    assert intervals[0] > intervals[-1]
 
 
 # --- what the loop calls --------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -351,16 +350,6 @@ def test_storage_that_is_too_slow_gets_the_newest_and_the_log_says_so(manager, h
     checkpoint.finish()
     assert steps(manager) == [3, 1]
     assert "Skipped the checkpoint of step 2" in caplog.text
-
-
-def test_a_failed_write_is_reported_and_leaves_nothing_behind(either, caplog):
-    faults.plan("raise@place=checkpoint.write,generation=any")
-    checkpoint.save(Number(1), 1)
-    with pytest.raises(CheckpointError, match="Could not write the checkpoint of step 1"):
-        checkpoint.finish()
-    assert [record.levelno for record in caplog.records] == [logging.ERROR]
-    assert left_over(either) == []
-    checkpoint.finish()  # told once
 
 
 def test_training_goes_on_however_often_a_write_fails(either, caplog):

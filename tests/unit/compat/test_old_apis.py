@@ -221,14 +221,6 @@ def test_cycling_iterator_runs_through_the_epochs():
 # --- processes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("args", "envs"), [({0: ()}, {0: {}, 1: {}}), ({0: (), 1: ()}, {0: {}}), ({1: ()}, {1: {}})]
-)
-def test_start_processes_without_every_local_rank_is_refused(args, envs, tmp_path):
-    with pytest.raises(RuntimeError, match="local rank mapping mismatch"):
-        start_processes("echo", "true", args, envs, str(tmp_path))
-
-
 def test_start_processes_needs_an_empty_directory(tmp_path):
     def start(path):
         start_processes("echo", "true", {0: ()}, {0: {}}, str(path))

@@ -39,22 +39,6 @@ def kept(monkeypatch):
     return handler
 
 
-@metrics.prof
-def timed():
-    return 5
-
-
-@metrics.prof(group="mine")
-def failing():
-    raise KeyError("x")
-
-
-class Trainer:
-    @metrics.prof
-    def step(self, size, *, scale):
-        return size * scale
-
-
 def test_values_go_to_the_handler_of_their_group_or_else_the_default_one(kept):
     metrics.getStream("mine").add_value("loss", 0.5)
     metrics.put_metric("steps", 3)
@@ -69,54 +53,12 @@ def test_values_go_to_the_handler_of_their_group_or_else_the_default_one(kept):
     assert ("mine", "loss") not in {(one.group_name, one.name) for one in kept.data[2:]}
 
 
-def test_by_default_values_go_nowhere_and_to_the_console_as_lines(capsys):
-    assert isinstance(api._default_metrics_handler, metrics.NullMetricHandler)
-    metrics.put_metric("steps", 3)
-    assert capsys.readouterr().out == ""
-    metrics.ConsoleMetricHandler().emit(metrics.MetricData(1.5, "mine", "loss", 0.25))
-    assert capsys.readouterr().out == "[1.5][mine]: loss=0.25\n"
-
-
-def test_a_timed_call(kept):
-    assert timed() == 5
-    names = ("test_metrics.timed.success", "test_metrics.timed.duration.ms")
-    assert set(kept.values) == {("torchelastic", name) for name in names}
-    assert kept.values["torchelastic", names[0]] == 1
-
-
-def test_a_timed_call_that_fails(kept):
-    with pytest.raises(KeyError, match="x"):
-        failing()
-    assert kept.values["mine", "test_metrics.failing.failure"] == 1
-    assert ("mine", "test_metrics.failing.success") not in kept.values
-    assert ("mine", "test_metrics.failing.duration.ms") in kept.values
-
-
-def test_a_timed_method_is_named_after_its_class(kept):
-    assert Trainer().step(2, scale=3) == 6
-    assert kept.values["torchelastic", "Trainer.step.success"] == 1
-
-
-def test_the_older_names_work_and_say_so(kept):
-    with pytest.warns(FutureWarning, match="prof"):
-        decorate = metrics.profile("mine")
-    with pytest.warns(FutureWarning, match="put_metric"):
-        decorate(lambda: None)()
-    with pytest.warns(FutureWarning, match="put_metric"):
-        metrics.publish_metric("mine", "loss", 2)
-    assert kept.values["mine", "<lambda>.success"] == 1
-    assert kept.values["mine", "loss"] == 2
-
-
 def test_handlers_are_those_of_torch(kept):
-    assert metrics.MetricHandler is api.MetricHandler
+    for name in ("MetricHandler", "ConsoleMetricHandler", "prof", "publish_metric"):
+        assert getattr(metrics, name) is getattr(api, name)
+    assert metrics.initialize_metrics() is None
     api.put_metric("steps", 7)
     assert kept.values["torchelastic", "steps"] == 7
-
-
-def test_elapsed_time():
-    assert 1000 <= metrics.get_elapsed_time_ms(time.time() - 1) < 60_000
-    assert metrics.initialize_metrics() is None
 
 
 # --- exporters ------------------------------------------------------------------------------------
