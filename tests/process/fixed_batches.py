@@ -5,13 +5,16 @@ fixed_batches.py LINES ORDERS ledger=DIRECTORY [key=value ...]
 Keys: model (transformer, conv, lstm, gan), mode (train, keep), steps, count, dtype (fp32, bf16),
 bucket (bytes of a bucket), wait (seconds that a micro-batch takes at least), slow (ranks that take
 twice as long), shares (speed, equal), samples, loaders (loading processes),
-measure (steps between two comparisons of speeds), differs=1 (each rank has another count).
+measure (steps between two comparisons of speeds), differs=1 (each rank has another count),
+check (steps between two comparisons of states), flip (RANK:STEP:KIND[:ELEMENTS], separated by
+spaces: in the first generation flip a bit of a parameter or of optimizer state after that step).
 """
 
 from __future__ import annotations
 
 import os
 import time
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -28,6 +31,7 @@ from torchelastic.training import fixed_sums as sums
 KEYS = {"model": "transformer", "mode": "train", "steps": 12, "count": 8, "dtype": "fp32"}
 KEYS |= {"bucket": sums.BUCKET_BYTES, "wait": 0.0, "samples": 150, "loaders": 0, "shares": ""}
 KEYS |= {"slow": "", "measure": steps.MEASURE_EVERY, "differs": 0}
+KEYS |= {"check": 0, "flip": ""}
 KEYS["ledger"] = ""
 KEYS |= {name: type(KEYS[name])(value) for name, value in worker_side.KEYS.items()}
 sums.BUCKET_BYTES, steps.MEASURE_EVERY = KEYS["bucket"], KEYS["measure"]
@@ -99,6 +103,7 @@ state = torchelastic.TorchState(
     sampler=sampler,
     policy=policy,
     ledger=Ledger(KEYS["ledger"]),
+    guard=SimpleNamespace(check_every=KEYS["check"]),
 )
 batches = iter(loader)
 
@@ -153,12 +158,29 @@ def play(batch: torch.Tensor, step: int) -> None:
     optimizers[0].step()
 
 
+def flip_bits(step: int) -> None:
+    """Flip the same bit in some elements, as broken memory does."""
+    for flip in KEYS["flip"].split():
+        rank, at, kind, *elements = flip.split(":")
+        if (rank, int(at)) != (os.environ["RANK"], step):
+            continue
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+            continue
+        parameter = next(models[0].parameters())
+        tensor = optimizers[0].state[parameter]["exp_avg"] if kind == "state" else parameter.data
+        bits = tensor.detach().view(-1).view(torch.int32)
+        for element in elements or ["0"]:
+            bits[int(element)] ^= 1 << 20
+        write("flipped", step=step)
+
+
 if KEYS["mode"] == "train":
 
     def train_step(state: torchelastic.TorchState) -> None:
         if state.step == KEYS["steps"]:
             raise StopIteration
         one_step(state.step)
+        flip_bits(state.step)
 
     torchelastic.train(CoordinatorP2P(), train_step, state)
 else:

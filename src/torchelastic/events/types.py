@@ -226,6 +226,19 @@ class GenerationOver(Event):
 
 
 @dataclass(frozen=True)
+class StatesDiffered(Event):
+    """The workers' states were not equal: the job goes back to a step where they were."""
+
+    type: ClassVar[str] = "states-differed"
+    #: Ranks whose states were wrong, and their nodes; empty if that is not known.
+    ranks: Sequence[int]
+    names: Sequence[str]
+    #: The step that training goes back to.
+    back: int
+    text: str
+
+
+@dataclass(frozen=True)
 class WorldChanging(Event):
     """The world is about to change: the generation ends once all in-process workers have finished
     the same step."""

@@ -303,6 +303,7 @@ _WORDS: dict[type[events.Event], Callable[[Any], str]] = {
     ),
     events.WorldFormed: _formed,
     events.GenerationOver: lambda e: _because(f"generation ended ({e.kind})", e.reason),
+    events.StatesDiffered: lambda e: e.text,
     events.WorldChanging: lambda e: _because("the generation ends at the next step", e.reason),
     events.Waiting: lambda e: _because("no world yet", e.reason),
     events.WorkersStarted: lambda e: f"{_ranks(e.ranks)} started in {seconds(e.seconds)}",

@@ -32,7 +32,7 @@ from collections.abc import Callable
 from torchelastic.errors import EXIT_FAILED, EXIT_USAGE
 from torchelastic.events.failure import Failure, node_failure
 from torchelastic.records import replace
-from torchelastic.rendezvous import connectivity, replicas, root_cause, suspects
+from torchelastic.rendezvous import connectivity, replicas, root_cause, state_check, suspects
 from torchelastic.rendezvous.choosing import candidates, choose, holders_left_out, in_order, workers
 from torchelastic.rendezvous.forming import REPEAT_INTERVAL, form, newcomers_to, settled_at
 from torchelastic.rendezvous.restart_policy import (
@@ -58,6 +58,7 @@ from torchelastic.rendezvous.round_state import (
     to_claim,
     with_holds,
 )
+from torchelastic.rendezvous.state_check import DIFFERENCES_LIMIT, Checked, Rewind, Verdict
 from torchelastic.rendezvous.world import Member, World
 
 #: The most consequences of a failure that a world lists.
@@ -81,6 +82,10 @@ def decide(rules: RoundRules, state: RoundState, now: float) -> RoundDecision:
         return replace(decision, world=replace(decision.world, base=state.base))
     if decision.world is None and _is_base_news(state):
         return RoundDecision(replace(the_world(state), base=state.base))
+    if decision.world is None and (found := _checked(state)) is not None:
+        certified = found.step if found.is_equal else -1
+        why = state_check.sentence(found, (), 0) if found.ends else ""
+        return RoundDecision(replace(the_world(state), certified=certified, unchecked=why))
     return decision
 
 
@@ -205,6 +210,9 @@ def _script_ended(state: RoundState) -> RoundDecision | None:
 
 def _in_process_ended(state: RoundState) -> RoundDecision | None:
     """The end of a generation that cannot continue; None while it can."""
+    found = _checked(state)
+    if found is not None and found.back is not None:
+        return _go_back(state, found, found.back)
     if state.finished >= 0:
         done = _end_generation(state, "finished", "training is done").world
         assert done is not None
@@ -215,6 +223,44 @@ def _in_process_ended(state: RoundState) -> RoundDecision | None:
     if failed := failed_nodes(state):
         return _end_generation(state, "node-failure", f"{names_of(state, failed)} failed")
     return _end_by_silence(state)
+
+
+def _checked(state: RoundState) -> Verdict | None:
+    """The verdict on a check that all workers of the world have reported; None without a new
+    one."""
+    world = the_world(state)
+    if world.phase not in ("running", "pausing") or world.unchecked:
+        return None
+    said: list[Checked] = []
+    for node in world.nodes:
+        present = state.members.get(node.node)
+        if present is None or present.member.checked_in != world.generation:
+            return None
+        said += present.member.checked
+        if any(one.step <= world.certified or one.step != said[0].step for one in said[-1:]):
+            return None
+    return state_check.compare(said) if said and len(said) == world.size else None
+
+
+def _go_back(state: RoundState, found: Verdict, back: tuple[int, int]) -> RoundDecision:
+    """End a generation in which the states differ; end the job if that keeps happening."""
+    world = the_world(state)
+    named = [
+        f"rank {rank} on {node.name}"
+        for node in world.nodes
+        for rank in found.wrong
+        if node.has_rank(rank)
+    ]
+    why = state_check.sentence(found, named, world.size)
+    last = world.rewind
+    times = last.times + 1 if last is not None and last.step == back[1] else 1
+    if times > DIFFERENCES_LIMIT:
+        reason = f"{why}; this happened {DIFFERENCES_LIMIT} times already; giving up"
+        return RoundDecision(replace(world, phase="closed", exitcode=EXIT_FAILED, reason=reason))
+    ended = _end_generation(state, "failure", why)
+    assert ended.world is not None
+    rewind = Rewind(world.generation + 1, *back, times)
+    return replace(ended, world=replace(ended.world, rewind=rewind, wrong=found.wrong))
 
 
 def _end_by_silence(state: RoundState) -> RoundDecision | None:

@@ -99,6 +99,8 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         proven=last.proven or trained,
         patience=None,
         enough=False,
+        certified=-1,
+        wrong=(),
     )
     world = world.with_nodes(_place(chosen, _proven(last, trained)))
     if state.roll is not None and not majority.confirms_itself(

@@ -93,6 +93,9 @@ def find(
     held = _without_forgiven(state)
     others = tuple(others)
     decision = _hold_for_other_bits(rules, state, held, cause, others)
+    world = the_world(state)
+    if world.goes_back:  # the job is not restarted, and which worker was wrong may not be known
+        return (decision or HoldDecision(held))._replace(instead=world.reason)
     if decision is not None:
         return decision
     if cause is not None and _may_be_caused_by_node(cause):

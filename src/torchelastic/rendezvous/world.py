@@ -23,6 +23,7 @@ from torchelastic.events.failure import Failure
 from torchelastic.records import replace
 from torchelastic.rendezvous.held_out import HeldOut, HeldOutNodes
 from torchelastic.rendezvous.restart_policy import Kind, RestartHistory
+from torchelastic.rendezvous.state_check import Checked, Rewind
 
 LEADER_KEY = "leader"
 MEMBER_PREFIX = "member/"
@@ -132,6 +133,9 @@ class Member:
     replica: int = 0
     #: The place of this node in its replica, if a replica spans nodes; -1: it has none yet.
     place: int = -1
+    #: The last check of the states of this node's workers, and its generation.
+    checked: tuple[Checked, ...] = ()
+    checked_in: int = -1
     #: Of a sharded model: the local ranks of standing workers without the state that `holds` names.
     blank: tuple[int, ...] = ()
 
@@ -156,6 +160,8 @@ class Member:
                 made[name] = tuple(made[name])
         if "base" in made:
             made["base"] = Base.from_json(made["base"])
+        if "checked" in made:
+            made["checked"] = tuple(Checked(*one) for one in made["checked"])
         return _made(cls, made)
 
 
@@ -194,6 +200,9 @@ class WorldNode(NamedTuple):
     peer: str = ""
     #: It was not in the job's last world that trained.
     new: bool = False
+
+    def has_rank(self, rank: int) -> bool:
+        return self.first_rank <= rank < self.first_rank + self.nproc
 
     @classmethod
     def from_json(cls, data: Sequence[Any]) -> WorldNode:
@@ -289,6 +298,14 @@ class World:
     #: The number of workers in a replica: rank r is in replica r // replica, and its coordinate
     #: there is r % replica. 0: the model is not sharded.
     replica: int = 0
+    #: The last step of this generation after which all states were equal; -1: none.
+    certified: int = -1
+    #: Why the workers do not compare their states any more; empty: they do if the script asks.
+    unchecked: str = ""
+    #: Where a state that differed made the job go back to last.
+    rewind: Rewind | None = None
+    #: Of a generation that it ended: the ranks whose states were wrong.
+    wrong: tuple[int, ...] = ()
 
     # --- places ----------------------------------------------------------------------------------
 
@@ -330,6 +347,11 @@ class World:
         The world in which a new job waits has no nodes, and the number of the first real one.
         """
         return self.phase == "over" or (self.phase == "waiting" and self.count > 0)
+
+    @property
+    def goes_back(self) -> bool:
+        """Return whether it is over because states differed."""
+        return self.rewind is not None and self.rewind.generation == self.generation + 1
 
     def has_ended_for(self, node: str) -> bool:
         """Return whether the leader waits for a node to report that its workers are gone."""
@@ -489,6 +511,8 @@ _FROM_JSON: dict[str, Callable[[Any], Any]] = {
     "base": Base.from_json,
     "cause": Failure.from_json,
     "consequences": _failures,
+    "rewind": lambda data: None if data is None else Rewind(*data),
+    "wrong": tuple,
     "spares": tuple,
     "missing": tuple,
     "held": lambda items: tuple(HeldOut.from_json(item) for item in items),

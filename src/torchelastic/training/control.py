@@ -121,6 +121,28 @@ class Control:
 
         return self._wait(known)
 
+    def is_certified(self, gate: Gate, version: Version) -> bool:
+        """Wait until the state of this version is known to be equal everywhere; return False if
+        that will not be known in this generation, or states are not compared any more."""
+
+        def known() -> bool | None:
+            is_ending = gate.over or gate.answer is not None or gate.last is not None
+            if is_ending or self._inbox.unchecked:
+                return False
+            return True if self._inbox.certified >= version else None
+
+        return self._wait(known)
+
+    @property
+    def certified(self) -> Version:
+        """The newest version known to be equal on all workers."""
+        return self._inbox.certified
+
+    @property
+    def unchecked(self) -> str:
+        """Why states are not compared any more; empty if they are."""
+        return self._inbox.unchecked
+
     def left(self, generation: int) -> None:
         """Note that this worker left the world at its last boundary."""
         with self._changed:

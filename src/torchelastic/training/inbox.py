@@ -9,7 +9,17 @@ from collections import deque
 
 from torchelastic.errors import JobClosed, TorchElasticError
 from torchelastic.training.gate import Gate
-from torchelastic.worker.orders import Ask, Closed, Enter, Entered, Leave, Order, Over, Through
+from torchelastic.worker.orders import (
+    Ask,
+    Certified,
+    Closed,
+    Enter,
+    Entered,
+    Leave,
+    Order,
+    Over,
+    Through,
+)
 
 
 class Inbox:
@@ -24,6 +34,9 @@ class Inbox:
         self._over = Over(-1)
         self._unanswered = False
         self._leave: Leave | None = None
+        #: The newest version that is certified, and why states are not compared any more.
+        self.certified = (-1, -1)
+        self.unchecked = ""
         #: The reason that there will be no more orders.
         self.closed: TorchElasticError | None = None
 
@@ -40,6 +53,9 @@ class Inbox:
                 self._gates[generation].run_through(step)
             case Over():
                 self._end(order)
+            case Certified(generation, step, unchecked):
+                self.certified = max(self.certified, (generation, step))
+                self.unchecked = unchecked
             case Leave():
                 self._leave = order
             case Closed(reason):
@@ -51,6 +67,7 @@ class Inbox:
             return  # said twice, or late
         if self._gates and order.after is not None:
             self._gates[max(self._gates)].run_through(order.after)
+        self.unchecked = order.unchecked
         self._gates[order.generation] = Gate(order.generation)
         self._worlds.append(order)
 

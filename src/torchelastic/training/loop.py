@@ -55,10 +55,12 @@ from torchelastic.training.recovery import StateRecovery
 from torchelastic.training.session import Session
 from torchelastic.training.sharded import mesh
 from torchelastic.training.state import FIRST, TORN, State, Torn, Version, call_sync
+from torchelastic.training.state_checks import NONE, StateChecks
 from torchelastic.worker import bootstrap, error_file, optimizer_steps
 from torchelastic.worker.leaving import leaving, left_to_agent
 from torchelastic.worker.orders import (
     Begins,
+    Checked,
     Enlisted,
     Enter,
     Erred,
@@ -229,6 +231,8 @@ class Loop:
         stood = time.monotonic()
         if (snapshots := self._state._part_snapshots()) is not None:
             snapshots.end()
+        if world.rewind is not None:
+            self._go_back(*world.rewind)
         form = self._state._form()
         number = form_number(form)
         ready, copying = self._state._ready_in(), self._state._copies()
@@ -263,6 +267,18 @@ class Loop:
         step = self._version[1]
         self._control.tell(Up(here.generation, step, here.received, built, fetched))
 
+    def _go_back(self, generation: int, written: int, step: int) -> None:
+        """Go back to a certified version if this worker's state is void: older generations wrote
+        beyond it."""
+        version = written, step
+        if self._version[0] >= generation or self._version <= version:
+            return
+        checks = self._state._checks()
+        if checks is not None and checks.go_back(version):
+            self._version = version
+        else:  # it is fetched from a worker that has it
+            self._version = TORN
+
     def _synchronise(self, here: Session) -> None:
         """Give all ranks the freshest state in memory, or a checkpoint if none has trained."""
         self._where, self._rollback, self._half_written = Where.SYNC, None, False
@@ -284,6 +300,8 @@ class Loop:
         call_sync(self._state, rank=here.rank, size=here.size)
         here.group.check_collectives()
         faults.at("sync.end")
+        if (checks := self._state._checks()) is not None:
+            checks.began_at(base)
         self._version = here.version = here.version_after_sync
         if is_lost and here.agent is not None:
             self._control.settle(base, here.generation)
@@ -340,6 +358,7 @@ class Loop:
             status_page.rank = rank
         if self._state._every_step:
             every = 1
+        checks = self._state._checks()
         check_collectives, before_commit = here.group.check_collectives, here.before_commit
         between = _Between(self._coordinator, self._options, here, self._state)
         self._where = Where.BETWEEN
@@ -349,6 +368,8 @@ class Loop:
         while True:
             if status_page is not None and not status_page.is_leased():
                 self._await_lease(gate, status_page)
+            if checks is not None and step % checks.every == 0 and step > first:
+                self._check(gate, checks)
             if not gate.enter(step) and not self._may_enter(gate, step):
                 return
             if step >= self._last_step:
@@ -376,6 +397,23 @@ class Loop:
             self._state._committed(self._version)
             if between.is_last(self._state, step, stats) and self._last_step == math.inf:
                 self._last_step = step
+
+    def _check(self, gate: Gate, checks: StateChecks) -> None:
+        """Begin a check of the state, after the last one. Without a verdict on that one, the world
+        is about to end, or states are not compared any more."""
+        version = generation, step = self._version
+        last = checks.last if checks.last[0] == generation else NONE
+        with stalls.Counted(stalls.PEERS):
+            if not self._control.is_certified(gate, last):
+                if self._control.unchecked:
+                    checks.end()
+                return
+
+        def tell(digest: int, pinned: Version) -> None:
+            with suppress(ChannelLost):  # the control thread reports it
+                self._control.tell(Checked(generation, step, digest, *pinned))
+
+        checks.begin(version, self._control.certified, tell)
 
     def _may_enter(self, gate: Gate, step: int) -> bool:
         """Wait at a shut gate for the decision; return False if the last step is done."""

@@ -168,7 +168,7 @@ class StandaloneNode(NodeLoop):
             case orders.Stopped() | orders.Finished() | orders.Up():
                 self._step = report.step
                 self.queue.put_nowait(WorkerMessage(0, report))
-            case orders.Entered() | orders.Unfit():
+            case orders.Entered() | orders.Checked() | orders.Unfit():
                 self.queue.put_nowait(WorkerMessage(0, report))
             case orders.Pong():
                 self._pong = report
@@ -221,7 +221,9 @@ class StandaloneNode(NodeLoop):
         self.queue.put_nowait(WorkersGone())
 
     def kill(self, local_rank: int, why: str) -> None:
-        """Nothing: the hang watchdog makes the node leave instead."""
+        """Leave the job: this process cannot be replaced."""
+        logger.error("This worker leaves the job: %s", why)
+        self.queue.put_nowait(StoreLost(why))
 
     async def _watch(self) -> None:
         """Leave the job when the worker is hung: the others must not wait forever.

@@ -9,6 +9,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchelastic.training.sharded.part_snapshots import PartSnapshots
+    from torchelastic.training.state_checks import StateChecks
 
 #: (generation, step): the world, and the number of steps committed. The freshest is the largest.
 Version = tuple[int, int]
@@ -108,6 +109,10 @@ class State(ABC):
 
     def _part_snapshots(self) -> PartSnapshots | None:
         """Return the snapshots of this worker's part of a sharded state, if it has any."""
+        return None
+
+    def _checks(self) -> StateChecks | None:
+        """Return the comparison of this worker's state with the others', if there is one."""
         return None
 
     def __init_subclass__(cls, **arguments: Any) -> None:

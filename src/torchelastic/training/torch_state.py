@@ -62,6 +62,7 @@ from torchelastic.training.state import (
     is_worthless,
     missing_parts,
 )
+from torchelastic.training.state_checks import StateChecks
 from torchelastic.training.undo import Undo, UndoRecord
 from torchelastic.worker.backward_waits import BackwardWaits
 from torchelastic.worker.leaving import leaving
@@ -120,6 +121,7 @@ class TorchState(State):
         copy_before_write: bool | None = None,
         ledger: Ledger | None = None,
         policy: FixedBatch | None = None,
+        guard: Any = None,
         **more: Any,
     ) -> None:
         given = dict(zip(_SEVERAL, (model, optimizer, scheduler, sampler, scaler), strict=True))
@@ -156,6 +158,8 @@ class TorchState(State):
         self._is_guarded = False
         self._ledger = ledger
         self._recorded = parts.recorded(self._stateful, ledger)
+        every = getattr(guard, "check_every", 0)
+        self._state_checks = StateChecks(every, self._capture, self._load_copy) if every else None
         solid = self._solid()
         #: The names of tensors that are sharded over ranks.
         self._sharded = take_out_shards(solid)
@@ -285,7 +289,9 @@ class TorchState(State):
 
     def _form(self) -> list[tuple[str, str]]:
         reduced = () if self._ddp is False else ddp.form_of(self._wrapped or self._models)
-        return [*self._form_of_parts(), *reduced]
+        checks = self._checks()
+        every = [] if checks is None else [("the check of states", f"every {checks.every} steps")]
+        return [*self._form_of_parts(), *reduced, *every]
 
     def _form_of_parts(self) -> list[tuple[str, str]]:
         return [
@@ -455,6 +461,21 @@ class TorchState(State):
             Value(self, name).restore(tree["values"][name])
         for model, said in zip(self._followed, tree.get("ddp", ()), strict=False):
             ddp.adopt(model, ddp.unpacked(said))
+
+    # --- the comparison of states ----------------------------------------------------------------
+
+    def _checks(self) -> StateChecks | None:
+        return None if self._sharding is not None else self._state_checks
+
+    def _capture(self) -> tuple[Any, Private]:
+        return self._tree(), self._undo.private()
+
+    def _load_copy(self, version: Version, tree: Any, private: Private) -> None:
+        """Load a copy of an earlier state; `sync` follows."""
+        checkpoint.before_write()
+        self._load(tree)
+        self._kept_private = private
+        self._version, self.step = version, version[1]
 
     # --- a single replica ------------------------------------------------------------------------
 

@@ -479,14 +479,14 @@ class OptimizerCopy:
     def take(self) -> None:
         state = self._optimizer.state
         self._parameters = parameters_of(self._optimizer)
-        self._parameter_copies = _copy_all(self._parameters, self._parameter_copies)
+        self._parameter_copies = copy_all(self._parameters, self._parameter_copies)
         tensors = [
             value
             for entries in state.values()
             for value in entries.values()
             if isinstance(value, torch.Tensor)
         ]
-        self._state_copies = _copy_all(tensors, self._state_copies)
+        self._state_copies = copy_all(tensors, self._state_copies)
         saved = iter(self._state_copies)
         self._state = {
             key: {
@@ -508,7 +508,7 @@ class OptimizerCopy:
             put_back(state[key], entries)
 
 
-def _copy_all(live: Sequence[torch.Tensor], rooms: list[torch.Tensor]) -> list[torch.Tensor]:
+def copy_all(live: Sequence[torch.Tensor], rooms: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return copies of all tensors, in the old copies' memory where they fit."""
     reused = len(rooms) == len(live) and all(
         room.shape == one.shape and room.dtype == one.dtype

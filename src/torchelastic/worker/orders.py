@@ -45,6 +45,10 @@ class Enter:
     #: The number of workers in a replica: rank r is in replica r // replica. 0: the model is not
     #: sharded.
     replica: int = 0
+    #: Why the workers do not compare their states any more; empty: they do if the script asks.
+    unchecked: str = ""
+    #: The generation before which all work beyond a version is void, and that version.
+    rewind: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,16 @@ class Leave:
     #: For a worker of a script that `CanSave`: True if it stores the state before it leaves; None:
     #: another `Leave` follows.
     saves: bool | None = None
+
+
+@dataclass(frozen=True)
+class Certified:
+    """The states of all workers were equal after `step` steps; with a reason in `unchecked`, states
+    are not compared any more."""
+
+    generation: int
+    step: int
+    unchecked: str = ""
 
 
 @dataclass(frozen=True)
@@ -155,6 +169,18 @@ class Entered:
 
     generation: int
     step: int
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The hash of this worker's state after `step` steps, for the leader to compare."""
+
+    generation: int
+    step: int
+    digest: int
+    #: The version of the certified state that it has a copy of; (-1, -1): none.
+    written: int = -1
+    pinned: int = -1
 
 
 @dataclass(frozen=True)
@@ -260,13 +286,14 @@ class Pong:
     number: int = 0
 
 
-Order = Enter | Ask | Through | Over | Leave | Closed | Ping | Dump | StatusPage
+Order = Enter | Ask | Through | Over | Leave | Certified | Closed | Ping | Dump | StatusPage
 Report = (
     Enlisted
     | Keeps
     | CanSave
     | Saved
     | Entered
+    | Checked
     | Begins
     | Up
     | Stopped

@@ -50,9 +50,10 @@ from torchelastic.agent.lifecycle.node_state import (
 )
 from torchelastic.agent.lifecycle.script import ScriptState
 from torchelastic.errors import EXIT_FAILED, EXIT_RENDEZVOUS_LOST, EXIT_SIGNAL_BASE
-from torchelastic.events.failure import Failure
+from torchelastic.events.failure import OTHER_BITS, Failure
 from torchelastic.records import replace
 from torchelastic.rendezvous import replicas
+from torchelastic.rendezvous.state_check import Checked
 from torchelastic.rendezvous.world import World
 from torchelastic.worker import orders
 
@@ -96,6 +97,8 @@ class Worker:
     #: The generation for which it has reported its step, and that step.
     paused: int = -1
     entered: int = -1
+    #: The last hash of its state that it has reported.
+    checked: orders.Checked | None = None
     #: Starts in a row that exited before `train` was called.
     tries: int = 0
     #: How the one before it exited.
@@ -112,6 +115,8 @@ class InProcessState(NodeState):
     gone: int = -1
     #: The place in its replica that the leader has allotted last.
     allotted: int = -1
+    #: The last verdict on states that workers were told: generation, step, why there are no more.
+    certified: tuple[int, int, str] = (-1, -1, "")
 
     @property
     def generation(self) -> int:
@@ -180,10 +185,10 @@ def _world(state: InProcessState, event: WorldSeen) -> Step:
     state = replace(state, world=world)
     if world.phase == "closed":
         return _stop(state, SIGTERM, world.exitcode, world.reason)
-    if world.phase == "running":
-        return _enter(state, world)
-    if world.phase == "pausing":
-        return _ask(state, world)
+    if world.phase in ("running", "pausing"):
+        state, commands = _enter(state, world) if world.phase == "running" else _ask(state, world)
+        state, more = _tell_certified(state, world)
+        return state, [*commands, *more]
     state, commands = _world_over(state, world) if world.has_ended else (state, list[Command]())
     if world.phase != "waiting" or state.leaving:
         return state, commands
@@ -262,6 +267,17 @@ def _ask(state: InProcessState, world: World) -> Step:
     return state, [*entering, *told, *commands]
 
 
+def _tell_certified(state: InProcessState, world: World) -> Step:
+    """Tell the workers of a world that their states were equal, or are not compared any more."""
+    verdict = world.generation, world.certified, world.unchecked
+    if verdict == state.certified:
+        return state, []
+    state = replace(state, certified=verdict)
+    training = state.having(Status.TRAINING)
+    told = [rank for rank in training if state.workers[rank].generation == world.generation]
+    return state, [Tell(rank, orders.Certified(*verdict)) for rank in told]
+
+
 def _world_over(state: InProcessState, world: World) -> Step:
     commands: list[Command] = []
     for local_rank in state.having(Status.TRAINING):
@@ -269,6 +285,8 @@ def _world_over(state: InProcessState, world: World) -> Step:
         if worker.stopping < world.generation or (worker.through and world.after is None):
             state, more = _halt(state, local_rank, world, world.generation)
             commands += more
+            if world.rank(state.node, local_rank) in world.wrong:
+                commands.append(Kill(local_rank, OTHER_BITS + world.reason))
     state, more = _when_stopped(state)
     return state, [*commands, *more]
 
@@ -300,6 +318,8 @@ def _said(state: InProcessState, event: WorkerMessage) -> Step:
         case orders.Entered(generation, step):
             state = _with(state, rank, replace(worker, paused=generation, entered=step))
             return _answer_for_all(state)
+        case orders.Checked() as said:
+            return _checked(state, rank, said)
         case orders.Stopped(generation) if worker.stopping == generation:
             return _stopped(state, rank)
         case orders.Unfit():
@@ -321,6 +341,23 @@ def _answer_for_all(state: InProcessState) -> Step:
         return state, []
     entered = max((worker.entered for worker in training), default=-1)
     return state, [_report(state, paused=world.generation, entered=entered)]
+
+
+def _checked(state: InProcessState, local_rank: int, said: orders.Checked) -> Step:
+    """Report the hashes once every worker has reported its own after the same step."""
+    state = _with(state, local_rank, replace(state.workers[local_rank], checked=said))
+    place = state.world.find(state.node) if state.world is not None else None
+    if place is None:
+        return state, []
+    rows = [
+        Checked(rank, told.step, told.digest, told.written, told.pinned)
+        for rank, one in enumerate(place.local_ranks, place.first_rank)
+        if (told := state.workers[one].checked) is not None
+        and (told.generation, told.step) == (said.generation, said.step)
+    ]
+    if len(rows) < place.nproc:
+        return state, []
+    return state, [_report(state, checked=tuple(rows), checked_in=said.generation)]
 
 
 def _stopped(state: InProcessState, local_rank: int) -> Step:
@@ -622,6 +659,8 @@ def _enter_order(world: World, node: str, local_rank: int, rank: int) -> orders.
         nodes=world.count,
         after=world.after,
         replica=world.replica,
+        unchecked=world.unchecked,
+        rewind=None if world.rewind is None else world.rewind[:3],
     )
 
 

@@ -69,6 +69,14 @@ def _restart(world: World, kind: Kind) -> events.RestartDecided:
     )
 
 
+def _going_back(world: World) -> events.StatesDiffered:
+    assert world.rewind is not None
+    names = [node.name for node in world.nodes if any(map(node.has_rank, world.wrong))]
+    return events.StatesDiffered(
+        ranks=list(world.wrong), names=names, back=world.rewind.step, text=world.reason
+    )
+
+
 def _screen() -> Console:
     """The console of the agent's log; one that shows nothing if the log is not set up."""
     known = (handler for handler in logger.handlers if isinstance(handler, Console))
@@ -100,6 +108,8 @@ class Reporter:
         self.name = ""
         #: The last generation that was reported, and whether a signal ends the job here.
         self._told, self._told_replica, self._leaving = -1, 0, False
+        #: Whether it was reported that states are not compared any more.
+        self._told_unchecked = False
         #: The last generation that was reported as over, and the reason.
         self._told_over = -1, ""
         #: The furthest step the job had reached before this world, and warnings given at starts.
@@ -234,6 +244,8 @@ class Reporter:
             cause = _as_json(world.cause) if kind in DISRUPTIONS else None
             over = events.GenerationOver(kind=kind, reason=world.reason, cause=cause)
             self._log.emit(over, generation=generation)
+            if world.goes_back:
+                self._log.emit(_going_back(world), generation=generation)
         elif world.phase == "pausing":
             changing = events.WorldChanging(reason=world.reason)
             self._log.emit(changing, generation=generation)
@@ -279,6 +291,10 @@ class Reporter:
             self._told_over = over.generation, reason
 
     def _world_runs(self, world: World) -> None:
+        if world.unchecked and not self._told_unchecked:
+            self._told_unchecked = True
+            logger.warning("%s", world.unchecked)
+            self._log.emit(events.Note(text=world.unchecked), generation=world.generation)
         if (world.generation, world.replica) == (self._told, self._told_replica):
             return  # the same world, whose workers have all called `train`
         if world.generation != self._told:

@@ -359,7 +359,13 @@ class WorkerPool:
             case orders.Stopped(_, step) | orders.Finished(_, step) as stopped:
                 record.step, record.has_stopped = step, True
                 self._tell_event(WorkerMessage(local_rank, stopped))
-            case orders.Entered() | orders.Unfit() | orders.CanSave() | orders.Saved() as said:
+            case (
+                orders.Entered()
+                | orders.Checked()
+                | orders.Unfit()
+                | orders.CanSave()
+                | orders.Saved()
+            ) as said:
                 self._tell_event(WorkerMessage(local_rank, said))
 
     def _answer(

@@ -1,0 +1,125 @@
+"""Copies and hashes of this worker's state, taken every few steps to compare replicas.
+
+The hash of a copy goes to the agent, and the leader compares those of all workers
+(`rendezvous.state_check`). If all are equal, the copy is the *pinned* one: the worker goes back to
+it when a later check finds a difference. So a worker has at most two copies of its state: the
+pinned one, and the *candidate* that is being compared.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from torchelastic.tensors import tensor_tree
+from torchelastic.tensors.rank_private import Private
+from torchelastic.tensors.tensor_bytes import crc32_of
+from torchelastic.training.state import Version
+from torchelastic.training.undo import copy_all
+
+log = logging.getLogger(__name__)
+
+#: The version of a state that no worker has.
+NONE: Version = (-1, -1)
+
+
+class Pin(NamedTuple):
+    """A copy of the state, as a tensor tree, and what only this rank has."""
+
+    version: Version
+    skeleton: str
+    tensors: list[torch.Tensor]
+    private: Private
+
+    def digest(self) -> int:
+        """Hash parameters and optimizer state."""
+        tree = tensor_tree.restore(self.skeleton, self.tensors)
+        parameters = [model["parameters"] for model in tree["model"]]
+        return crc32_of([parameters, [optimizer["state"] for optimizer in tree["optimizer"]]])
+
+
+class StateChecks:
+    """The checks of one worker."""
+
+    def __init__(
+        self,
+        every: int,
+        capture: Callable[[], tuple[Any, Private]],
+        load: Callable[[Version, Any, Private], None],
+    ) -> None:
+        """`capture` returns the tree of the state and the private part; `load` takes both back."""
+        self.every = every
+        self._capture, self._load = capture, load
+        self._pin: Pin | None = None
+        self._candidate: Pin | None = None
+        self._thread: threading.Thread | None = None
+        #: The version of the last check, and its hash.
+        self.last: Version = NONE
+        self._digests: dict[Version, int] = {}
+
+    def begin(
+        self, version: Version, certified: Version, tell: Callable[[int, Version], None]
+    ) -> None:
+        """Copy the state, and hash the copy in a thread, which passes on the hash and the pinned
+        version. `certified` is the newest version known to be equal everywhere."""
+        self._settle(certified)
+        tree, private = self._capture()
+        skeleton, live = tensor_tree.flatten(tree)
+        rooms = self._candidate.tensors if self._candidate is not None else []
+        made = Pin(version, skeleton, copy_all(live, rooms), private)
+        self._candidate, self.last = made, version
+        pinned = NONE if self._pin is None else self._pin.version
+
+        def hash_copy() -> None:
+            digest = made.digest()
+            self._digests[version] = digest
+            tell(digest, pinned)
+
+        self._thread = threading.Thread(target=hash_copy, name="torchelastic-state-check")
+        self._thread.start()
+
+    def _settle(self, certified: Version) -> None:
+        """Pin the candidate if it is certified; its memory is free otherwise."""
+        self.wait()
+        if self._candidate is not None and self._candidate.version == certified:
+            self._pin, self._candidate = self._candidate, self._pin
+        kept = NONE if self._pin is None else self._pin.version
+        self._digests = {kept: self._digests[kept]} if kept in self._digests else {}
+
+    def go_back(self, version: Version) -> bool:
+        """Load the copy of this version; return whether there is a sound one."""
+        self.wait()
+        for pin in (self._pin, self._candidate):
+            if pin is not None and pin.version == version:
+                break
+        else:
+            return False
+        if pin.digest() != self._digests.get(version):
+            log.error("The copy of the state at step %d is damaged: it is not used.", version[1])
+            return False
+        tree = tensor_tree.restore(pin.skeleton, [one.clone() for one in pin.tensors])
+        self._load(version, tree, pin.private)
+        self._pin, self._candidate = pin, None
+        return True
+
+    def began_at(self, base: Version) -> None:
+        """Drop copies of states beyond the one that a world begins with."""
+        if self._pin is not None and self._pin.version > base:
+            self._pin = None
+        if self._candidate is not None and self._candidate.version > base:
+            self._candidate = None
+
+    def wait(self) -> None:
+        """Wait for the thread."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def end(self) -> None:
+        """Free the memory: states are not compared any more."""
+        self.wait()
+        self._pin = self._candidate = None

@@ -1,0 +1,23 @@
+"""Silent corruption: a worker whose state differs from that of its replicas."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.process.test_fixed_batches import digests
+
+#: Every five steps; the last check is after step 15.
+KEYS = {"steps": 17, "check": 5, "bucket": 3000}
+
+
+@pytest.mark.parametrize("flip", ["1:7:parameter", "2:8:state", "0:6:parameter:3:9"])
+def test_flipped_bit_is_undone_and_its_worker_replaced(tmp_path, flip):
+    """One of three workers; the job has no restart to use. Starts two jobs: about 10 s."""
+    alone, _ = digests(tmp_path / "alone", 1, **KEYS)
+    found, made = digests(tmp_path / "flipped", 3, "--max-restarts=0", **KEYS, flip=flip)
+    assert found == alone, made.said()
+    (differed,) = made.nodes[0].events("states-differed")
+    assert (differed["ranks"], differed["back"]) == ([int(flip[0])], 5), made.said()
+    (killed,) = made.nodes[0].events("worker-killed")
+    assert killed["rank"] == int(flip[0])
+    assert len(made.lines(event="flipped")) == 1
