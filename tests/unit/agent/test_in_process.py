@@ -34,6 +34,7 @@ from torchelastic.agent.lifecycle.node_state import (
 from torchelastic.agent.lifecycle.script import ScriptState
 from torchelastic.events.failure import Failure
 from torchelastic.rendezvous.restart_policy import is_from_outside
+from torchelastic.rendezvous.state_check import Rewind
 from torchelastic.rendezvous.world import World
 from torchelastic.worker import orders
 from torchelastic.worker.orders import Enlisted, Entered, Finished, Stopped, Unfit
@@ -641,3 +642,40 @@ def test_from_which_copies_the_next_world_can_go_on(copy, usable):
 def test_worker_may_be_killed_if_its_state_is_elsewhere(own, others, elsewhere, waited, killed):
     found = may_be_killed(own, others, elsewhere=elsewhere, waited=waited, limit=60.0)
     assert found is killed
+
+
+# --- the comparison of states ---------------------------------------------------------------------
+
+
+def checked(local_rank: int, digest: int, step: int = 20, generation: int = 0) -> WorkerMessage:
+    return WorkerMessage(local_rank, orders.Checked(generation, step, digest, 0, 10))
+
+
+def test_hashes_are_reported_when_every_worker_has_hashed_the_same_step():
+    node = training()
+    assert node.feed(checked(0, 7)) == []
+    assert node.feed(checked(1, 8, step=10)) == []
+    found = reported(node.feed(checked(1, 9)))
+    assert found["checked"] == ((0, 20, 7, 0, 10), (1, 20, 9, 0, 10))
+    assert found["checked_in"] == 0
+
+
+def test_verdict_on_equal_states_is_told_once_to_the_workers_of_that_world():
+    node = training()
+    assert told(node.feed(see(certified=20))) == "0 Certified, 1 Certified"
+    assert told(node.feed(see(certified=20))) == ""
+    assert told(node.feed(see(certified=20, phase="pausing"))) == "0 Ask, 1 Ask"
+    (command, _) = node.feed(see(certified=20, unchecked="no majority"))
+    assert command.order == orders.Certified(0, 20, "no majority")
+
+
+def test_worker_with_a_wrong_state_is_killed_and_the_next_world_says_what_is_void():
+    node = training()
+    rewind = Rewind(1, 0, 10)
+    commands = node.feed(see(phase="over", ending="failure", rewind=rewind, wrong=(1,)))
+    assert told(commands) == "0 Over, 1 Over"
+    assert [one.local_rank for one in commands if isinstance(one, Kill)] == [1]
+    node.feed(WorkerMessage(0, Stopped(0, 20)))
+    node.feed(dies(1))
+    (enter,) = node.feed(see(1, me=(0,), rewind=rewind))[:1]
+    assert enter.order.rewind == (1, 0, 10)

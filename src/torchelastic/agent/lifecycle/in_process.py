@@ -270,7 +270,7 @@ def _ask(state: InProcessState, world: World) -> Step:
 def _tell_certified(state: InProcessState, world: World) -> Step:
     """Tell the workers of a world that their states were equal, or are not compared any more."""
     verdict = world.generation, world.certified, world.unchecked
-    if verdict == state.certified:
+    if verdict == state.certified or (world.certified < 0 and not world.unchecked):
         return state, []
     state = replace(state, certified=verdict)
     training = state.having(Status.TRAINING)
