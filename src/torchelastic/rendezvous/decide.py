@@ -58,7 +58,7 @@ from torchelastic.rendezvous.round_state import (
     to_claim,
     with_holds,
 )
-from torchelastic.rendezvous.state_check import DIFFERENCES_LIMIT, Checked, Rewind, Verdict
+from torchelastic.rendezvous.state_check import DIFFERENCES_LIMIT, Checked, Comparison, Rewind
 from torchelastic.rendezvous.world import Member, World
 
 #: The most consequences of a failure that a world lists.
@@ -225,7 +225,7 @@ def _in_process_ended(state: RoundState) -> RoundDecision | None:
     return _end_by_silence(state)
 
 
-def _checked(state: RoundState) -> Verdict | None:
+def _checked(state: RoundState) -> Comparison | None:
     """The verdict on a check that all workers of the world have reported; None without a new
     one."""
     world = the_world(state)
@@ -242,7 +242,7 @@ def _checked(state: RoundState) -> Verdict | None:
     return state_check.compare(said) if said and len(said) == world.size else None
 
 
-def _go_back(state: RoundState, found: Verdict, back: tuple[int, int]) -> RoundDecision:
+def _go_back(state: RoundState, found: Comparison, back: tuple[int, int]) -> RoundDecision:
     """End a generation in which the states differ; end the job if that keeps happening."""
     world = the_world(state)
     named = [

@@ -49,7 +49,7 @@ class Rewind(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Comparison:
     """The result of a check."""
 
     step: int
@@ -65,30 +65,30 @@ class Verdict:
         return self.back is None and not self.ends
 
 
-def compare(said: Sequence[Checked]) -> Verdict:
+def compare(said: Sequence[Checked]) -> Comparison:
     """Compare the hashes of all workers after the same step.
 
     >>> compare([Checked(0, 20, 7, 0, 10), Checked(1, 20, 8, 0, 10), Checked(2, 20, 7, 0, 10)])
-    Verdict(step=20, wrong=(1,), back=(0, 10), ends='')
+    Comparison(step=20, wrong=(1,), back=(0, 10), ends='')
     """
     step = said[0].step
     (digest, most), *others = Counter(one.digest for one in said).most_common()
     if not others:
-        return Verdict(step=step)
+        return Comparison(step=step)
     is_majority = 2 * most > len(said)
     trusted = [one for one in said if one.digest == digest or not is_majority]
     back = max((one.written, one.pinned) for one in trusted)
     what = f"the states of the workers differ after step {step}"
     if back[1] < 0:
         ends = f"{what}, at the first check: they are not replicas of one state, or one was wrong"
-        return Verdict(step=step, ends=f"{ends} from the beginning")
+        return Comparison(step=step, ends=f"{ends} from the beginning")
     if not is_majority and len(said) > 2:
-        return Verdict(step=step, ends=f"{what}, and no majority of them is equal")
+        return Comparison(step=step, ends=f"{what}, and no majority of them is equal")
     wrong = [one.rank for one in said if one.digest != digest] if is_majority else []
-    return Verdict(step=step, wrong=tuple(sorted(wrong)), back=back)
+    return Comparison(step=step, wrong=tuple(sorted(wrong)), back=back)
 
 
-def sentence(verdict: Verdict, named: Sequence[str], size: int) -> str:
+def sentence(verdict: Comparison, named: Sequence[str], size: int) -> str:
     """Say what a check found. `named`: the wrong ranks and their nodes, as `rank 1 on node-b`."""
     if verdict.ends:
         return f"{verdict.ends}; states are not compared any more"

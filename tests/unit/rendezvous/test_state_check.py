@@ -9,7 +9,7 @@ from tests.unit.rendezvous.test_decide_in_process import failure, in_process_job
 from torchelastic.errors import EXIT_FAILED
 from torchelastic.events.failure import OTHER_BITS
 from torchelastic.rendezvous.held_out import LONGEST_HOLD
-from torchelastic.rendezvous.state_check import Checked, Rewind, Verdict, compare
+from torchelastic.rendezvous.state_check import Checked, Comparison, Rewind, compare
 
 
 def rows(digests: str, step: int = 20, *, pins: dict[int, tuple[int, int]] | None = None):
@@ -35,7 +35,7 @@ NO_PIN = (-1, -1)
     ],
 )
 def test_verdict_on_hashes_names_the_minority(digests, wrong, back):
-    assert compare(rows(digests)) == Verdict(step=20, wrong=wrong, back=back)
+    assert compare(rows(digests)) == Comparison(step=20, wrong=wrong, back=back)
 
 
 @pytest.mark.parametrize("digests", ["abc", "aabb", "aabbc"])
