@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import time
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -103,7 +102,7 @@ state = torchelastic.TorchState(
     sampler=sampler,
     policy=policy,
     ledger=Ledger(KEYS["ledger"]),
-    guard=SimpleNamespace(check_every=KEYS["check"]),
+    guard=torchelastic.Guard(check_every=KEYS["check"] or None),
 )
 batches = iter(loader)
 

@@ -82,6 +82,7 @@ class GuardConfig:
     window: int = 128
     min_steps: int = 64
     limit: int = 10
+    check_every: int | None = None
 
     def __post_init__(self) -> None:
         if self.on_bad not in ACTIONS and not callable(self.on_bad):
@@ -93,6 +94,10 @@ class GuardConfig:
         for name in ("window", "min_steps", "limit"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if self.check_every is not None and self.check_every < 1:
+            raise ConfigError(
+                f"check_every must be at least 1 step, or None for no check: {self.check_every}."
+            )
         if self.min_steps > self.window:
             raise ConfigError(
                 f"min_steps ({self.min_steps}) is larger than the window ({self.window}): no spike "
@@ -203,6 +208,11 @@ class Guard:
     repeats it once first, which helps against passing faults of a machine; "stop" ends the
     training. A function gets a `BadStep` and returns one of these, the same on all ranks. The
     `limit`-th bad step within `window` steps ends the training.
+
+    `check_every=100` also compares the states of all workers every 100 steps: parameters and
+    optimizer state must be equal to the bit. A worker whose state differs is replaced, and the
+    others go back to the last step at which all were equal. Each worker keeps two copies of its
+    state for that. Only in `train`, with a model that is not sharded.
     """
 
     def __init__(
@@ -213,9 +223,15 @@ class Guard:
         window: int = 128,
         min_steps: int = 64,
         limit: int = 10,
+        check_every: int | None = None,
     ) -> None:
         self.config = GuardConfig(
-            on_bad=on_bad, spike=spike, window=window, min_steps=min_steps, limit=limit
+            on_bad=on_bad,
+            spike=spike,
+            window=window,
+            min_steps=min_steps,
+            limit=limit,
+            check_every=check_every,
         )
         self.history = GuardHistory()
         #: Called with every bad step, on all ranks, when its state has been undone.

@@ -63,6 +63,7 @@ from torchelastic.training.state import (
     missing_parts,
 )
 from torchelastic.training.state_checks import StateChecks
+from torchelastic.training.step_guard import Guard
 from torchelastic.training.undo import Undo, UndoRecord
 from torchelastic.worker.backward_waits import BackwardWaits
 from torchelastic.worker.leaving import leaving
@@ -121,7 +122,6 @@ class TorchState(State):
         copy_before_write: bool | None = None,
         ledger: Ledger | None = None,
         policy: FixedBatch | None = None,
-        guard: Any = None,
         **more: Any,
     ) -> None:
         given = dict(zip(_SEVERAL, (model, optimizer, scheduler, sampler, scaler), strict=True))
@@ -158,7 +158,8 @@ class TorchState(State):
         self._is_guarded = False
         self._ledger = ledger
         self._recorded = parts.recorded(self._stateful, ledger)
-        every = getattr(guard, "check_every", 0)
+        guard = more.get("guard")
+        every = guard.config.check_every if isinstance(guard, Guard) else None
         self._state_checks = StateChecks(every, self._capture, self._load_copy) if every else None
         solid = self._solid()
         #: The names of tensors that are sharded over ranks.

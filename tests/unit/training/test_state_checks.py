@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from torchelastic.training.state_checks import NONE
+from torchelastic.training.step_guard import Guard
 from torchelastic.training.torch_state import TorchState
 
 
@@ -20,7 +20,7 @@ class Worker:
         torch.manual_seed(0)
         model = nn.Linear(64, 64)
         optimizer = torch.optim.AdamW(model.parameters())
-        guard = SimpleNamespace(check_every=1)
+        guard = Guard(check_every=1)
         self.state = TorchState(model=model, optimizer=optimizer, ddp=False, guard=guard, best=0)
         self.checks = self.state._checks()
         self.told: list[tuple[int, tuple[int, int]]] = []
