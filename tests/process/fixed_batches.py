@@ -186,6 +186,7 @@ else:
     dist.init_process_group("gloo")
     for step in range(state.restore(), KEYS["steps"]):
         one_step(step)
+        flip_bits(step)
         state.commit()
 
 write("done", digest=state.digest(), loss=policy.loss)

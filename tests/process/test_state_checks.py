@@ -21,3 +21,25 @@ def test_flipped_bit_is_undone_and_its_worker_replaced(tmp_path, flip):
     (killed,) = made.nodes[0].events("worker-killed")
     assert killed["rank"] == int(flip[0])
     assert len(made.lines(event="flipped")) == 1
+
+
+def test_wrong_rank_of_a_script_is_named_and_restarted(tmp_path):
+    keys = {**KEYS, "flip": "1:7:parameter", "mode": "keep"}
+    _, made = digests(tmp_path, 3, "--max-restarts=1", **keys)
+    failed = [event["failure"] for event in made.nodes[0].events("worker-failed")]
+    assert any(
+        one["message"].startswith("OtherBitsError: the state of rank 1 differs") for one in failed
+    ), made.said()
+    decided = made.nodes[0].events("restart-decided")
+    assert decided[0]["cause"]["rank"] == 1
+
+
+def test_one_of_two_workers_is_wrong_and_both_go_back(tmp_path):
+    alone, _ = digests(tmp_path / "alone", 1, **KEYS)
+    keys = {**KEYS, "flip": "1:7:parameter"}
+    found, made = digests(tmp_path / "flipped", 2, "--max-restarts=0", **keys)
+    assert found == alone, made.said()
+    (differed,) = made.nodes[0].events("states-differed")
+    assert (differed["ranks"], differed["back"]) == ([], 5)
+    assert "which of them is wrong is not known" in made.said()
+    assert made.nodes[0].events("worker-killed") == []

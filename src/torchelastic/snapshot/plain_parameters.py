@@ -122,7 +122,8 @@ def different_values(name: str, said: Sequence[Sequence[float]]) -> ConfigError:
         f"Cannot keep {name}: it is a plain tensor with other values on rank {other} than on rank "
         "0, and a restart would give all ranks those of one. Fix: make it a DTensor "
         "(docs/guides/parallelism.md), or keep it equal on all ranks; else do not keep it, and "
-        "save checkpoints with torch.distributed.checkpoint."
+        "save checkpoints with torch.distributed.checkpoint. If all ranks train one model by DDP, "
+        "one of them computed wrongly or its memory changed (docs/guides/bad-numbers.md)."
     )
 
 

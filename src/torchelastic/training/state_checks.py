@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from torchelastic.tensors import tensor_tree
+from torchelastic.errors import OtherBitsError, TorchElasticError
+from torchelastic.events import words
+from torchelastic.rendezvous.state_check import Checked, compare, sentence
+from torchelastic.tensors import agreement, tensor_tree
 from torchelastic.tensors.rank_private import Private
 from torchelastic.tensors.tensor_bytes import crc32_of
 from torchelastic.training.state import Version
@@ -36,10 +39,13 @@ class Pin(NamedTuple):
     private: Private
 
     def digest(self) -> int:
-        """Hash parameters and optimizer state."""
-        tree = tensor_tree.restore(self.skeleton, self.tensors)
-        parameters = [model["parameters"] for model in tree["model"]]
-        return crc32_of([parameters, [optimizer["state"] for optimizer in tree["optimizer"]]])
+        return digest_of(tensor_tree.restore(self.skeleton, self.tensors))
+
+
+def digest_of(tree: Mapping[str, Any]) -> int:
+    """Hash the parameters and optimizer state in the tree of a state."""
+    parameters = [model["parameters"] for model in tree["model"]]
+    return crc32_of([parameters, [optimizer["state"] for optimizer in tree["optimizer"]]])
 
 
 class StateChecks:
@@ -60,6 +66,7 @@ class StateChecks:
         #: The version of the last check, and its hash.
         self.last: Version = NONE
         self._digests: dict[Version, int] = {}
+        self._has_ended = False
 
     def begin(
         self, version: Version, certified: Version, tell: Callable[[int, Version], None]
@@ -112,6 +119,41 @@ class StateChecks:
             self._pin = None
         if self._candidate is not None and self._candidate.version > base:
             self._candidate = None
+
+    # --- in a script -----------------------------------------------------------------------------
+
+    def compare(self, tree: Mapping[str, Any], step: int, rank: int) -> None:
+        """Collective: raise `OtherBitsError` on ranks whose state is wrong. The others then wait
+        until all processes are restarted."""
+        if self._has_ended:
+            return
+        pinned = self.last[1]
+        said = [
+            Checked(number, step, digest, 0 if pinned >= 0 else -1, pinned)
+            for number, digest in enumerate(agreement.gather(digest_of(tree)))
+        ]
+        found = compare(said)
+        if found.is_equal:
+            self.last = (0, step)
+        elif found.ends:
+            self._has_ended = True
+            if rank == 0:
+                log.warning("%s", sentence(found, (), len(said)))
+        elif not found.wrong:
+            raise TorchElasticError(
+                f"The states of both ranks differ after step {step}, and were equal after step "
+                f"{pinned}. Which of them is wrong is not known. Continue from a checkpoint of "
+                f"step {pinned} or before to be rid of the wrong state."
+            )
+        elif rank in found.wrong:
+            others = words.counted(len(said) - len(found.wrong), "other rank")
+            raise OtherBitsError(
+                f"the state of rank {rank} differs from that of {others} after step {step}, and "
+                f"was equal after step {pinned}. Its gradients have changed the others' states "
+                "since then: continue from a checkpoint of that step or before to be rid of that"
+            )
+        else:
+            agreement.gather(0)  # fails when the wrong rank ends
 
     def wait(self) -> None:
         """Wait for the thread."""

@@ -212,7 +212,8 @@ class Guard:
     `check_every=100` also compares the states of all workers every 100 steps: parameters and
     optimizer state must be equal to the bit. A worker whose state differs is replaced, and the
     others go back to the last step at which all were equal. Each worker keeps two copies of its
-    state for that. Only in `train`, with a model that is not sharded.
+    state for that. In a script that uses `commit`, all processes are restarted, and nothing is
+    undone. Sharded models are not compared.
     """
 
     def __init__(

@@ -577,6 +577,9 @@ class TorchState(State):
 
     def _commit(self, keeper: Keeper, done: int) -> None:
         keeper.check(done)  # before anything has changed
+        checks = None if self._sharded else self._state_checks
+        if checks is not None and keeper.size > 1 and done % checks.every == 0:
+            checks.compare(self._solid(), done, keeper.rank)
         for tell in self._listeners:
             tell()
         self.step = done

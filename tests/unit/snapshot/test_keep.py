@@ -715,7 +715,8 @@ def test_the_rank_that_differs_most_is_named():
         "Cannot keep parameter 'experts.weight': it is a plain tensor with other values on rank 3 "
         "than on rank 0, and a restart would give all ranks those of one. Fix: make it a DTensor "
         "(docs/guides/parallelism.md), or keep it equal on all ranks; else do not keep it, and "
-        "save checkpoints with torch.distributed.checkpoint."
+        "save checkpoints with torch.distributed.checkpoint. If all ranks train one model by DDP, "
+        "one of them computed wrongly or its memory changed (docs/guides/bad-numbers.md)."
     )
 
 

@@ -109,6 +109,7 @@ CALLERS = {
         "all_gather": SENDS,
         "run": FACTS,
     },
+    "training/state_checks.py": {"compare": STEP},
     "training/session.py": {"exchange": ENTRY},
     "training/sharded/between.py": {"average": "in every backward that reduces gradients"},
     "training/sharded/sharding.py": {"_join_all": "once in every step", "complete": FACTS},
