@@ -368,7 +368,7 @@ class Loop:
         while True:
             if status_page is not None and not status_page.is_leased():
                 self._await_lease(gate, status_page)
-            if checks is not None and step % checks.every == 0 and step > first:
+            if checks is not None and step > first and checks.is_due(self._version):
                 self._check(gate, checks)
             if not gate.enter(step) and not self._may_enter(gate, step):
                 return

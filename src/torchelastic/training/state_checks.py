@@ -66,7 +66,14 @@ class StateChecks:
         #: The version of the last check, and its hash.
         self.last: Version = NONE
         self._digests: dict[Version, int] = {}
-        self._has_ended = False
+        self._has_ended = self._is_urgent = False
+
+    def at_once(self) -> None:
+        """Check after this step; all workers of a world must call it in the same step."""
+        self._is_urgent = True
+
+    def is_due(self, version: Version) -> bool:
+        return version != self.last and (version[1] % self.every == 0 or self._is_urgent)
 
     def begin(
         self, version: Version, certified: Version, tell: Callable[[int, Version], None]
@@ -74,6 +81,7 @@ class StateChecks:
         """Copy the state, and hash the copy in a thread, which passes on the hash and the pinned
         version. `certified` is the newest version known to be equal everywhere."""
         self._settle(certified)
+        self._is_urgent = False
         tree, private = self._capture()
         skeleton, live = tensor_tree.flatten(tree)
         rooms = self._candidate.tensors if self._candidate is not None else []
@@ -115,6 +123,7 @@ class StateChecks:
 
     def began_at(self, base: Version) -> None:
         """Drop copies of states beyond the one that a world begins with."""
+        self._is_urgent = False  # newcomers know nothing of it
         if self._pin is not None and self._pin.version > base:
             self._pin = None
         if self._candidate is not None and self._candidate.version > base:

@@ -158,9 +158,7 @@ class TorchState(State):
         self._is_guarded = False
         self._ledger = ledger
         self._recorded = parts.recorded(self._stateful, ledger)
-        guard = more.get("guard")
-        every = guard.config.check_every if isinstance(guard, Guard) else None
-        self._state_checks = StateChecks(every, self._capture, self._load_copy) if every else None
+        self._state_checks = self._checks_of(more.get("guard"))
         solid = self._solid()
         #: The names of tensors that are sharded over ranks.
         self._sharded = take_out_shards(solid)
@@ -464,6 +462,13 @@ class TorchState(State):
             ddp.adopt(model, ddp.unpacked(said))
 
     # --- the comparison of states ----------------------------------------------------------------
+
+    def _checks_of(self, guard: object) -> StateChecks | None:
+        if not isinstance(guard, Guard) or guard.config.check_every is None:
+            return None
+        checks = StateChecks(guard.config.check_every, self._capture, self._load_copy)
+        guard.listeners.append(lambda _: checks.at_once())  # a flipped bit may make steps bad
+        return checks
 
     def _checks(self) -> StateChecks | None:
         return None if self._sharding is not None else self._state_checks
