@@ -10,7 +10,7 @@ behaviour there is tests/unit/training/test_torch_contract.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -38,6 +38,14 @@ _c10d: Any = torch._C._distributed_c10d
 copy_all: Callable[..., None] = torch._foreach_copy_
 #: Add many tensors to others in one call: sums, terms.
 add_all: Callable[..., None] = torch._foreach_add_
+
+
+def norms_of(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the norm of each tensor, in one call; of half precision as float32, which it fits."""
+    if any(one.dtype in (torch.float16, torch.bfloat16) for one in tensors):
+        return torch._foreach_norm(tensors, 2, torch.float32)
+    return torch._foreach_norm(tensors)
+
 
 #: The number of in-place writes to a tensor that autograd has seen.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")

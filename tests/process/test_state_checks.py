@@ -34,12 +34,13 @@ def test_wrong_rank_of_a_script_is_named_and_restarted(tmp_path):
     assert decided[0]["cause"]["rank"] == 1
 
 
-def test_one_of_two_workers_is_wrong_and_both_go_back(tmp_path):
+@pytest.mark.parametrize("flip", ["1:7:parameter", "0:8:state", "1:10:parameter"])
+def test_one_of_two_workers_is_wrong_and_the_steps_taken_again_show_which(tmp_path, flip):
+    """Starts two jobs: about 10 s. The last bit flips just before the check."""
     alone, _ = digests(tmp_path / "alone", 1, **KEYS)
-    keys = {**KEYS, "flip": "1:7:parameter"}
-    found, made = digests(tmp_path / "flipped", 2, "--max-restarts=0", **keys)
+    found, made = digests(tmp_path / "flipped", 2, "--max-restarts=0", **KEYS, flip=flip)
     assert found == alone, made.said()
     (differed,) = made.nodes[0].events("states-differed")
     assert (differed["ranks"], differed["back"]) == ([], 5)
-    assert "which of them is wrong is not known" in made.said()
+    assert f"rank {flip[0]} had a wrong state" in made.said()
     assert made.nodes[0].events("worker-killed") == []

@@ -32,7 +32,14 @@ from collections.abc import Callable
 from torchelastic.errors import EXIT_FAILED, EXIT_USAGE
 from torchelastic.events.failure import Failure, node_failure
 from torchelastic.records import replace
-from torchelastic.rendezvous import connectivity, replicas, root_cause, state_check, suspects
+from torchelastic.rendezvous import (
+    connectivity,
+    held_out,
+    replicas,
+    root_cause,
+    state_check,
+    suspects,
+)
 from torchelastic.rendezvous.choosing import candidates, choose, holders_left_out, in_order, workers
 from torchelastic.rendezvous.forming import REPEAT_INTERVAL, form, newcomers_to, settled_at
 from torchelastic.rendezvous.restart_policy import (
@@ -83,9 +90,7 @@ def decide(rules: RoundRules, state: RoundState, now: float) -> RoundDecision:
     if decision.world is None and _is_base_news(state):
         return RoundDecision(replace(the_world(state), base=state.base))
     if decision.world is None and (found := _checked(state)) is not None:
-        certified = found.step if found.is_equal else -1
-        why = state_check.sentence(found, (), 0) if found.ends else ""
-        return RoundDecision(replace(the_world(state), certified=certified, unchecked=why))
+        return RoundDecision(_compared(state, found))
     return decision
 
 
@@ -240,6 +245,21 @@ def _checked(state: RoundState) -> Comparison | None:
         if any(one.step <= world.certified or one.step != said[0].step for one in said[-1:]):
             return None
     return state_check.compare(said) if said and len(said) == world.size else None
+
+
+def _compared(state: RoundState, found: Comparison) -> World:
+    """The world with the result of a check: the step is certified, or there are no more checks."""
+    world = the_world(state)
+    if found.ends:
+        return replace(world, unchecked=state_check.sentence(found, (), 0))
+    world = replace(world, certified=found.step)
+    blamed = [node for node in world.nodes if node.has_rank(found.blamed)]
+    if world.rewind is None or not blamed:
+        return world
+    node = blamed[0]
+    why = f"rank {found.blamed} had a wrong state, as the steps after {world.rewind.step} show"
+    held = held_out.note_other_bits(world.held, node.node, node.name, why, at_once=False)
+    return replace(world, held=held, blamed=f"{node.name} computes other bits: {why}")
 
 
 def _go_back(state: RoundState, found: Comparison, back: tuple[int, int]) -> RoundDecision:

@@ -101,6 +101,7 @@ def form(rules: RoundRules, state: RoundState, now: float, *, at_once: bool) -> 
         enough=False,
         certified=-1,
         wrong=(),
+        blamed="",
     )
     world = world.with_nodes(_place(chosen, _proven(last, trained)))
     if state.roll is not None and not majority.confirms_itself(

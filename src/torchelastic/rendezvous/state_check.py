@@ -7,7 +7,8 @@ wrongly, or its memory changed, and its gradients have changed the state of all 
     all are equal                         the step is certified
     differ, and no step was certified     the check ends: these states are not meant to be equal
     more than half are equal              the other workers are wrong, and all go back
-    differ between two workers            all go back; which of the two is wrong is not known
+    differ between two workers            all go back; with fixed micro-batches the steps show,
+                                          when they are taken again, which of the two was wrong
     differ without a majority             the check ends
 
 All go back to the newest certified step of which a worker with a right state has a copy.
@@ -35,6 +36,8 @@ class Checked(NamedTuple):
     #: The version of the certified state that the worker has a copy of; (-1, -1): none.
     written: int = -1
     pinned: int = -1
+    #: When steps were taken again: the first that gave another result than before; -1: none.
+    odd: int = -1
 
 
 class Rewind(NamedTuple):
@@ -59,6 +62,8 @@ class Comparison:
     back: tuple[int, int] | None = None
     #: Why the check ends.
     ends: str = ""
+    #: The rank that was wrong when states differed before; -1: none, or not known.
+    blamed: int = -1
 
     @property
     def is_equal(self) -> bool:
@@ -69,12 +74,12 @@ def compare(said: Sequence[Checked]) -> Comparison:
     """Compare the hashes of all workers after the same step.
 
     >>> compare([Checked(0, 20, 7, 0, 10), Checked(1, 20, 8, 0, 10), Checked(2, 20, 7, 0, 10)])
-    Comparison(step=20, wrong=(1,), back=(0, 10), ends='')
+    Comparison(step=20, wrong=(1,), back=(0, 10), ends='', blamed=-1)
     """
     step = said[0].step
     (digest, most), *others = Counter(one.digest for one in said).most_common()
     if not others:
-        return Comparison(step=step)
+        return Comparison(step=step, blamed=_first_odd(said))
     is_majority = 2 * most > len(said)
     trusted = [one for one in said if one.digest == digest or not is_majority]
     back = max((one.written, one.pinned) for one in trusted)
@@ -88,6 +93,14 @@ def compare(said: Sequence[Checked]) -> Comparison:
     return Comparison(step=step, wrong=tuple(sorted(wrong)), back=back)
 
 
+def _first_odd(said: Sequence[Checked]) -> int:
+    """The rank whose own results changed first when all took the same steps again: those of the
+    others changed only after it had spoiled their states."""
+    odd = sorted((one.odd, one.rank) for one in said if one.odd >= 0)
+    is_alone = bool(odd) and (len(odd) == 1 or odd[0][0] < odd[1][0])
+    return odd[0][1] if is_alone else -1
+
+
 def sentence(verdict: Comparison, named: Sequence[str], size: int) -> str:
     """Say what a check found. `named`: the wrong ranks and their nodes, as `rank 1 on node-b`."""
     if verdict.ends:
@@ -97,7 +110,7 @@ def sentence(verdict: Comparison, named: Sequence[str], size: int) -> str:
     if not named:
         return (
             f"the states of the two workers differ after step {verdict.step} (silent corruption); "
-            f"which of them is wrong is not known: {again}"
+            f"which of them is wrong is not known yet: {again}"
         )
     right = words.counted(size - len(named), "other worker")
     verb = "differs" if len(named) == 1 else "differ"

@@ -304,6 +304,8 @@ class World:
     unchecked: str = ""
     #: Where a state that differed made the job go back to last.
     rewind: Rewind | None = None
+    #: Which worker was wrong, once steps taken again have shown it, in a sentence.
+    blamed: str = ""
     #: Of a generation that it ended: the ranks whose states were wrong.
     wrong: tuple[int, ...] = ()
 

@@ -42,6 +42,7 @@ from torchelastic.data.own_rank import OwnRank, own_rank
 from torchelastic.errors import ConfigError
 from torchelastic.tensors import rng
 from torchelastic.training.fixed_sums import Exchange, Gradients, Held, Round, StepSum, add
+from torchelastic.training.state_checks import Traces
 from torchelastic.worker_counters import milestones
 
 #: StepRunner between two comparisons of the workers' speeds.
@@ -80,6 +81,8 @@ class FixedSteps:
         self.turn = 0
         #: The loss of the last loop.
         self.loss: float | None = None
+        #: Takes what each step gave, for the comparison of states.
+        self.traces: Traces | None = None
 
     def form(self) -> list[tuple[str, str]]:
         """What must be the same on all workers, or their bits differ."""
@@ -225,12 +228,12 @@ class FixedSteps:
             micro = _FixedMicro(data(start, stop), stop - start, scale, ending is not None)
             if ending is None:
                 yield micro
-                add(tree, held, (number, number + 1), loop.take(micro))
+                add(tree, held, (number, number + 1), self._taken(loop, micro, number, own))
                 self._times.append(time.monotonic() - began)
             else:
                 object.__setattr__(micro, "before", partial(ending.follow, number, parameters))
                 yield micro
-                ending.add_last(number, loop.take(micro))
+                ending.add_last(number, self._taken(loop, micro, number, own))
                 self._times.append(time.monotonic() - began)
         assert ending is not None
         whole = ending.end()
@@ -243,6 +246,12 @@ class FixedSteps:
         is_time = self._loops == 1 and self._step() % MEASURE_EVERY == MEASURE_EVERY - 1
         if is_time and self._policy.by_speed and here.size > 1:
             self._measure(here.size)
+
+    def _taken(self, loop: _Loop, micro: _FixedMicro, number: int, own: Sequence[int]) -> StepSum:
+        taken, place = loop.take(micro), (self._step(), self._loops - 1, number)
+        if self.traces is not None and self.traces.are_wanted(place, is_first=number == own[0]):
+            self.traces.note(place, taken.gradients)
+        return taken
 
     def _exchange_of(self, models: Sequence[nn.Module]) -> tuple[list[nn.Parameter], Exchange]:
         if not models:

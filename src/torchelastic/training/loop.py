@@ -409,9 +409,9 @@ class Loop:
                     checks.end()
                 return
 
-        def tell(digest: int, pinned: Version) -> None:
+        def tell(digest: int, pinned: Version, odd: int) -> None:
             with suppress(ChannelLost):  # the control thread reports it
-                self._control.tell(Checked(generation, step, digest, *pinned))
+                self._control.tell(Checked(generation, step, digest, *pinned, odd))
 
         checks.begin(version, self._control.certified, tell)
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from torchelastic import torch_private
 from torchelastic.errors import OtherBitsError, TorchElasticError
 from torchelastic.events import words
 from torchelastic.rendezvous.state_check import Checked, compare, sentence
@@ -26,6 +27,8 @@ from torchelastic.training.undo import copy_all
 
 log = logging.getLogger(__name__)
 
+#: A step, the number of a loop over micro-batches in it, and the number of a micro-batch.
+Place = tuple[int, int, int]
 #: The version of a state that no worker has.
 NONE: Version = (-1, -1)
 
@@ -48,6 +51,51 @@ def digest_of(tree: Mapping[str, Any]) -> int:
     return crc32_of([parameters, [optimizer["state"] for optimizer in tree["optimizer"]]])
 
 
+class Traces:
+    """What this worker's own part of each step gave, to find the first step with another result
+    when steps are taken again: the norms of the gradients of some micro-batches.
+
+    All workers have the wrong gradients of one in their states soon, but it is the first whose own
+    micro-batches change. A worker that became wrong after its last one has another hash.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Place, int] = {}
+        #: Of steps that are taken again, or will be; and the hash after the last of them.
+        self._before: dict[Place, int] = {}
+        self._end: tuple[int, int] | None = None
+        self._first_odd = -1
+
+    def are_wanted(self, place: Place, *, is_first: bool) -> bool:
+        """Return whether to note this micro-batch: each worker's first in a step, when taken again
+        the same ones."""
+        return is_first or place in self._before
+
+    @torch.no_grad()
+    def note(self, place: Place, gradients: Sequence[torch.Tensor | None]) -> None:
+        norms = torch_private.norms_of([one for one in gradients if one is not None])
+        self._found[place] = found = crc32_of(norms)
+        if self._before.get(place, found) != found and self._first_odd < 0:
+            self._first_odd = place[0]
+
+    def certified(self, step: int) -> None:
+        """Forget the steps before this one."""
+        self._found = {place: one for place, one in self._found.items() if place[0] >= step}
+        if self._end is not None and self._end[0] <= step:
+            self._before, self._end, self._first_odd = {}, None, -1
+
+    def again(self, step: int, digest: int) -> None:
+        """Note that steps up to this one are taken again; it had this hash before."""
+        self._before, self._found = self._found, {}
+        self._end, self._first_odd = (step, digest), -1
+
+    def odd(self, step: int, digest: int) -> int:
+        """Return the first step that gave another result than before; -1: none is known."""
+        if self._first_odd >= 0 or self._end is None or step != self._end[0]:
+            return self._first_odd
+        return -1 if digest == self._end[1] else step
+
+
 class StateChecks:
     """The checks of one worker."""
 
@@ -67,6 +115,7 @@ class StateChecks:
         self.last: Version = NONE
         self._digests: dict[Version, int] = {}
         self._has_ended = self._is_urgent = False
+        self.traces = Traces()
 
     def at_once(self) -> None:
         """Check after this step; all workers of a world must call it in the same step."""
@@ -76,7 +125,7 @@ class StateChecks:
         return version != self.last and (version[1] % self.every == 0 or self._is_urgent)
 
     def begin(
-        self, version: Version, certified: Version, tell: Callable[[int, Version], None]
+        self, version: Version, certified: Version, tell: Callable[[int, Version, int], None]
     ) -> None:
         """Copy the state, and hash the copy in a thread, which passes on the hash and the pinned
         version. `certified` is the newest version known to be equal everywhere."""
@@ -92,7 +141,7 @@ class StateChecks:
         def hash_copy() -> None:
             digest = made.digest()
             self._digests[version] = digest
-            tell(digest, pinned)
+            tell(digest, pinned, self.traces.odd(version[1], digest))
 
         self._thread = threading.Thread(target=hash_copy, name="torchelastic-state-check")
         self._thread.start()
@@ -102,6 +151,7 @@ class StateChecks:
         self.wait()
         if self._candidate is not None and self._candidate.version == certified:
             self._pin, self._candidate = self._candidate, self._pin
+            self.traces.certified(certified[1])
         kept = NONE if self._pin is None else self._pin.version
         self._digests = {kept: self._digests[kept]} if kept in self._digests else {}
 
@@ -118,6 +168,8 @@ class StateChecks:
             return False
         tree = tensor_tree.restore(pin.skeleton, [one.clone() for one in pin.tensors])
         self._load(version, tree, pin.private)
+        if self.last > version and self.last in self._digests:
+            self.traces.again(self.last[1], self._digests[self.last])
         self._pin, self._candidate = pin, None
         return True
 

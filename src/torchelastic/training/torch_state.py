@@ -467,6 +467,8 @@ class TorchState(State):
         if not isinstance(guard, Guard) or guard.config.check_every is None:
             return None
         checks = StateChecks(guard.config.check_every, self._capture, self._load_copy)
+        if self._fixed is not None:
+            self._fixed.traces = checks.traces
         guard.listeners.append(lambda _: checks.at_once())  # a flipped bit may make steps bad
         return checks
 

@@ -181,6 +181,8 @@ class Checked:
     #: The version of the certified state that it has a copy of; (-1, -1): none.
     written: int = -1
     pinned: int = -1
+    #: When steps were taken again: the first that gave another result than before; -1: none.
+    odd: int = -1
 
 
 @dataclass(frozen=True)

@@ -656,7 +656,7 @@ def test_hashes_are_reported_when_every_worker_has_hashed_the_same_step():
     assert node.feed(checked(0, 7)) == []
     assert node.feed(checked(1, 8, step=10)) == []
     found = reported(node.feed(checked(1, 9)))
-    assert found["checked"] == ((0, 20, 7, 0, 10), (1, 20, 9, 0, 10))
+    assert [one[:3] for one in found["checked"]] == [(0, 20, 7), (1, 20, 9)]
     assert found["checked_in"] == 0
 
 

@@ -63,10 +63,12 @@ def checking(nodes: str = "a b c", **rules) -> Job:
     return in_process_job(nodes, max_restarts=0, **rules)
 
 
-def check(job: Job, digests: str, step: int = 20, pinned: int = 10) -> None:
+def check(job: Job, digests: str, step: int = 20, pinned: int = 10, odd=()) -> None:
     """All nodes report a check; a letter for each worker."""
+    said = rows(digests, step)
+    said = [one._replace(odd=at) for one, at in zip(said, odd, strict=True)] if odd else said
     for node in job.world.nodes:
-        mine = rows(digests, step)[node.first_rank : node.first_rank + node.nproc]
+        mine = said[node.first_rank : node.first_rank + node.nproc]
         told = tuple(one._replace(written=0 if pinned >= 0 else -1, pinned=pinned) for one in mine)
         job.say(node.node, checked=told, checked_in=job.world.generation)
 
@@ -128,9 +130,29 @@ def test_two_workers_that_differ_both_go_back_and_nobody_is_named():
     job = checking("a")
     check(job, "ab")
     assert (job.world.phase, job.world.wrong, job.world.rewind) == ("over", (), Rewind(1, 0, 10))
-    assert "which of them is wrong is not known" in job.world.reason
+    assert "which of them is wrong is not known yet" in job.world.reason
     goes_on(job)
     assert (job.world.phase, job.world.generation) == ("running", 1)
+    assert job.world.blamed == ""
+
+
+def test_worker_whose_results_changed_first_when_steps_are_taken_again_is_named():
+    job = checking("a b")
+    check(job, "aaab")
+    goes_on(job)
+    check(job, "aaaa", odd=(-1, 14, 13, 14))
+    assert job.world.phase == "running"
+    assert job.world.blamed.startswith("b computes other bits: rank 2 had a wrong state")
+    assert [one.name for one in job.world.held] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("odd", "blamed"),
+    [((-1, -1), -1), ((-1, 17), 1), ((15, 16), 0), ((15, 15), -1), ((16, 15), 1)],
+)
+def test_blame_needs_one_worker_that_changed_before_all_others(odd, blamed):
+    said = [one._replace(odd=at) for one, at in zip(rows("aa"), odd, strict=True)]
+    assert compare(said).blamed == blamed
 
 
 def test_difference_that_comes_back_after_every_return_ends_the_job():

@@ -23,7 +23,7 @@ class Worker:
         guard = Guard(check_every=1)
         self.state = TorchState(model=model, optimizer=optimizer, ddp=False, guard=guard, best=0)
         self.checks = self.state._checks()
-        self.told: list[tuple[int, tuple[int, int]]] = []
+        self.told: list[tuple[int, tuple[int, int], int]] = []
 
     def step(self) -> None:
         self.state.optimizer.zero_grad()
@@ -57,7 +57,7 @@ def test_flip_of_the_same_bit_in_any_two_elements_changes_the_hash(worker):
         worker.check(1)
         bits[pair] ^= 1 << 12
     worker.check(1)
-    digests = [digest for digest, _ in worker.told]
+    digests = [digest for digest, _, _ in worker.told]
     assert digests[0] == digests[-1]
     assert len({*digests}) == 21
 
@@ -82,7 +82,7 @@ def test_copy_that_is_not_certified_is_replaced_by_the_next(worker):
     for step in (1, 2, 3):
         worker.step()
         worker.check(step)
-    assert [pinned for _, pinned in worker.told] == [NONE] * 3
+    assert [pinned for _, pinned, _ in worker.told] == [NONE] * 3
     assert not worker.checks.go_back((0, 1))
     assert not worker.checks.go_back((0, 2))
 
@@ -104,3 +104,33 @@ def test_copy_beyond_the_state_of_a_new_world_is_dropped(worker):
     worker.check(6, certified=(0, 5))
     worker.checks.began_at((-1, 3))
     assert not worker.checks.go_back((0, 5))
+
+
+def test_step_that_gives_another_result_when_taken_again_is_noted(worker):
+    def steps(values: dict[int, float]) -> None:
+        for step, value in values.items():
+            assert worker.checks.traces.are_wanted((step, 0, 0), is_first=True)
+            worker.checks.traces.note((step, 0, 0), [torch.full((3,), value), None])
+
+    worker.step()
+    worker.check(1)
+    steps({1: 0.5, 2: 0.25, 3: 0.125})
+    worker.step()
+    worker.check(4, certified=(0, 1))
+    assert worker.checks.go_back((0, 1))
+    worker.step()
+    steps({1: 0.5, 2: 0.26, 3: 0.13})
+    worker.checks.begin((1, 4), (0, 1), lambda *told: worker.told.append(told))
+    worker.checks.wait()
+    assert [odd for _, _, odd in worker.told] == [-1, -1, 2]
+
+
+def test_state_with_another_hash_after_the_same_steps_is_noted_as_their_last(worker):
+    worker.step()
+    worker.check(1)
+    worker.check(2, certified=(0, 1))
+    assert worker.checks.go_back((0, 1))
+    worker.step()
+    worker.checks.begin((1, 2), (0, 1), lambda *told: worker.told.append(told))
+    worker.checks.wait()
+    assert worker.told[-1][2] == 2

@@ -350,7 +350,7 @@ def _checked(state: InProcessState, local_rank: int, said: orders.Checked) -> St
     if place is None:
         return state, []
     rows = [
-        Checked(rank, told.step, told.digest, told.written, told.pinned)
+        Checked(rank, told.step, told.digest, told.written, told.pinned, told.odd)
         for rank, one in enumerate(place.local_ranks, place.first_rank)
         if (told := state.workers[one].checked) is not None
         and (told.generation, told.step) == (said.generation, said.step)

@@ -108,8 +108,8 @@ class Reporter:
         self.name = ""
         #: The last generation that was reported, and whether a signal ends the job here.
         self._told, self._told_replica, self._leaving = -1, 0, False
-        #: Whether it was reported that states are not compared any more.
-        self._told_unchecked = False
+        #: What was reported about the comparison of states.
+        self._told_of_states: set[str] = set()
         #: The last generation that was reported as over, and the reason.
         self._told_over = -1, ""
         #: The furthest step the job had reached before this world, and warnings given at starts.
@@ -291,10 +291,11 @@ class Reporter:
             self._told_over = over.generation, reason
 
     def _world_runs(self, world: World) -> None:
-        if world.unchecked and not self._told_unchecked:
-            self._told_unchecked = True
-            logger.warning("%s", world.unchecked)
-            self._log.emit(events.Note(text=world.unchecked), generation=world.generation)
+        for sentence in (world.unchecked, world.blamed):
+            if sentence and sentence not in self._told_of_states:
+                self._told_of_states.add(sentence)
+                logger.warning("%s", sentence)
+                self._log.emit(events.Note(text=sentence), generation=world.generation)
         if (world.generation, world.replica) == (self._told, self._told_replica):
             return  # the same world, whose workers have all called `train`
         if world.generation != self._told:
