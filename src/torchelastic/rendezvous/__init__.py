@@ -7,6 +7,7 @@ decide             the leader's decision: the next world, or when to look again;
   restart_policy     the restart budget; root_cause: the first failure
   suspects           nodes that caused the end; held_out: how long they are left out
 round_state        the leader's knowledge, and its changes; pure
+state_check        whether all workers have the same state; pure
 majority           votes: which node may host the store next, and which nodes may continue; pure
 world, store       the records in the store, and the five operations it needs
 job_settings       settings that all nodes of a job must share

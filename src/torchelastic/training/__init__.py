@@ -14,6 +14,7 @@ standalone    a process that is its own node, without an agent
 state         State; versions, and which one a world goes on from
 torch_state   TorchState; parts: what it is made of; compatibility: one form on all workers
 step_guard    Guard: judges every step before it is kept
+state_checks  copies and hashes of the state, compared between workers every few steps
 undo          roll back the step in flight
 fixed_steps   the loop over fixed micro-batches (`BatchPolicy.fixed`)
 fixed_sums    their gradients, added along one tree over all workers
