@@ -109,6 +109,11 @@ class Keeper:
 
     # --- commit ----------------------------------------------------------------------------------
 
+    @property
+    def is_comparing(self) -> bool:
+        """Whether the next commit compares plain parameters."""
+        return self.size > 1 and is_compared(self._commits + 1)
+
     def check(self, step: int) -> None:
         """Raise `ValueError` unless this step may be committed. Collective in the first commits."""
         if (self.generation, step) <= self._committed:
@@ -116,8 +121,9 @@ class Keeper:
                 f"Cannot commit step {step} after step {self._committed[1]}: commit each step "
                 "once, in order."
             )
+        is_comparing = self.is_comparing
         self._commits += 1
-        if self.size > 1 and is_compared(self._commits):
+        if is_comparing:
             with stalls.Counted("snapshot"):
                 self._shards.reshard()
                 self._plain.check()

@@ -583,10 +583,11 @@ class TorchState(State):
             self._commit(self._keeper, self.step + 1 if step is None else step)
 
     def _commit(self, keeper: Keeper, done: int) -> None:
-        keeper.check(done)  # before anything has changed
-        checks = None if self._sharded else self._state_checks
-        if checks is not None and keeper.size > 1 and done % checks.every == 0:
+        checks = None if self._sharded or keeper.size == 1 else self._state_checks
+        # First: it also knows which rank is wrong.
+        if checks is not None and (done % checks.every == 0 or keeper.is_comparing):
             checks.compare(self._solid(), done, keeper.rank)
+        keeper.check(done)  # before anything has changed
         for tell in self._listeners:
             tell()
         self.step = done
