@@ -673,9 +673,9 @@ def test_worker_with_a_wrong_state_is_killed_and_the_next_world_says_what_is_voi
     node = training()
     rewind = Rewind(1, 0, 10)
     commands = node.feed(see(phase="over", ending="failure", rewind=rewind, wrong=(1,)))
-    assert told(commands) == "0 Over, 1 Over"
+    assert told(commands) == "0 Over"
     assert [one.local_rank for one in commands if isinstance(one, Kill)] == [1]
-    node.feed(WorkerMessage(0, Stopped(0, 20)))
-    node.feed(dies(1))
+    assert "gone" not in reported(node.feed(WorkerMessage(0, Stopped(0, 20))))
+    assert reported(node.feed(dies(1)))["gone"] == 0
     (enter,) = node.feed(see(1, me=(0,), rewind=rewind))[:1]
     assert enter.order.rewind == (1, 0, 10)

@@ -282,11 +282,14 @@ def _world_over(state: InProcessState, world: World) -> Step:
     commands: list[Command] = []
     for local_rank in state.having(Status.TRAINING):
         worker = state.workers[local_rank]
-        if worker.stopping < world.generation or (worker.through and world.after is None):
+        if worker.stopping >= world.generation and (not worker.through or world.after is not None):
+            continue
+        if world.rank(state.node, local_rank) in world.wrong:  # only its exit counts
+            state = _with(state, local_rank, replace(worker, stopping=world.generation))
+            commands.append(Kill(local_rank, OTHER_BITS + world.reason))
+        else:
             state, more = _halt(state, local_rank, world, world.generation)
             commands += more
-            if world.rank(state.node, local_rank) in world.wrong:
-                commands.append(Kill(local_rank, OTHER_BITS + world.reason))
     state, more = _when_stopped(state)
     return state, [*commands, *more]
 
