@@ -76,7 +76,7 @@ class Traces:
     @torch.no_grad()
     def note(self, place: Place, gradients: Sequence[torch.Tensor | None]) -> None:
         some = [one for one in gradients[:: 1 + len(gradients) // TRACED] if one is not None]
-        self._found[place] = found = crc32_of(torch_private.norms_of(some))
+        self._found[place] = found = crc32_of(torch_private.norms_of(some) if some else [])
         if self._before.get(place, found) != found and self._first_odd < 0:
             self._first_odd = place[0]
 
