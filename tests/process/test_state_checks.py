@@ -34,7 +34,7 @@ def test_wrong_rank_of_a_script_is_named_and_restarted(tmp_path):
     assert decided[0]["cause"]["rank"] == 1
 
 
-@pytest.mark.parametrize("flip", ["1:7:parameter", "0:8:state", "1:10:parameter"])
+@pytest.mark.parametrize("flip", ["1:7:parameter", "0:8:state", "1:9:parameter"])
 def test_one_of_two_workers_is_wrong_and_the_steps_taken_again_show_which(tmp_path, flip):
     """Starts two jobs: about 10 s. The last bit flips just before the check."""
     alone, _ = digests(tmp_path / "alone", 1, **KEYS)
