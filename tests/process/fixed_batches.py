@@ -6,8 +6,8 @@ Keys: model (transformer, conv, lstm, gan), mode (train, keep), steps, count, dt
 bucket (bytes of a bucket), wait (seconds that a micro-batch takes at least), slow (ranks that take
 twice as long), shares (speed, equal), samples, loaders (loading processes),
 measure (steps between two comparisons of speeds), differs=1 (each rank has another count),
-check (steps between two comparisons of states), flip (RANK:STEP:KIND[:ELEMENTS], separated by
-spaces: in the first generation flip a bit of a parameter or of optimizer state after that step).
+check (steps between two comparisons of states), flip (RANK:STEP:KIND:TENSOR:BIT:ELEMENT..., with
+spaces between several: after that step, a bit of a `parameter`, or of its optimizer's `state`).
 """
 
 from __future__ import annotations
@@ -158,19 +158,19 @@ def play(batch: torch.Tensor, step: int) -> None:
 
 
 def flip_bits(step: int) -> None:
-    """Flip the same bit in some elements, as broken memory does."""
+    """Flip the same bit in some elements, as broken memory does; each time once."""
     for flip in KEYS["flip"].split():
-        rank, at, kind, *elements = flip.split(":")
-        if (rank, int(at)) != (os.environ["RANK"], step):
+        rank, at, kind, number, bit, *elements = flip.split(":")
+        if (rank, int(at)) != (os.environ["RANK"], step) or worker_side.is_ordered(flip):
             continue
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
-            continue
-        parameter = next(models[0].parameters())
-        tensor = optimizers[0].state[parameter]["exp_avg"] if kind == "state" else parameter.data
+        (worker_side.ORDERS / flip).touch()
+        tensor = list(models[0].parameters())[int(number)]
+        if kind == "state":
+            tensor = optimizers[0].state[tensor]["exp_avg"]
         bits = tensor.detach().view(-1).view(torch.int32)
-        for element in elements or ["0"]:
-            bits[int(element)] ^= 1 << 20
-        write("flipped", step=step)
+        for element in elements:
+            bits[int(element) % len(bits)] ^= 1 << int(bit)
+        write("flipped", step=step, rank=int(rank), size=int(os.environ["WORLD_SIZE"]))
 
 
 if KEYS["mode"] == "train":

@@ -10,7 +10,9 @@ from tests.process.test_fixed_batches import digests
 KEYS = {"steps": 17, "check": 5, "bucket": 3000}
 
 
-@pytest.mark.parametrize("flip", ["1:7:parameter", "2:8:state", "0:6:parameter:3:9"])
+@pytest.mark.parametrize(
+    "flip", ["1:7:parameter:0:20:0", "2:8:state:3:20:5", "0:6:parameter:2:20:3:9"]
+)
 def test_flipped_bit_is_undone_and_its_worker_replaced(tmp_path, flip):
     """One of three workers; the job has no restart to use. Starts two jobs: about 10 s."""
     alone, _ = digests(tmp_path / "alone", 1, **KEYS)
@@ -24,7 +26,7 @@ def test_flipped_bit_is_undone_and_its_worker_replaced(tmp_path, flip):
 
 
 def test_wrong_rank_of_a_script_is_named_and_restarted(tmp_path):
-    keys = {**KEYS, "flip": "1:7:parameter", "mode": "keep"}
+    keys = {**KEYS, "flip": "1:7:parameter:0:20:0", "mode": "keep"}
     _, made = digests(tmp_path, 3, "--max-restarts=1", **keys)
     failed = [event["failure"] for event in made.nodes[0].events("worker-failed")]
     assert any(
@@ -34,7 +36,9 @@ def test_wrong_rank_of_a_script_is_named_and_restarted(tmp_path):
     assert decided[0]["cause"]["rank"] == 1
 
 
-@pytest.mark.parametrize("flip", ["1:7:parameter", "0:8:state", "1:9:parameter"])
+@pytest.mark.parametrize(
+    "flip", ["1:7:parameter:0:20:0", "0:8:state:0:20:0", "1:9:parameter:0:20:0"]
+)
 def test_one_of_two_workers_is_wrong_and_the_steps_taken_again_show_which(tmp_path, flip):
     """Starts two jobs: about 10 s. The last bit flips just before the check."""
     alone, _ = digests(tmp_path / "alone", 1, **KEYS)
