@@ -1,6 +1,7 @@
 """The demo behind scripts/demo: two nodes on this machine, three faults, and what each costs.
 
 The costs are read from the workers' own step lines: the time in which no step was finished.
+With --bits: the same faults, and the weights beside those of the same job on one worker.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+import same_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 120.0
@@ -25,11 +30,14 @@ PATIENCE = 120.0
 class Demo:
     """An elastic job whose nodes are agents on this machine."""
 
-    def __init__(self, directory: Path, verbose: bool) -> None:
+    def __init__(self, directory: Path, verbose: bool, script: str, *, workers: int = 2) -> None:
         self.directory = directory
         self.verbose = verbose
+        self.workers = workers
         self.record = directory / "steps"
-        self.record.mkdir()
+        self.record.mkdir(parents=True)
+        self.script = [str(ROOT / "examples" / script), "--steps=1000000"]
+        self.script.append(f"--record={self.record}")
         self.port = free_port()
         self.nodes: list[subprocess.Popen[bytes]] = []
         self.began = time.monotonic()
@@ -46,10 +54,8 @@ class Demo:
     def start_node(self) -> subprocess.Popen[bytes]:
         command = [
             *(sys.executable, "-m", "torchelastic", "run"),
-            *("--nnodes=1:3", "--nproc-per-node=2", "--rdzv-id=demo"),
-            f"--rdzv-endpoint=127.0.0.1:{self.port}",
-            *(str(ROOT / "examples/train.py"), "--steps=1000000", f"--record={self.record}"),
-            f"--checkpoint={self.directory}/checkpoint.pt",
+            *("--nnodes=1:3", f"--nproc-per-node={self.workers}", "--rdzv-id=demo"),
+            *(f"--rdzv-endpoint=127.0.0.1:{self.port}", *self.script),
         ]
         output = None if self.verbose else (self.directory / f"node{len(self.nodes)}").open("wb")
         node = subprocess.Popen(command, stdout=output, stderr=output)
@@ -61,7 +67,7 @@ class Demo:
         with socket.socket() as sock:
             return {"t": 0.0} if sock.connect_ex(("127.0.0.1", self.port)) == 0 else None
 
-    def steps(self) -> list[dict[str, float]]:
+    def steps(self) -> list[dict[str, Any]]:
         """All finished steps of all workers, in order of time."""
         found = []
         for path in self.record.iterdir():
@@ -70,11 +76,12 @@ class Demo:
                     found.append({**json.loads(line), "pid": int(path.stem)})
         return sorted(found, key=lambda step: step["t"])
 
-    def trains(self, size: int, since: float) -> dict[str, float] | None:
-        """The first step after `since` that a world of `size` workers finished, all of them."""
+    def trains(self, size: int, since: float, least: int = 0) -> dict[str, float] | None:
+        """The first step after `since` that a world of `size` workers finished, all of them; of
+        at least this number."""
         seen: dict[float, set[float]] = {}
         for step in self.steps():
-            if step["t"] > since and step["size"] == size:
+            if step["t"] > since and step["size"] == size and step["step"] >= least:
                 ranks = seen.setdefault(step["step"], set())
                 ranks.add(step["rank"])
                 if len(ranks) == size:
@@ -92,7 +99,7 @@ class Demo:
             time.sleep(0.05)
         raise SystemExit(f"not seen within {PATIENCE:g} s: {what}")
 
-    def train_on(self, count: int = 100) -> None:
+    def train_on(self, count: int) -> None:
         """Let the job train undisturbed for a while."""
         last = self.steps()[-1]["step"]
         self.wait(
@@ -117,14 +124,15 @@ class Demo:
             node.wait(60)
 
 
-def run(demo: Demo) -> None:
+def disturb(demo: Demo, pause: int = 100) -> None:
+    """Kill a worker, kill a node, start a node; `pause` steps lie between."""
     demo.tell("·", "two nodes of two workers each are started")
     demo.start_node()
     demo.wait(demo.is_hosted, "the first node to host the rendezvous")
     second = demo.start_node()
     demo.wait(lambda: demo.trains(4, 0), "the first steps of four workers")
     demo.tell("✔", "4 workers on 2 nodes train")
-    demo.train_on()
+    demo.train_on(pause)
 
     victim = demo.worker()
     fault = demo.fault("a worker is killed")
@@ -132,14 +140,14 @@ def run(demo: Demo) -> None:
     demo.tell("✘", f"kill -9 of a worker (rank {victim['rank']:.0f})")
     step = demo.wait(lambda: demo.trains(4, fault), "four workers after the kill")
     demo.tell("✔", f"all 4 workers train again: {step['t'] - fault:.2f} s after the kill")
-    demo.train_on()
+    demo.train_on(pause)
 
     fault = demo.fault("a node is killed")
     kill_node(second)
     demo.tell("✘", "kill -9 of a node: its agent and both its workers")
     step = demo.wait(lambda: demo.trains(2, fault), "the survivors")
     demo.tell("✔", f"the other 2 workers train on: {step['t'] - fault:.2f} s after the kill")
-    demo.train_on()
+    demo.train_on(pause)
 
     fault = demo.fault("a node is started")
     demo.start_node()
@@ -147,8 +155,36 @@ def run(demo: Demo) -> None:
     step = demo.wait(lambda: demo.trains(4, fault), "four workers with the newcomer")
     pause = demo.longest_pause(fault, step["t"])
     demo.tell("✔", f"4 workers train: no step for {pause:.2f} s")
-    demo.train_on()
-    demo.tell("·", f"{demo.steps()[-1]['step']:.0f} steps done; stopping")
+    demo.train_on(pause)
+
+
+def compare(demo: Demo, alone: Demo) -> bool:
+    """Disturb a job, and show its weights beside those of one worker that nothing happens to."""
+    demo.tell("·", "one worker trains the same job alone")
+    alone.start_node()
+    disturb(demo, pause=30)
+    last = int(demo.steps()[-1]["step"])
+    alone.wait(lambda: alone.trains(1, 0, last), f"step {last} of the worker that trains alone")
+    found, expected = digests(demo), digests(alone)
+    common = sorted(found.keys() & expected.keys())
+    step = common[-1]
+    print(f"\nSHA-256 of the weights after {step} steps:")
+    for name, by in (("killed, shrunk, grown", found), ("one worker, undisturbed", expected)):
+        print(f"  {name:24}", *sorted(by[step]))
+    different = [step for step in common if len(found[step] | expected[step]) > 1]
+    if different:
+        print(f"✘ They differ, for the first time after {different[0]} steps.")
+    else:
+        print(f"✔ The same, to the bit, after each of {len(common) - 1} steps and on all workers.")
+    return not different
+
+
+def digests(demo: Demo) -> dict[int, set[str]]:
+    """By the number of steps: the hash of the weights; of all workers that have written one."""
+    found: dict[int, set[str]] = {}
+    for step in demo.steps():
+        found.setdefault(int(step["step"]), set()).add(step["digest"])
+    return found
 
 
 def draw(demo: Demo, path: Path) -> None:
@@ -197,15 +233,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--verbose", action="store_true", help="show what the nodes print")
     parser.add_argument("--picture", type=Path, help="draw it (needs matplotlib)")
+    parser.add_argument("--bits", action="store_true", help="compare the weights with one worker's")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="torchelastic_demo_") as directory:
-        demo = Demo(Path(directory), arguments.verbose)
-        try:
-            run(demo)
+        sys.exit(0 if run(Path(directory), arguments) else 1)
+
+
+def run(directory: Path, arguments: argparse.Namespace) -> bool:
+    """Show the demo that was asked for; return whether it ended as it should."""
+    script = "train_same_weights.py" if arguments.bits else "train.py"
+    with ExitStack() as jobs:
+        demo = Demo(directory / "demo", arguments.verbose, script)
+        jobs.callback(demo.close)
+        if arguments.bits:
+            alone = Demo(directory / "alone", arguments.verbose, script, workers=1)
+            jobs.callback(alone.close)
+            is_same = compare(demo, alone)
             if arguments.picture:
-                draw(demo, arguments.picture)
-        finally:
-            demo.close()
+                picture = same_weights.draw(demo.steps(), alone.steps(), demo.faults)
+                arguments.picture.write_text(picture)
+            return is_same
+        demo.script.append(f"--checkpoint={demo.directory}/checkpoint.pt")
+        disturb(demo)
+        demo.tell("·", f"{demo.steps()[-1]['step']:.0f} steps done; stopping")
+        if arguments.picture:
+            draw(demo, arguments.picture)
+    return True
 
 
 if __name__ == "__main__":

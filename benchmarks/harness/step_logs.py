@@ -18,13 +18,13 @@ class StepLogs:
     def __init__(self, directory: Path) -> None:
         self.history = History()
         self._directory = directory
-        self._tails: dict[Path, _Tail] = {}
+        self._tails: dict[Path, Tail] = {}
 
     def read(self) -> History:
         """Take in what the workers have written since the last time."""
         for path in self._directory.glob("*.jsonl"):
             if path not in self._tails:
-                self._tails[path] = _Tail(path)
+                self._tails[path] = Tail(path)
         for tail in self._tails.values():
             for line in tail.new_lines():
                 self.history.add_line(line)
@@ -45,7 +45,7 @@ class StepLogs:
             tail.close()
 
 
-class _Tail:
+class Tail:
     """The whole lines of a growing file, each once."""
 
     def __init__(self, path: Path) -> None:

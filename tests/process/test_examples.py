@@ -16,7 +16,8 @@ from tests.ports import free_port
 from tests.process.jobs import job
 from tests.support import poll_for
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 PATIENCE = 240.0
 
 #: Several workers import torch and train at the same time, on however few cores.
@@ -193,3 +194,18 @@ def test_the_tales_are_what_their_program_writes(tmp_path):
     program.write_text((EXAMPLES / "data" / "write_tales.py").read_text())
     subprocess.run([sys.executable, program], check=True, timeout=60)
     assert (tmp_path / "tales.txt").read_text() == (EXAMPLES / "data" / "tales.txt").read_text()
+
+
+@pytest.mark.slow
+def test_demo_with_bits_shows_one_hash_for_both_jobs(tmp_path):
+    """Two jobs, of which one loses a worker and a node and gets another: up to 40 s."""
+    command = [sys.executable, str(ROOT / "scripts/demo.py"), "--bits"]
+    picture = tmp_path / "picture.svg"
+    done = subprocess.run(
+        [*command, f"--picture={picture}"], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    hashes = re.findall(r"\b[0-9a-f]{64}\b", done.stdout)
+    assert len(hashes) == 2
+    assert hashes[0] == hashes[1]
+    assert picture.read_text().count(hashes[0]) == 2
