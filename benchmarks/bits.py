@@ -25,7 +25,7 @@ from benchmarks.harness.bits_hashes import Outcome, control, perform, reference
 from benchmarks.harness.bits_report import BitsResults, render
 from benchmarks.harness.results import about_this_run
 
-ROWS = ("hashes", "cost", "bytes", "copies", "inside", "speed")
+ROWS = ("hashes", "control", "cost", "bytes", "copies", "inside", "speed")
 RUNS, PARALLEL = 200, 3
 #: Seconds of one run at most, in which its references may be made.
 LONGEST = 400.0
@@ -62,8 +62,8 @@ class Run(runs.Run[BitsResults]):
         super().__init__(arguments, BitsResults(about_this_run()))
 
     def perform(self, row: str) -> None:
-        if row == "hashes":
-            self._hashes()
+        if row in ("hashes", "control"):
+            {"hashes": self._hashes, "control": self._control}[row]()
         else:
             self.results.found[row] = getattr(bits_rows, row)(self.arguments.quick)
 
@@ -84,6 +84,8 @@ class Run(runs.Run[BitsResults]):
                 for outcome in pool.map(partial(self._one, references, until), left):
                     if outcome is not None:
                         self._keep(outcome, kept)
+
+    def _control(self) -> None:
         self.results.controls = control()
 
     def _one(self, references: Path, until: float, seed: int) -> Outcome | None:

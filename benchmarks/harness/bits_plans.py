@@ -9,6 +9,8 @@ MODELS = ("transformer", "transformer-bf16", "convolution", "lstm", "sparse", "g
 COUNTS = (8, 12, 16)
 #: Workers at most.
 MOST = 6
+#: Seconds that a step sleeps, on all workers that there are at the start.
+STEP = 0.1
 #: Faults to a worker; to a node. As often as they are listed.
 TO_WORKERS = ("kill", "kill", "kill", "kill-two", "freeze", "freeze-until-replaced")
 TO_NODES = ("kill-node", "leave", "leave", "join", "join", "freeze-node", "freeze-node-for-long")
@@ -93,13 +95,14 @@ def plan(seed: int) -> Plan:
         for _ in range(rng.randint(2, 5))
     )
     keys: dict[str, str | int | float] = {
-        "wait": rng.choice([0.003, 0.006, 0.01]),
         "every": rng.choice([0, 2, 3, 5]),
         "evaluate": rng.choice([0, 0, 3, 5]),
         "loaders": rng.choice([0, 0, 1, 2]),
         "measure": rng.choice([4, 16]),
         "shares": rng.choice(["speed", "speed", "equal"]),
     }
+    count = rng.choice(COUNTS)
+    keys["wait"] = round(STEP * sum(nodes) / count, 4)
     if rng.random() < 0.4:
         keys["slow"] = str(rng.randrange(3))
         keys["slowness"] = rng.choice([2.0, 3.0, 5.0])
@@ -116,7 +119,7 @@ def plan(seed: int) -> Plan:
         seed=seed,
         mode=mode,
         model=rng.choice(MODELS),
-        count=rng.choice(COUNTS),
+        count=count,
         nodes=nodes,
         joining=rng.randint(1, 2),
         backend="etcd" if rng.random() < 0.2 else "c10d",

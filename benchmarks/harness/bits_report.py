@@ -34,6 +34,9 @@ def render(results: BitsResults) -> str:
     parts = [about(results), load(results)]
     if results.outcomes:
         parts += _hashes(results)
+    for model, by in results.controls.items():
+        shown = ", ".join(f"{workers} workers {found}" for workers, found in by.items())
+        parts.append(f"Control, plain DDP, {model}: {shown}.")
     rows = [row for name, found in results.found.items() for row in ROWS[name](found)]
     if rows:
         parts.append(table(("measure", "fixed batch", "beside it", "wanted"), rows))
@@ -68,9 +71,6 @@ def _hashes(results: BitsResults) -> list[str]:
         f"{total - len(failed)} of {total} runs; {said}. What happened: {done}.",
     ]
     parts += [f"- seed {one.seed}: {one.note}" for one in failed]
-    for model, by in results.controls.items():
-        shown = ", ".join(f"{workers} workers {found}" for workers, found in by.items())
-        parts.append(f"Control, plain DDP, {model}: {shown}.")
     return parts
 
 
