@@ -9,6 +9,7 @@ Mode `ddp` is the control: the same micro-batches, with gradients that DDP avera
 """
 
 import argparse
+import faulthandler
 import hashlib
 import os
 import random
@@ -169,12 +170,13 @@ class Training:
         self._batches = iter(self.loader)
 
     def is_over(self, step: int) -> bool:
-        if step >= KEYS["steps"]:
-            return True
         try:
-            return step >= int(self._stop.read_text())
+            last = int(self._stop.read_text())
         except FileNotFoundError:
-            return False
+            last = KEYS["steps"]
+        if step >= last:
+            faulthandler.dump_traceback_later(30)  # in case that it does not end
+        return step >= last
 
     def begin(self, step: int) -> None:
         """Write down the weights after as many steps, and evaluate them now and then."""
@@ -334,6 +336,7 @@ def main() -> None:
     {"train": train, "keep": keep}[KEYS["mode"]](training)
     if KEYS["every"]:
         finish()
+    faulthandler.cancel_dump_traceback_later()
     training.log.write("end")
 
 

@@ -43,16 +43,23 @@ _NAME = re.compile(r"(\d{6,})(?:-step(\d+))?-([0-9a-f]+)")
 class Fenced(CheckpointError):
     """A later world or another job writes here now: this writer's checkpoint is void."""
 
+    def __init__(self, message: str, generation: int) -> None:
+        super().__init__(message)
+        #: The generation of the checkpoint.
+        self.generation = generation
+
 
 def _fenced(found: Fence, mine: Fence, place: str) -> Fenced:
     if fence.is_same_start(found, mine) and found.generation == mine.generation:
         return Fenced(
             f"another process of this world also saves to {place}: call save on rank 0 only, or "
-            "on all ranks with together=True"
+            "on all ranks with together=True",
+            mine.generation,
         )
     return Fenced(
         f"generation {found.generation} of job '{found.run}' now writes to {place}; the "
-        f"checkpoint of generation {mine.generation} is void"
+        f"checkpoint of generation {mine.generation} is void",
+        mine.generation,
     )
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torchelastic import env
 from torchelastic.checkpoint import interval
-from torchelastic.checkpoint.catalog import Catalog, FenceClaim
+from torchelastic.checkpoint.catalog import Catalog, FenceClaim, Fenced
 from torchelastic.checkpoint.fence import Fence
 from torchelastic.checkpoint.interval import CheckpointSchedule, Every, Measured
 from torchelastic.checkpoint.manager import CheckpointManager
@@ -110,6 +110,8 @@ class CheckpointStore(CheckpointManager):
         self._process: WriterProcess | None = None
         # The claim of this world to write, and the number of its next checkpoint, if agreed on.
         self._claim: FenceClaim | None = None
+        #: The generation that this process trains in, as far as it was told.
+        self._world = -1
         self._sequence: int | None = None
         # For the next checkpoint.
         self._pace: CheckpointSchedule | None = None
@@ -164,12 +166,15 @@ class CheckpointStore(CheckpointManager):
             return CheckpointSchedule.begin(every, step - 1, now)
         return self._pace.back_at(step - 1)
 
-    def entered(self, generation: int, base: int) -> None:
-        """Note that a world begins from `base` steps; called on the rank that will save.
+    def entered(self, generation: int, base: int, *, saves: bool = True) -> None:
+        """Note that a world begins from `base` steps, and whether this rank will save.
 
         Writers of earlier worlds cannot write any more, and their checkpoints of later steps are
         void.
         """
+        self._world = generation
+        if not saves:
+            return
         if self.saved_step is not None and self.saved_step > base:
             self.saved_step = None  # void
         self._claim, self._sequence = FenceClaim(self.catalog, _new_fence(generation), base), None
@@ -284,8 +289,14 @@ class CheckpointStore(CheckpointManager):
         self._runner.wait()
 
     def finish(self) -> None:
-        """`wait`, and raise if the last one could not be written."""
-        self._runner.finish()
+        """`wait`, and raise if the last one could not be written. One that was dropped because its
+        world ended, while this process trains in a later one, is no failure."""
+        try:
+            self._runner.finish()
+        except CheckpointError as error:
+            why = error.__cause__
+            if not (isinstance(why, Fenced) and why.generation < self._world):
+                raise
 
     def close(self) -> None:
         """Wait for the checkpoint being written, then free the memory and end the process."""

@@ -137,10 +137,10 @@ def load_together(state: Saved, *, beyond: int = -1) -> tuple[int, bytes | None]
     return loaded.step, loaded.own["own"] if loaded.own is not None else None
 
 
-def entered(generation: int, base: int) -> None:
-    """Note that a world begins from `base` steps; called on the rank that saves."""
+def entered(generation: int, base: int, *, saves: bool = True) -> None:
+    """Note that a world begins from `base` steps, and whether this rank saves."""
     if isinstance(manager := get_checkpoint_manager(), CheckpointStore):
-        manager.entered(generation, base)
+        manager.entered(generation, base, saves=saves)
 
 
 def is_paced() -> bool:

@@ -307,8 +307,7 @@ class Loop:
             self._control.settle(base, here.generation)
         self._rollback = None
         self._steps.restart(self._state)
-        if here.rank == 0:
-            checkpoint.entered(here.generation, base[1])
+        checkpoint.entered(here.generation, base[1], saves=here.rank == 0)
 
     def _begin_again(self, here: Session) -> None:
         """Raise: there is nothing to continue from. A worker with a part of a sharded state that is

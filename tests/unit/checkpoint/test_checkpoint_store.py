@@ -260,6 +260,17 @@ def test_a_world_that_is_over_writes_nothing_more(open_store, url, caplog):
     assert len(new.catalog.storage.directories()) == 2
 
 
+def test_finish_does_not_raise_for_an_earlier_world_of_a_worker_that_trains_on(open_store, url):
+    old, new = open_store(url), open_store(url)
+    old.entered(3, base=0)
+    new.entered(4, base=0)
+    saved(new, 1, generation=4)
+    old.save(state(5), 5, generation=3)
+    old.entered(4, base=0, saves=False)
+    old.finish()
+    assert steps(new) == [1]
+
+
 def test_steps_beyond_the_base_of_a_later_world_are_void(open_store, url, caplog):
     """Their samples are used again, by steps that went another way."""
     old, new = open_store(url), open_store(url)
