@@ -37,7 +37,7 @@ def cost(quick: bool) -> dict[str, Any]:
     """By workers and micro-batches: each way's seconds of all steps, of the slowest rank, and CPU
     seconds, summed over the ranks."""
     found = {}
-    for workers, count, steps in ((4, 16, 40), (4, 8, 40), (2, 8, 30)):
+    for workers, count, steps in ((4, 16, 25), (4, 8, 30), (2, 8, 20)):
         lines = _lines(
             workers, COST, ways="fixed,ddp,again,late", count=count, steps=5 if quick else steps
         )
@@ -88,7 +88,7 @@ def inside(quick: bool) -> dict[str, Any]:
     the step, and those that it may take."""
     found: dict[str, Any] = {}
     for k in range(4):
-        seconds = [_kill_after(k, number) for number in range(1 if quick else 3)]
+        seconds = [_kill_after(k, number) for number in range(1 if quick else 2)]
         limit = math.ceil((3 * (4 - k) + 4) / 3) * INSIDE + 0.15
         found[str(k)] = {"seconds": seconds, "limit": limit}
     return found
@@ -97,7 +97,7 @@ def inside(quick: bool) -> dict[str, Any]:
 def _kill_after(k: int, number: int) -> float:
     """Kill a worker at the moment when it begins its next micro-batch."""
     step, victim = 2, number % 4
-    words = [f"wait={INSIDE}", "count=16", "steps=4", "samples=64", "shares=equal", "bucket=6000"]
+    words = [f"wait={INSIDE}", "count=16", "steps=3", "samples=64", "shares=equal", "bucket=6000"]
     with Job(OURS, SCRIPT, words, workers=4, elastic=False) as job:
         job.start_node()
         lines = Lines(job.directory / "logs")
@@ -142,7 +142,7 @@ def speed(quick: bool) -> dict[str, Any]:
             slowness=SLOWNESS,
             count=28,
             measure=4,
-            steps=14 if quick else 40,
+            steps=14 if quick else 28,
             samples=2800,
             shares=shares,
         )

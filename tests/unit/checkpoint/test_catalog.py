@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
+import os
+import signal
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -519,3 +522,19 @@ def test_an_automatic_pace_follows_what_is_measured():
     assert pace.seconds == pytest.approx(240, rel=0.02)
     assert not pace.is_due(SHORTEST_INTERVAL + 200)
     assert pace.is_due(SHORTEST_INTERVAL + 250)
+
+
+def test_lock_is_free_after_use_though_a_process_forked_meanwhile_lives(tmp_path):
+    """As a data loader's process does, which begins while a checkpoint is written."""
+    storage = open_storage(str(tmp_path))
+    with storage.lock(".lock"):
+        child = os.fork()
+        if not child:
+            signal.pause()
+    try:
+        other = os.open(tmp_path / ".lock", os.O_RDWR)
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(other)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

@@ -183,14 +183,14 @@ class LocalStorage:
                 log.debug("Could not lock %s (%s): other writers are not kept out.", name, error)
             yield
         finally:
-            os.close(descriptor)
+            _unlock(descriptor)
 
     def hold(self, directory: str) -> Callable[[], None]:
         while True:
             self.make(directory)
             descriptor = _lock_shared(self.path / directory)
             if descriptor is not None:
-                return lambda: os.close(descriptor)
+                return lambda: _unlock(descriptor)
 
     def clear(self, directory: str) -> None:
         """Remove it under the lock: a process about to hold it notices and creates it again."""
@@ -206,7 +206,7 @@ class LocalStorage:
         except OSError as error:
             log.debug("Could not check for writers to %s (%s).", directory, error)
         finally:
-            os.close(descriptor)
+            _unlock(descriptor)
 
 
 class Summed:
@@ -272,6 +272,16 @@ def _lock_shared(path: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def _unlock(descriptor: int) -> None:
+    """Close a locked file. A process that was forked meanwhile, such as a data loader's, has it
+    open, too: closing it here alone would leave it locked."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    except OSError as error:
+        log.debug("Could not unlock (%s).", error)
+    os.close(descriptor)
 
 
 def _sync_directory(path: Path) -> None:
