@@ -227,6 +227,7 @@ class Training:
     def _play(self, batch: torch.Tensor) -> None:
         """The critic's loop, and then the generator's."""
         generator, critic = self.models
+        critic.requires_grad_(True)  # an interrupted step may have left it off
         for micro in self._accumulate(batch, critic):
             real, noise = micro.data.float() / TOKENS, torch.randn(micro.samples, 6)
             made = generator(noise).detach()
@@ -235,7 +236,6 @@ class Training:
         critic.requires_grad_(False)
         for micro in self._accumulate(batch, generator):
             micro.backward(-critic(generator(torch.randn(micro.samples, 6))).mean())
-        critic.requires_grad_(True)
         self.optimizers[0].step()
 
 

@@ -18,7 +18,7 @@ from benchmarks.harness.launchers import OURS
 COST = "bits_cost_train.py"
 PATIENCE = 400.0
 #: Seconds of a micro-batch in `inside` and in `speed`.
-INSIDE, SPEED = 0.5, 0.05
+INSIDE, SPEED = 0.5, 0.1
 #: Workers that are slower, by so much.
 SLOWNESS = 2.0
 
@@ -137,12 +137,13 @@ def speed(quick: bool) -> dict[str, Any]:
         lines = _lines(
             4,
             SCRIPT,
+            model="sparse",
             wait=SPEED,
             slow=1,
             slowness=SLOWNESS,
             count=28,
             measure=4,
-            steps=14 if quick else 28,
+            steps=14 if quick else 24,
             samples=2800,
             shares=shares,
         )
