@@ -32,11 +32,14 @@ def draw(
         return f'<text x="{at:.1f}" y="{y}" fill="{color}" text-anchor="{anchor}">{words}</text>'
 
     def row(steps: Sequence[dict[str, Any]], y: float) -> list[str]:
+        """A path of marks for each number of workers."""
+        marks: dict[int, str] = {}
+        for one in steps:
+            if begin <= one["t"] <= end:
+                marks[one["size"]] = f"{marks.get(one['size'], '')}M{x(one['t']):.1f} {y}v{ROW - 5}"
         return [
-            f'<line x1="{x(one["t"]):.1f}" x2="{x(one["t"]):.1f}" y1="{y}" y2="{y + ROW - 5}" '
-            f'stroke="{COLORS.get(one["size"], INK)}" stroke-width="1.2"/>'
-            for one in steps
-            if begin <= one["t"] <= end
+            f'<path d="{path}" stroke="{COLORS.get(size, INK)}" stroke-width="1.2"/>'
+            for size, path in marks.items()
         ]
 
     parts = []
