@@ -226,14 +226,21 @@ class FixedSteps:
             began = time.monotonic()
             loop.begin(number)
             micro = _FixedMicro(data(start, stop), stop - start, scale, ending is not None)
+            # Of two workers that differ, only traces show which one was wrong.
+            is_traced = number == own[0] and here.size == 2
             if ending is None:
                 yield micro
-                add(tree, held, (number, number + 1), self._taken(loop, micro, number, own))
+                add(
+                    tree,
+                    held,
+                    (number, number + 1),
+                    self._taken(loop, micro, number, is_traced=is_traced),
+                )
                 self._times.append(time.monotonic() - began)
             else:
                 object.__setattr__(micro, "before", partial(ending.follow, number, parameters))
                 yield micro
-                ending.add_last(number, self._taken(loop, micro, number, own))
+                ending.add_last(number, self._taken(loop, micro, number, is_traced=is_traced))
                 self._times.append(time.monotonic() - began)
         assert ending is not None
         whole = ending.end()
@@ -247,9 +254,9 @@ class FixedSteps:
         if is_time and self._policy.by_speed and here.size > 1:
             self._measure(here.size)
 
-    def _taken(self, loop: _Loop, micro: _FixedMicro, number: int, own: Sequence[int]) -> StepSum:
+    def _taken(self, loop: _Loop, micro: _FixedMicro, number: int, *, is_traced: bool) -> StepSum:
         taken, place = loop.take(micro), (self._step(), self._loops - 1, number)
-        if self.traces is not None and self.traces.are_wanted(place, is_first=number == own[0]):
+        if self.traces is not None and self.traces.are_wanted(place, is_first=is_traced):
             self.traces.note(place, taken.gradients)
         return taken
 

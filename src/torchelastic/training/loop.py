@@ -191,6 +191,8 @@ class Loop:
     def close(self) -> None:
         """Leave the group, however the training ended."""
         self._put_down(roll_back=False)
+        if (checks := self._state._checks()) is not None:
+            checks.wait()
         if (snapshots := self._state._part_snapshots()) is not None:
             snapshots.end()
             snapshots.wait_until_sealed()

@@ -69,8 +69,8 @@ class Traces:
         self._first_odd = -1
 
     def are_wanted(self, place: Place, *, is_first: bool) -> bool:
-        """Return whether to note this micro-batch: each worker's first in a step, when taken again
-        the same ones."""
+        """Return whether to note this micro-batch: each worker's first in a step, and the same ones
+        when the step is taken again."""
         return is_first or place in self._before
 
     @torch.no_grad()
