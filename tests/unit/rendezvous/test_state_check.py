@@ -184,3 +184,14 @@ def test_states_without_a_majority_are_not_compared_any_more():
     assert job.world.unchecked.endswith("states are not compared any more")
     check(job, "abcc", step=30)
     assert job.world.phase == "running"
+
+
+def test_steps_of_a_later_generation_are_certified_anew():
+    """All workers were lost: it begins at an older checkpoint."""
+    job = in_process_job("a b")
+    check(job, "aaaa", step=30)
+    job.say("a", failures=(failure("a", exitcode=-9),), gone=0)
+    job.say("b", gone=0)
+    assert (job.world.generation, job.world.certified) == (1, -1)
+    check(job, "bbbb", step=20)
+    assert job.world.certified == 20

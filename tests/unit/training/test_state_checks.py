@@ -134,3 +134,15 @@ def test_state_with_another_hash_after_the_same_steps_is_noted_as_their_last(wor
     worker.checks.begin((1, 2), (0, 1), lambda *told: worker.told.append(told))
     worker.checks.wait()
     assert worker.told[-1][2] == 2
+
+
+def test_copy_stays_sound_when_training_goes_on_from_it(worker):
+    worker.step()
+    worker.check(1)
+    worker.check(2, certified=(0, 1))
+    before = worker.bits()
+    worker.state.optimizer.state.clear()
+    for _ in range(2):
+        assert worker.checks.go_back((0, 1))
+        assert worker.bits() == before
+        worker.step()
