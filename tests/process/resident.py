@@ -13,7 +13,6 @@ import hashlib
 import os
 import random
 import time
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -90,12 +89,6 @@ def obey(step: int, rank: int) -> None:
                 os._exit(int(value))
             if what == "finish":
                 raise StopIteration
-            if what == "eat":
-                path.unlink()
-                Path("/proc/self/oom_score_adj").write_text("1000")
-                food = []
-                while True:
-                    food.append(b"1" * (1 << 20))
 
 
 def train_step(state) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.etcd import FAST, cluster, running
+from tests.etcd import running
 from tests.process.jobs import HERE, alive, job, words_of
 from tests.process.test_collector import has_all
 from tests.support import poll_for
@@ -47,17 +47,6 @@ def test_a_job_of_two_nodes_meets_at_etcd_and_leaves_nothing_there(some_etcd, ru
 
 
 @pytest.mark.slow
-def test_the_next_job_of_the_same_id_begins_at_the_beginning(some_etcd, run_id, tmp_path):
-    for name, order, exitcode in (("etcd-v2", "exit 3", 1), ("etcd-v3", "finish", 0)):
-        more = f"--nnodes=1:2 --max-restarts=0 --rdzv-backend={name}"
-        with job(tmp_path / name, flags(some_etcd.endpoint, run_id, more)) as it:
-            node = it.start()
-            it.world(0, 1)
-            it.order(order)
-            assert node.wait() == exitcode, it.said()
-
-
-@pytest.mark.slow
 def test_a_job_whose_nodes_were_all_killed_goes_on_when_they_come_back(some_etcd, run_id, tmp_path):
     with job(tmp_path, flags(some_etcd.endpoint, run_id, "--nnodes=1:2")) as it:
         it.start()
@@ -85,26 +74,6 @@ def test_workers_do_not_notice_that_etcd_was_away_for_ten_seconds(run_id, tmp_pa
         assert not any(node.events("lease-lost") for node in nodes), it.said()
         it.order("finish", generation=1)
         assert [node.wait() for node in nodes] == [0, 0], it.said()
-
-
-@pytest.mark.slow
-def test_a_job_outlives_the_leader_of_its_etcd(run_id, tmp_path):
-    with cluster(3, *FAST) as members:
-        leader = poll_for(lambda: [m for m in members if m.leads()], what="a leader")[0]
-        # All begin with the one that will go.
-        servers = [leader, *(member for member in members if member is not leader)]
-        endpoint = ",".join(server.endpoint for server in servers)
-        with job(tmp_path, flags(endpoint, run_id, "--nnodes=2")) as it:
-            nodes = [it.start(), it.start()]
-            it.world(0, 2)
-            leader.stop()
-            it.order("raise", generation=0, rank=1)
-            it.world(1, 2)
-            assert len(it.lines(generation=0, event="start")) == 2
-            assert not any(node.events("lease-lost") for node in nodes), it.said()
-            it.order("finish", generation=1)
-            assert [node.wait() for node in nodes] == [0, 0], it.said()
-        assert servers[1].keys_of(run_id) == []
 
 
 @pytest.mark.slow

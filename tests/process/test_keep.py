@@ -188,30 +188,6 @@ def test_worlds_shrink_and_grow_and_go_on_from_memory(stored, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_script_with_a_checkpoint_of_its_own_keeps_its_count(tmp_path, monkeypatch):
-    """A restarted worker loads its file again, which is older than memory; the next job has the
-    file alone. Two nodes import torch, one after the other."""
-
-    def run(name: str, steps: int) -> list[tuple[Any, ...]]:
-        own, keys = HERE / "own_checkpoints.py", {"file": tmp_path / "ckpt.pt", "steps": steps}
-        with job(tmp_path / name, ONE_NODE, own, **keys) as one:
-            node = one.start()
-            assert node.wait(PATIENCE) == 0, node.stderr
-            assert all(line["taken"] == line["step"] for line in one.lines())
-        return [
-            (line["generation"], line["event"], line["step"])
-            for line in sorted(one.lines(), key=lambda line: line["generation"])
-            if line["event"] != "loaded" or line["step"]
-        ]
-
-    monkeypatch.setenv("TORCHELASTIC_FAULTS", "kill@place=snapshot.begun,n=2,rank=0,step=8")
-    begun, again = (0, "start", 0), [(1, "loaded", 5), (1, "start", 7), (1, "end", 10)]
-    assert run("first", 10) == [begun, begun, *again, *again]
-    monkeypatch.delenv("TORCHELASTIC_FAULTS")
-    assert run("second", 12) == [(0, "loaded", 10), (0, "start", 10), (0, "end", 12)] * 2
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(SOAK))
 def test_kills_at_any_moment(seed, tmp_path):
     """Whoever is killed whenever: the same bits, and nobody goes back further than two steps.

@@ -6,9 +6,6 @@ import asyncio
 import base64
 import contextlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,41 +98,6 @@ def _status(api: ClusterApi, path: str) -> int:
     except KubernetesError as error:
         return error.status
     return 0
-
-
-#: Starts two parts of a control plane, and is killed.
-KILLED = """\
-import os
-from pathlib import Path
-from tests.kubernetes import ControlPlane
-from tests.support import poll_for
-plane = ControlPlane()
-plane.etcd.directory.mkdir()
-plane.etcd.run(["sleep", "1000"])
-plane._run("kube-scheduler", config=False)
-pids = plane.etcd._process.pid, plane._processes["kube-scheduler"].pid
-names = lambda: [Path(f"/proc/{pid}/comm").read_text() for pid in pids]
-poll_for(lambda: names() == ["sleep\\n", "sleep\\n"], what="both programs")
-print(*pids, flush=True)
-os.kill(os.getpid(), 9)
-"""
-
-
-@pytest.mark.needs("etcd", "kubernetes")
-def test_a_control_plane_does_not_outlive_the_tests(tmp_path):
-    program = tmp_path / "kube-scheduler"
-    program.write_text("#!/bin/sh\nexec sleep 1000\n")
-    program.chmod(0o755)
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED],
-        env={**os.environ, "KUBEBUILDER_ASSETS": str(tmp_path), "TMPDIR": str(tmp_path)},
-        cwd=PAGE.parents[2],
-        capture_output=True,
-        text=True,
-    )
-    pids = killed.stdout.split()
-    assert len(pids) == 2, killed.stderr
-    poll_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), what="their end")
 
 
 # --- errors --------------------------------------------------------------------------------------

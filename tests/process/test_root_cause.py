@@ -219,23 +219,3 @@ def test_a_worker_that_the_kernel_kills_for_want_of_memory(tmp_path, small):
         assert failed[1]["hint"].startswith("out of memory: ")
         assert failed[0]["hint"] == ""
         assert shown()["cause"]["hint"] == failed[1]["hint"]
-
-
-@pytest.mark.slow
-@pytest.mark.needs("memory cgroup")
-@pytest.mark.timeout(300)
-def test_a_worker_that_trains_and_starves_is_replaced_and_the_job_says_why(tmp_path, small):
-    """Its zygote imports torch."""
-    flags = "--redirects=3 --standalone --nproc-per-node=2 --rdzv-id=job"
-    with job(tmp_path / "job", flags, RESIDENT, model="plain") as it:
-        it.order("eat", generation=3, rank=1)  # at step 3
-        node = start_in(small, it, steps=6)
-        assert node.wait(100) == 0, it.said()
-        (failed,) = [
-            one["failure"] for one in node.events("worker-failed") if not one["failure"]["alive"]
-        ]
-        assert (failed["rank"], failed["step"]) == (1, 3)
-        assert failed["message"] == "killed by SIGKILL: out of memory"
-        found = verdict(node)
-        assert (found["kind"], found["cause"]["rank"]) == ("failure", 1)
-        assert shown()["cause"]["hint"] == failed["hint"]

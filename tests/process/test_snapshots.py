@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import uuid
-from pathlib import Path
-
-import pytest
 
 from tests.process.jobs import HERE, Job, job
 from tests.support import poll_for
 
 SCRIPT = HERE / "holding.py"
-V1 = Path("/sys/fs/cgroup/memory")
 #: Both begin together, however long the second takes to come.
 FLAGS = "--nnodes=1:2 --settle=60"
 
@@ -105,46 +99,3 @@ def test_a_lost_nodes_pieces_are_held_by_another_and_brought_to_its_replacement(
         )
         assert "does not hold that version of 'shared'" in refused[0]["refused"]
         finish(made, generation=2)
-
-
-def test_no_copies_are_made_where_none_are_wanted(tmp_path):
-    flags = "--nnodes=2 --snapshot-replicas=0"
-    with job(tmp_path / "job", flags, SCRIPT) as made:
-        made.start()
-        made.start()
-        for rank in (0, 1):
-            seen(made, "ready", rank=rank, generation=0)
-        for step in (1, 2):
-            commit(made, step, ranks=[0, 1])
-        held = holds(made, 0, 0, ["own:0", 0, 2, False])["held"]
-        assert not any(replica for *_, replica in held)
-        finish(made, generation=0)
-
-
-@pytest.mark.needs("memory cgroup")
-def test_a_limit_of_the_cgroup_refuses_in_one_sentence_and_the_job_goes_on(tmp_path):
-    limited = V1 / f"torchelastic-test-{uuid.uuid4().hex[:8]}"
-    limited.mkdir()
-    home = next(
-        line.split(":")[2]
-        for line in Path("/proc/self/cgroup").read_text().splitlines()
-        if line.split(":")[1] == "memory"
-    )
-    try:
-        (limited / "memory.limit_in_bytes").write_text(str(1 << 30))
-        with job(tmp_path / "job", "--nnodes=1", SCRIPT) as made:
-            (limited / "cgroup.procs").write_text(str(os.getpid()))
-            try:
-                node = made.start(size=600 << 20)
-            finally:
-                (V1 / home.strip("/") / "cgroup.procs").write_text(str(os.getpid()))
-            seen(made, "ready", rank=0)
-            sentence = made.lines(event="refused")[0]["sentence"]
-            assert sentence.startswith("No room for snapshots of 'shared': they need 1.2 GiB")
-            assert "of the 1.0 GiB of its cgroup are free" in sentence
-            order(made, 1, "finish", rank=0, generation=0)
-            assert node.wait() == 0
-            assert node.stderr.count("No room for snapshots of 'shared'") == 1
-    finally:
-        poll_for(lambda: not (limited / "cgroup.procs").read_text().split(), what="all gone")
-        limited.rmdir()
