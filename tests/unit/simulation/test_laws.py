@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchelastic.chaos.laws import (
+from tests.simulation.laws import (
     AgentEnded,
     ClosedJob,
     Event,
