@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import torchelastic
-from torchelastic.cli import reference
+from scripts import reference
 from torchelastic.cli.command_table import BY_NAME
 from torchelastic.cli.parser import parse
 from torchelastic.errors import ConfigError
@@ -28,7 +28,7 @@ TEST_FILES = re.compile(r"(?<!torch's )`(test_\w+\.py)`")
 @pytest.mark.parametrize("name", reference.PAGES)
 def test_generated_pages_are_current(name):
     written = (ROOT / "docs" / name).read_text()
-    assert written == reference.PAGES[name](), "run: python -m torchelastic.cli.reference docs"
+    assert written == reference.PAGES[name](), "run: python -m scripts.reference"
 
 
 def test_files_and_folders_that_pages_name_exist():

@@ -1,6 +1,6 @@
 """Generate the reference pages from the tables in the code.
 
-`python -m torchelastic.cli.reference docs`; a test checks that the pages are current.
+`python -m scripts.reference`; a test checks that the pages are current.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
-import sys
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from scripts.old_apis_page import old_apis_page
 from torchelastic import env
 from torchelastic.agent import node_loop
 from torchelastic.agent.lifecycle import in_process, script
@@ -28,12 +29,13 @@ from torchelastic.cli.command_table import (
 )
 from torchelastic.cli.flags import FLAGS, fields_of
 from torchelastic.cli.help import default_words, spellings
-from torchelastic.cli.old_apis_page import old_apis_page
 from torchelastic.config import Grow, LaunchConfig, WorldSizes
 from torchelastic.config.flag import GROUPS, Flag
+from torchelastic.events import log
+from torchelastic.events.types import EVENTS, Event
 from torchelastic.rendezvous import decide as rounds
 
-_GENERATED = "<!-- Written by `python -m torchelastic.cli.reference docs`; do not edit. -->\n"
+_GENERATED = "<!-- Written by `python -m scripts.reference`; do not edit. -->\n"
 
 _CLI_HEAD = f"""\
 {_GENERATED}
@@ -222,6 +224,45 @@ _SIDES = (
     ("flag", "Defaults of flags"),
 )
 
+_EVENTS_HEAD = f"""\
+{_GENERATED}
+# Events
+
+Every agent writes what happens, and why, to a file `events.jsonl`: one JSON object per line, each
+written immediately. With `--log-dir` the file is in the run directory, otherwise next to the
+agent's entry under `$XDG_RUNTIME_DIR/torchelastic` (see [logs](../guides/logs.md)).
+`torchelastic status` prints its path. `--event-log-handler console` prints the same lines on
+stderr.
+
+At {log.MAX_BYTES // 2**20} MiB the file is rotated to `events.jsonl.1`. That file begins with the
+events of the previous `events.jsonl.1`, without `progress`, `checkpoint-stored` and
+`weights-hashed`, up to a quarter of the size.
+Rotation runs in the background; `events.jsonl.0` exists while it does.
+
+The leader of the job also writes `job.jsonl`: the events of all agents that have reached it.
+
+```sh
+jq -r 'select(.type == "generation-over") | "\\(.generation): \\(.reason)"' events.jsonl
+```
+
+Every line has:
+
+| field | type | meaning |
+|---|---|---|
+| `v` | int | version of this format: 1 |
+| `type` | str | the event type, see below |
+| `job` | str | the job id |
+| `node` | str | id of the agent that wrote the line |
+| `wall` | float | wall clock, seconds since 1970; for people |
+| `mono` | float | monotonic clock of the machine; orders the events of all its agents |
+| `generation` | int or null | the generation that the event belongs to, if any |
+| `heard` | float | only in `job.jsonl`: estimated time of the event on the leader's `mono` |
+
+Skip types and fields that you do not know, and lines that you cannot parse: after a power failure
+the last line may be incomplete.
+
+## Types
+"""
 
 _HEADS_DEFAULTS = ("flag", *(f"`{defaults.prog}`" for defaults in LAUNCHERS))
 _HEADS_FLAGS = ("flag", "default", "variable", "meaning")
@@ -320,11 +361,47 @@ def _docstring(handler: Callable[..., object]) -> str:
     return " ".join((handler.__doc__ or "").split())
 
 
+def events_page() -> str:
+    """Return the text of `docs/reference/events.md`."""
+    sections = [_event_section(name, cls) for name, cls in EVENTS.items()]
+    return "\n".join([_EVENTS_HEAD, *sections])
+
+
+def _event_section(name: str, cls: type[Event]) -> str:
+    rows = [f"| `{field}` | {kind} | {meaning} |" for field, kind, meaning in event_fields(cls)]
+    table = ["", "| field | type | meaning |", "|---|---|---|", *rows] if rows else []
+    return "\n".join([f"### {name}", "", inspect.getdoc(cls) or "", *table, ""])
+
+
+def event_fields(cls: type[Event]) -> list[tuple[str, str, str]]:
+    """Return name, type and the `#:` comment above it, for each field in the source."""
+    found = []
+    comment = ""
+    for line in inspect.getsource(cls).splitlines():
+        if text := re.fullmatch(r"    #: (.*)", line):
+            comment = f"{comment} {text[1]}".strip()
+        elif (field := re.fullmatch(r"    (\w+): (.+?)(?: = .*)?", line)) and field[1] != "type":
+            found.append((field[1], _plain(field[2]), comment))
+            comment = ""
+    return found
+
+
+def _plain(annotation: str) -> str:
+    """Return a Python annotation in the words of JSON."""
+    literal = re.fullmatch(r"Literal\[(.*)\]", annotation)
+    if literal:
+        return " or ".join(f"`{choice}`" for choice in re.findall(r'"(.*?)"', literal[1]))
+    words = re.sub(r"Sequence\[(\w+)\]", r"list of \1", annotation)
+    words = re.sub(r"Mapping\[str, (\w+)\]", r"object of \1", words)
+    return words.replace("Json", "object").replace(" | ", " or ").replace("None", "null")
+
+
 PAGES = {
     "reference/cli.md": cli_page,
     "reference/configuration.md": configuration_page,
     "reference/environment.md": environment_page,
     "reference/old-apis.md": lambda: f"{_GENERATED}\n{old_apis_page(_table)}",
+    "reference/events.md": events_page,
     "concepts/states.md": states_page,
 }
 
@@ -350,11 +427,6 @@ def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     )
 
 
-def main(argv: list[str]) -> int:
-    for name, page in PAGES.items():
-        Path(argv[0], name).write_text(page())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:] or ["docs"]))
+    for name, page in PAGES.items():
+        Path("docs", name).write_text(page())
