@@ -475,6 +475,7 @@ EVENTS: dict[str, type[Event]] = {
         RestartDecided,
         WorldFormed,
         GenerationOver,
+        StatesDiffered,
         WorldChanging,
         Waiting,
         WorkersStarted,
