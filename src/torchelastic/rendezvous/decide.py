@@ -233,8 +233,8 @@ def _in_process_ended(state: RoundState) -> RoundDecision | None:
 def _checked(state: RoundState) -> Comparison | None:
     """The verdict on a check that all workers of the world have reported; None without a new
     one."""
-    world = the_world(state)
-    if world.phase not in ("running", "pausing") or world.unchecked:
+    world = state.world
+    if world is None or world.phase not in ("running", "pausing") or world.unchecked:
         return None
     said: list[Checked] = []
     for node in world.nodes:

@@ -33,6 +33,13 @@ def test_complete_at_once_when_max_is_there():
     assert (job.world.generation, job.world.start) == (1, first), "whoever is lost"
 
 
+def test_first_world_waits_for_the_store_of_its_only_node():
+    job = Job("1:1")
+    job.come("a", store="")
+    job.say("a", store="a:9")
+    assert (job.world.phase, job.world.store) == ("running", "a:9")
+
+
 def test_arrival_between_min_and_max_prolongs_the_settle_time():
     job = Job("1:4", settle=1.0)
     job.come("a")
