@@ -33,7 +33,7 @@ LAZY = {PACKAGE / "rendezvous" / "__init__.py", PACKAGE / "distributed" / "__ini
 
 # Top to bottom. A module may import from its own layer and those below.
 LAYERS = (
-    ("cli", "distributed", "__main__"),
+    ("chaos", "cli", "distributed", "__main__"),
     ("compat", "hosts", "integrations", "ray", "torchx", "doctor", "dashboard"),
     ("launcher",),
     ("training",),
@@ -69,6 +69,7 @@ PURE = {
         "agent/lifecycle/": "in_process last_copy machine node_state script",
         "agent/output/": "terminal_text",
         "agent/telemetry/": "clock_offset",
+        "chaos/": "laws",
         "checkpoint/": "fence interval marker",
         "cluster/": (
             "detect indexed_job kubeflow platform runai skypilot slurm torchx_replica volcano"

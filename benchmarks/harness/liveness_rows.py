@@ -23,7 +23,7 @@ from benchmarks.harness.launchers import OURS
 from benchmarks.harness.scenarios import SPLIT, Attempt, Repetition, failed
 from benchmarks.harness.worker_log import History
 from tests.netns import Host, Network
-from tests.simulation import laws
+from torchelastic.chaos import laws
 
 #: Four nodes that import torch start slowly where cores are few; a job that waits waits an hour.
 LAUNCHER = replace(OURS, start_patience=120.0)

@@ -16,6 +16,7 @@ A training whose processes live on when others are lost:
 Layout, from top to bottom; nothing imports from a layer above its own:
 
     cli/, distributed/    argv becomes a job: `torchelastic run` and its module entry points
+    chaos/                the checker of the laws of a job
 
     compat/               APIs of torchelastic 0.1 and 0.2, and the rendezvous for stock torchrun
     hosts/                several machines from one command, over ssh

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.simulation import laws
+from torchelastic.chaos import laws
 from torchelastic.data import checker
 from torchelastic.data.verdict import Line as LedgerLine
 from torchelastic.data.verdict import check

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.simulation import laws
 from tests.simulation.virtual_loop import Scheduler
 from tests.simulation.virtual_network import ProcessLoop
 from tests.simulation.worker_processes import Nothing, VirtualTraining, VirtualWorkers
 from torchelastic.agent.agent import Agent
+from torchelastic.chaos import laws
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.rendezvous.embedded.voter_file import Voter, VoterFile
 from torchelastic.rendezvous.leader import Leader

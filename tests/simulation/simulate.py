@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Sequence
 
-from tests.simulation import laws
 from tests.simulation.bus.bus_simulation import BusSimulation
 from tests.simulation.fault_schedule import (
     Schedule,
@@ -29,8 +28,9 @@ from tests.simulation.fault_schedule import (
     sharded_from,
     shrunk,
 )
-from tests.simulation.laws import Violation
 from tests.simulation.stack_simulation import StackSimulation
+from torchelastic.chaos import laws
+from torchelastic.chaos.laws import Violation
 
 #: The simulation of a job.
 Level = type[BusSimulation] | type[StackSimulation]

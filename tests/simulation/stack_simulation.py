@@ -21,7 +21,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-from tests.simulation import laws
 from tests.simulation.agent_process import Disk, VirtualAgent
 from tests.simulation.fault_schedule import (
     END,
@@ -36,6 +35,7 @@ from tests.simulation.virtual_etcd import VirtualEtcd, VirtualPool
 from tests.simulation.virtual_loop import Scheduler
 from tests.simulation.virtual_network import ProcessLoop, VirtualMachine, VirtualNetwork
 from tests.simulation.worker_processes import VirtualTraining
+from torchelastic.chaos import laws
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import TorchElasticError, VoteOutdated
 from torchelastic.rendezvous.embedded.voter_file import Voter

@@ -33,13 +33,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.simulation import laws
 from tests.simulation.fault_schedule import ENDLESS, Schedule, ScheduledFault
 from tests.simulation.stack_simulation import StackSimulation
 from tests.simulation.virtual_network import ConnectionEnd
 from torchelastic.agent.lifecycle import node_state as happens
 from torchelastic.agent.lifecycle.machine import Machine
 from torchelastic.agent.node_loop import NodeLoop
+from torchelastic.chaos import laws
 from torchelastic.events.failure import Failure, signal_name
 from torchelastic.rendezvous.leader import Leader
 from torchelastic.rendezvous.membership.member_session import MemberRecord

@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.simulation import laws
 from tests.simulation.virtual_loop import Scheduler
 from tests.simulation.virtual_network import ProcessLoop
+from torchelastic.chaos import laws
 from torchelastic.clock import Clock
 from torchelastic.rendezvous.etcd import etcd_messages
 from torchelastic.rendezvous.etcd.connection_pool import Address, ConnectionPool, RetryLimit

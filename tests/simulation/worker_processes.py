@@ -13,7 +13,6 @@ import random
 from collections.abc import Callable, Collection
 from typing import Any
 
-from tests.simulation import laws
 from tests.simulation.fault_schedule import LEASE
 from tests.simulation.virtual_loop import Scheduler
 from tests.simulation.virtual_network import ProcessLoop, VirtualNetwork
@@ -25,6 +24,7 @@ from torchelastic.agent.lifecycle.node_state import (
     WorkerSucceeded,
     WorkersUp,
 )
+from torchelastic.chaos import laws
 from torchelastic.events.failure import Failure
 from torchelastic.rendezvous.world import World
 from torchelastic.training.gate import Gate, GateDecision

@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 
-from tests.simulation import laws
 from tests.simulation.bus.host_search import ENDPOINT, SimulatedEmbeddedNode
 from tests.simulation.bus.message_bus import BusTimer, MessageBus
 from tests.simulation.bus.node_loop import SimulatedAgent
 from tests.simulation.bus.worker_model import TrainingRun
 from tests.simulation.fault_schedule import END, HEALED_AT, LEASE, ROUND, Schedule, ScheduledFault
-from tests.simulation.laws import Laws, Violation
 from torchelastic.agent.lifecycle.node_state import InvalidTransition
+from torchelastic.chaos import laws
+from torchelastic.chaos.laws import Laws, Violation
 from torchelastic.rendezvous.round_state import RoundRules
 from torchelastic.rendezvous.world import World
 

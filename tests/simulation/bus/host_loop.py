@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tests.simulation import laws
 from tests.simulation.bus.message_bus import BusTimer
+from torchelastic.chaos import laws
 from torchelastic.records import replace
 from torchelastic.rendezvous import majority, round_state
 from torchelastic.rendezvous.choosing import to_allot

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation import laws
 from tests.simulation.bus.host_loop import Json, SimulatedSession
 from tests.simulation.bus.host_search import SimulatedEmbeddedNode
 from tests.simulation.bus.message_bus import SimulatedProcess
@@ -35,6 +34,7 @@ from torchelastic.agent.lifecycle.node_state import (
     WorldSeen,
 )
 from torchelastic.agent.lifecycle.script import ScriptState
+from torchelastic.chaos import laws
 from torchelastic.records import replace
 from torchelastic.rendezvous.embedded.failover_state import Failover
 from torchelastic.rendezvous.world import Member, World

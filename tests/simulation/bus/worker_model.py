@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation import laws
 from tests.simulation.bus.message_bus import BusTimer
 from torchelastic.agent.lifecycle.in_process import InProcessState, Status
 from torchelastic.agent.lifecycle.node_state import (
@@ -21,6 +20,7 @@ from torchelastic.agent.lifecycle.node_state import (
     WorkerSucceeded,
     WorkersUp,
 )
+from torchelastic.chaos import laws
 from torchelastic.events.failure import Failure
 from torchelastic.rendezvous.world import World
 from torchelastic.worker import orders

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulation import laws, simulate
+from tests.simulation import simulate
 from tests.simulation.fault_schedule import ENDLESS, Schedule, ScheduledFault, peers_from
 from tests.simulation.stack_simulation import StackSimulation, violations
 from tests.support import SOAK
 from tests.unit.simulation import rules
 from torchelastic.agent.agent import Agent
+from torchelastic.chaos import laws
 
 pytestmark = pytest.mark.timeout(120 * SOAK)
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.simulation import laws, simulate
+from tests.simulation import simulate
 from tests.simulation.fault_schedule import (
     ENDLESS,
     Schedule,
@@ -24,6 +24,7 @@ from tests.simulation.stack_simulation import StackSimulation, violations
 from tests.support import SOAK
 from tests.unit.simulation import rules
 from torchelastic.agent.lifecycle import in_process
+from torchelastic.chaos import laws
 from torchelastic.rendezvous.embedded import ask_peers
 from torchelastic.rendezvous.world import World
 

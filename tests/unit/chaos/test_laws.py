@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulation.laws import (
+from torchelastic.chaos.laws import (
     AgentEnded,
     ClosedJob,
     Event,

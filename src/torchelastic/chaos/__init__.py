@@ -1,0 +1,1 @@
+"""Tests: the checker of the laws of a job, for simulation, chaos runs and soaks."""
