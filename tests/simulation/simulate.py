@@ -1,11 +1,10 @@
 """Simulate jobs under faults, and replay one: `python -m tests.simulation.simulate`.
 
     --seed 17               the job of seed 17, and what happened to it
-    --count 10000           the jobs of 10,000 seeds, from --seed on; ends with the first that fails
+    --count 1000            the jobs of 1,000 seeds, from --seed on; ends with the first that fails
     --all                   continues after a failure, and counts them
     --replicas              a sharded model, whose worlds have whole replicas
-    --stack                 the whole control plane, not its deciders alone: slower, and no model
-    --etcd                  the whole control plane with etcd, which is never cut from the nodes
+    --etcd                  the rendezvous is at etcd, which is never cut from the nodes
 
 A failure is shown with its seed and a short schedule that fails as well. A seed can be replayed
 anywhere with the same commit: the run depends only on this package.
@@ -20,7 +19,6 @@ import sys
 import time
 from collections.abc import Sequence
 
-from tests.simulation.bus.bus_simulation import BusSimulation
 from tests.simulation.fault_schedule import (
     Schedule,
     made_from,
@@ -31,9 +29,6 @@ from tests.simulation.fault_schedule import (
 from tests.simulation.stack_simulation import StackSimulation
 from torchelastic.chaos import laws
 from torchelastic.chaos.laws import Violation
-
-#: The simulation of a job.
-Level = type[BusSimulation] | type[StackSimulation]
 
 #: Events that are too frequent to print.
 _FREQUENT = (laws.StepFinished, laws.JobDisturbed)
@@ -50,20 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--machines", type=int, help="2 to 5 of them (default: by the seed)")
     parser.add_argument("--all", action="store_true", help="continue after a failure")
     parser.add_argument("--replicas", action="store_true", help="train a sharded model")
-    parser.add_argument("--stack", action="store_true", help="simulate the whole stack")
-    parser.add_argument("--etcd", action="store_true", help="the whole stack with etcd")
+    parser.add_argument("--etcd", action="store_true", help="with the rendezvous at etcd")
     options = parser.parse_args(argv)
-    level: Level = StackSimulation if options.stack or options.etcd else BusSimulation
     make = peers_from if options.etcd else sharded_from if options.replicas else made_from
     began, failed = time.process_time(), []
     seeds = range(options.seed, options.seed + options.count)
     for seed in seeds:
         schedule = make(seed, options.faults, options.machines)
         if options.count == 1:
-            print(told(schedule, level))
-        if level(schedule).run():
+            print(told(schedule))
+        if StackSimulation(schedule).run():
             failed.append(seed)
-            print(explained(schedule, level), flush=True)
+            print(explained(schedule), flush=True)
             if not options.all:
                 break
     rate = len(seeds) / (time.process_time() - began)
@@ -75,23 +68,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def explained(schedule: Schedule, level: Level = BusSimulation) -> str:
+def explained(schedule: Schedule) -> str:
     """The violation of a schedule, and a short schedule that breaks the same law."""
 
     def broken(tried: Schedule) -> list[Violation]:
-        return level(tried).run()[:1]
+        return StackSimulation(tried).run()[:1]
 
     (found,) = broken(schedule)
     short = shrunk(schedule, lambda other: [one.law for one in broken(other)] == [found.law])
     replay = f"replay: --seed {schedule.seed}{' --replicas' if schedule.replica else ''}"
-    replay += " --etcd" if schedule.etcd else " --stack" if level is StackSimulation else ""
+    replay += " --etcd" if schedule.etcd else ""
     lines = ["", str(found), replay, "a short schedule:", str(short)]
     return "\n".join([*lines, *(f"  -> {one}" for one in broken(short))])
 
 
-def told(schedule: Schedule, level: Level = BusSimulation) -> str:
+def told(schedule: Schedule) -> str:
     """The events, one line each."""
-    simulation = level(schedule)
+    simulation = StackSimulation(schedule)
     lines = [str(schedule), ""]
     note = simulation.laws.note
 

@@ -6,11 +6,12 @@ import doctest
 
 import pytest
 
-from tests.unit.rendezvous.cast import Job, failure
+from tests.unit.rendezvous.cast import Job, failure, seen
 from torchelastic.config import WorldSizes
 from torchelastic.errors import EXIT_USAGE
 from torchelastic.rendezvous import choosing, replicas, round_state
-from torchelastic.rendezvous.round_state import RoundRules
+from torchelastic.rendezvous.round_state import RoundRules, RoundState
+from torchelastic.rendezvous.world import Member
 
 
 def test_doctests_hold():
@@ -341,19 +342,37 @@ def test_a_spare_moves_to_the_place_that_is_short():
     assert coordinates_hold(job)
 
 
-def test_the_only_node_with_a_shard_does_not_move():
-    job = spanning("abcd")
-    for name in "abcd":
-        job.say(name, holds=0)
-    job.die("a", "c")
-    job.all_gone()
-    assert job.world.phase == "waiting"
-    places = {name: job.records[name][0].place for name in "bd"}
-    assert sorted(places.values()) == [0, 1], "one of the two that have the same shard"
-    (kept,) = [name for name in places if places[name] == 1]
-    job.say("d" if kept == "b" else "b", standing=(), holds=-1)
-    job.come("e", "f", nproc=1, place=1, in_process=True)
-    assert job.records[kept][0].place == 1
+def having(*members: dict) -> RoundState:
+    """The state with these members, named a, b, ..., whose workers stand by."""
+    state = RoundState()
+    for number, fields in enumerate(members):
+        name = "abc"[number]
+        who = {"node": name, "name": name, "addr": name, "ready": True, "in_process": True}
+        member = Member(**who, standing=tuple(range(fields["nproc"])), **fields)
+        state = seen(state, member, number, 0.0)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "moved"),
+    [(5, -1, {}), (0, -1, {}), (5, 5, {"a": 1}), (3, 5, {"a": 1}), (-1, -1, {"a": 1})],
+)
+def test_node_that_alone_has_newest_state_of_its_place_does_not_move(own, other, moved):
+    """b, of the same place, may not move: it has a static rank."""
+    at_place = {"nproc": 1, "place": 0}
+    state = having({**at_place, "holds": own}, {**at_place, "holds": other, "node_rank": 0})
+    rules = RoundRules(min_nodes=1, max_nodes=4, replica_size=2)
+    assert choosing.to_allot(rules, state) == moved
+
+
+@pytest.mark.parametrize(
+    ("holds", "blank", "chosen"), [(5, (), "a"), (5, (1,), "b"), (7, (1,), "b"), (7, (0,), "b")]
+)
+def test_node_with_a_replaced_worker_comes_after_one_with_a_whole_replica(holds, blank, chosen):
+    state = having({"nproc": 2, "holds": holds, "blank": blank}, {"nproc": 2, "holds": 5})
+    rules = RoundRules(min_nodes=1, max_nodes=1, replica_size=2)
+    ordered = choosing.in_order(choosing.candidates(rules, state), None)
+    assert [offer.node for offer in choosing.choose(rules, ordered, state)] == [chosen]
 
 
 def test_a_node_that_moves_is_in_no_world_before_it_says_so():

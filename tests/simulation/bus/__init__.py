@@ -1,1 +1,0 @@
-"""The deciders of the control plane on a message bus, in virtual time."""
