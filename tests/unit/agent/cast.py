@@ -1,7 +1,5 @@
 """The cast of the agent's tests: an event loop to run in, a place in a world, workers."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 

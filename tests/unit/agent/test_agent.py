@@ -1,11 +1,7 @@
 """What the agent does about its workers where no process is needed to see it."""
 
-from __future__ import annotations
-
 import asyncio
-import gc
 import os
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -15,12 +11,11 @@ from tests.support import poll_for
 from tests.unit.agent.cast import Workers, in_loop, place
 from torchelastic.agent import preflight
 from torchelastic.agent.agent import Agent
-from torchelastic.agent.server import LocalElasticAgent, RunResult, WorkerSpec, WorkerState
+from torchelastic.agent.server import LocalElasticAgent, WorkerSpec, WorkerState
 from torchelastic.agent.spawn import run_program
 from torchelastic.compat.rendezvous_api import get_rendezvous_handler
 from torchelastic.config import Entry, LaunchConfig, Std
 from torchelastic.errors import ConfigError
-from torchelastic.events.failure import LOG_LINES_LIMIT
 from torchelastic.rendezvous import RendezvousParameters
 from torchelastic.rendezvous.world import World
 from torchelastic.side_tasks import SideTasks
@@ -68,19 +63,6 @@ async def test_no_worker_is_started_before_the_preflight_check_has_succeeded():
     made._fit.set()
     await settled()
     assert started == [1]
-
-
-@in_loop
-async def test_action_cancelled_before_its_turn_leaves_no_coroutine_behind():
-    """An agent that is closed while one action waits for another."""
-    made = agent_with()
-    made._act(asyncio.Event().wait)
-    made._act(made._stop_workers)
-    await asyncio.sleep(0)
-    with warnings.catch_warnings(record=True) as warned:
-        await made.tasks.cancel()
-        gc.collect()
-    assert warned == []
 
 
 # --- `--preflight`: the command, its output, its end, and the next try ---------------------------
@@ -135,11 +117,6 @@ def test_a_check_that_does_not_end_is_killed(tmp_path, monkeypatch):
         ("waiting for the driver",),
     )
     assert waited[0] == preflight.CHECK_TIMEOUT
-
-
-def test_of_long_output_the_end_is_kept():
-    _, lines = checked("yes line | head -n 100000; echo last; exit 1")
-    assert (len(lines), lines[-1]) == (LOG_LINES_LIMIT, "last")
 
 
 def test_preflight_is_repeated_after_growing_pauses(tmp_path, monkeypatch):
@@ -207,10 +184,3 @@ def test_workers_have_no_place_until_a_world_gives_them_one():
 def test_a_rendezvous_of_another_job_is_refused_with_a_reason():
     with pytest.raises(ConfigError, match="object is not a rendezvous handler of torchelastic"):
         LocalElasticAgent(spec(rdzv_handler=object()))
-
-
-def test_states_say_whether_workers_are_there_and_whether_they_failed():
-    running = {state for state in WorkerState if WorkerState.is_running(state)}
-    assert running == {WorkerState.HEALTHY, WorkerState.UNHEALTHY}
-    failed = {state for state in WorkerState if RunResult(state).is_failed()}
-    assert failed == {WorkerState.FAILED}

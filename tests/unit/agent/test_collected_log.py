@@ -151,17 +151,3 @@ def test_a_line_that_was_cut_short_is_not_glued_to_the_next(tmp_path, monkeypatc
     log.close()
     assert (tmp_path / "job.jsonl").read_bytes() == line("note", 1)[:5] + b"\n" + line("note", 2)
     assert log.dropped == 1
-
-
-def test_collected_log_drops_older_part_without_room_to_condense(tmp_path, monkeypatch, caplog):
-    log = CollectedLog(tmp_path / "job.jsonl", max_bytes=10)
-    log.write(line("note", 1))
-
-    def no_room(*_):
-        raise OSError("no space")
-
-    monkeypatch.setattr("shutil.copyfileobj", no_room)
-    log.write(line("note", 2))
-    log.close()
-    assert numbers(tmp_path / "job.jsonl.1") == [2]
-    assert sorted(os.listdir(tmp_path)) == ["job.jsonl.1"]

@@ -1,7 +1,5 @@
 """What the agent says must not hold it up, whoever does not read it."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import logging
@@ -16,7 +14,7 @@ import pytest
 from tests.unit.agent.cast import in_loop
 from torchelastic.agent.output import console
 from torchelastic.agent.output.console import Console, WaitingLine, sentence
-from torchelastic.agent.output.terminal_text import one_line, plain
+from torchelastic.agent.output.terminal_text import plain
 from torchelastic.clock import FakeClock
 
 
@@ -101,19 +99,6 @@ def test_console_without_reader_drops_lines(pipe):
     words.say("to nobody")
     words.redraw("1 of 2")
     assert not words.is_terminal
-
-
-def test_a_report_comes_after_earlier_messages(pipe):
-    read_end, write_end = pipe
-    words = Console(write_end)
-    logger = logging.getLogger("torchelastic")
-    logger.addHandler(words)
-    try:
-        logger.error("first")
-        console.show("then")
-    finally:
-        logger.removeHandler(words)
-    assert os.read(read_end, 100) == b"first\nthen\n"
 
 
 # --- a line that is drawn over -------------------------------------------------------------------
@@ -234,7 +219,3 @@ def test_waiting_line_is_off_without_terminal():
 )
 def test_terminal_sequences_are_escaped(text, shown):
     assert plain(text) == (text if shown is None else shown)
-
-
-def test_one_line_is_one_line():
-    assert one_line("a\nb\tc\r\nd") == r"a b c\r d"

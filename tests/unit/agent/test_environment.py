@@ -1,7 +1,5 @@
 """The worker's environment, by table."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from dataclasses import replace
@@ -12,15 +10,13 @@ from torch.distributed import TCPStore
 
 from tests.ports import free_port
 from tests.unit.agent.cast import in_loop, place
-from tests.unit.rendezvous.cast import story, within
-from tests.unit.transport.cast import stranger
+from tests.unit.rendezvous.cast import within
 from torchelastic.agent.workers.environment import entry_for, node_env, standby_env, worker_env
 from torchelastic.agent.workers.numa import Cpu, choose, gpu_nodes, machine
 from torchelastic.clock import SystemClock
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.rendezvous.membership.backend import meet
 from torchelastic.rendezvous.world import WORLD_KEY, World
-from torchelastic.transport.listener import TORCH_STORE
 
 NODES = (
     place("a", 0, 1, role="actor"),
@@ -194,20 +190,5 @@ async def test_a_script_that_has_the_port_written_down_meets_the_store_of_its_ge
             for end in (worker, store):
                 found = await within(PATIENCE, asyncio.to_thread(end.get, "key"))
                 assert found == value.encode()
-    finally:
-        await node.close(0.0)
-
-
-@pytest.mark.parametrize("backend", ["static", "c10d"])
-@story
-async def test_without_a_world_or_elsewhere_it_is_a_stranger(backend):
-    config = one_node(backend)
-    node = await meet(config, "a", SystemClock(), print)
-    try:
-        if backend == "c10d":
-            await node.store.put(WORLD_KEY, {"store": config.rdzv_endpoint})
-        async with stranger(int(config.rdzv_endpoint.rpartition(":")[2])) as torch:
-            torch.say(TORCH_STORE)
-            assert await torch.end() == b""
     finally:
         await node.close(0.0)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import datetime
 
@@ -96,30 +94,17 @@ def test_independent_failure_is_not_blamed_on_first():
     assert "No other failures" not in text
 
 
-def test_a_killed_worker_has_no_traceback_and_says_so():
-    killed = replace(
-        CAUSE, exitcode=-9, message="killed by SIGKILL", traceback="", step=None, error_file=""
-    )
-    text = failure_report.job_failed(replace(WORLD, cause=killed, consequences=()))
-    assert "  exitcode  : -9 (pid: 123) (SIGKILL)\n" in text
-    assert "  error_file: <N/A>\n" in text
-    assert "  traceback : none: the worker ended without a Python exception\n" in text
+def test_report_of_a_killed_worker_has_hint_last_lines_and_no_traceback():
+    killed = replace(CAUSE, exitcode=-9, message="killed by SIGKILL", traceback="", step=None)
+    bare = replace(WORLD, cause=replace(killed, error_file=""), consequences=())
+    text = failure_report.job_failed(bare)
+    assert "  exitcode  : -9 (pid: 123) (SIGKILL)\n  error_file: <N/A>\n" in text
     assert "  step" not in text
     assert "No other failures." in text
-
-
-def test_report_has_hint_of_agent_and_last_lines_of_worker():
-    killed = replace(
-        CAUSE,
-        exitcode=-9,
-        message="killed by SIGKILL: out of memory",
-        traceback="",
-        hint="out of memory: the kernel killed it (limit 2.0 GiB)",
-        collective="all_reduce #14",
-        log_lines=("loading", "step 17"),
-    )
+    hint = "out of memory: the kernel killed it (limit 2.0 GiB)"
+    facts = {"hint": hint, "collective": "all_reduce #14", "log_lines": ("loading", "step 17")}
     assert (
-        "  error     : killed by SIGKILL: out of memory\n"
+        "  error     : killed by SIGKILL\n"
         "  hint      : out of memory: the kernel killed it (limit 2.0 GiB)\n"
         "  collective: all_reduce #14\n"
         "  traceback : none: the worker ended without a Python exception\n"
@@ -127,7 +112,7 @@ def test_report_has_hint_of_agent_and_last_lines_of_worker():
         "    loading\n"
         "    step 17\n"
         "-----"
-    ) in failure_report.job_failed(replace(WORLD, cause=killed))
+    ) in failure_report.job_failed(replace(WORLD, cause=replace(killed, **facts)))
 
 
 def test_a_node_may_be_the_cause():
@@ -155,10 +140,15 @@ def test_a_job_may_end_without_a_failing_worker():
     assert "Failures:\n  rank 0 on node-a" in text
 
 
-def test_a_thousand_failures_are_not_listed():
+def test_many_failures_and_nodes_are_counted_not_listed():
     text = failure_report.job_failed(replace(WORLD, consequences=(FELL,) * 1000))
     assert text.count("Connection closed by peer") == 16
     assert "  and 984 more\n" in text
+    world = WORLD.with_nodes(place(f"n{number}") for number in range(4096))
+    told = "8,192 workers on 4,096 nodes (n0, n1, n2, n3, n4, n5, n6, n7 and 4,088 more)"
+    assert told in failure_report.world_sentence(world)
+    some = replace(world, nodes=world.nodes[:2], spares=("s",), spare_count=9)
+    assert "(n0, n1 and 4,094 more), spare: s and 8 more" in failure_report.world_sentence(some)
 
 
 def test_world_sentence():
@@ -202,14 +192,6 @@ def test_the_end_of_a_generation_names_the_cause_once_it_is_known(over, followin
     assert failure_report.why_over(over, following) == reason
 
 
-def test_many_nodes_are_counted_not_listed():
-    world = WORLD.with_nodes(place(f"n{number}") for number in range(4096))
-    told = "8,192 workers on 4,096 nodes (n0, n1, n2, n3, n4, n5, n6, n7 and 4,088 more)"
-    assert told in failure_report.world_sentence(world)
-    some = replace(world, nodes=world.nodes[:2], spares=("s",), spare_count=9)
-    assert "(n0, n1 and 4,094 more), spare: s and 8 more" in failure_report.world_sentence(some)
-
-
 def test_one_line():
     long, cut = "x" * 300, "x" * 199 + "…"
     lines = {"a": "a", "a\nb": "a …", "\na\n": "a", long: cut, "": ""}
@@ -247,6 +229,13 @@ ADVICE = (
     " To write checkpoints: torchelastic.checkpoint.set_checkpoint_manager("
     'CheckpointStore("/shared/job", every="auto")).'
 )
+NONE_SET = (
+    "No checkpoint directory is set: if all {} are lost at once, training restarts at step 0."
+)
+ALL_LOST = (
+    "All copies of the training state were lost: training restarts at step 0 (generation 3). "
+    "It had reached step 40."
+)
 
 
 @pytest.mark.parametrize(
@@ -256,38 +245,10 @@ ADVICE = (
         (0, True, 0, False, ""),
         (12, False, -1, False, ""),
         (12, False, 40, True, ""),
-        (
-            0,
-            False,
-            -1,
-            False,
-            "No checkpoint directory is set: if all nodes are lost at once, training restarts at "
-            f"step 0.{ADVICE}",
-        ),
-        (
-            0,
-            False,
-            0,
-            True,
-            "No checkpoint directory is set: if all workers are lost at once, training restarts at "
-            f"step 0.{ADVICE}",
-        ),
-        (
-            0,
-            False,
-            40,
-            True,
-            "All copies of the training state were lost: training restarts at step 0 (generation "
-            f"3). It had reached step 40.{ADVICE}",
-        ),
-        (
-            0,
-            True,
-            40,
-            False,
-            "All copies of the training state were lost: training restarts at step 0 (generation "
-            "3). It had reached step 40.",
-        ),
+        (0, False, -1, False, NONE_SET.format("nodes") + ADVICE),
+        (0, False, 0, True, NONE_SET.format("workers") + ADVICE),
+        (0, False, 40, True, ALL_LOST + ADVICE),
+        (0, True, 40, False, ALL_LOST),
     ],
 )
 def test_the_message_about_a_training_that_begins(step, stored, best_step, resident, said):

@@ -181,56 +181,6 @@ async def test_a_scraper_sees_what_has_happened(tmp_path, monkeypatch):
 
 @pytest.mark.needs("prometheus_client")
 @in_loop
-async def test_a_page_is_made_once_however_often_it_is_asked_for(tmp_path, monkeypatch):
-    made = []
-    render = http_endpoints.prometheus.render
-    monkeypatch.setattr(
-        http_endpoints.prometheus, "render", lambda *args: made.append(1) or render(*args)
-    )
-    monkeypatch.setattr(http_endpoints, "FRESH", 600.0)
-    async with Running(tmp_path) as it:
-        assert len(set(await asyncio.gather(*(it.ask() for _ in range(5))))) == 1
-    assert len(made) == 1
-
-
-@pytest.mark.needs("prometheus_client")
-@in_loop
-async def test_silent_connections_give_way_to_new_scraper(tmp_path):
-    """Many more silent connections than there is room for."""
-    async with Running(tmp_path) as it:
-        silent = [await it.connect() for _ in range(http_endpoints.MOST_CONNECTIONS)]
-        while len(it.endpoint._talks) < http_endpoints.MOST_CONNECTIONS:
-            await asyncio.sleep(0.001)
-        assert b" 200 " in await it.ask()
-        assert await silent[0][0].read() == b"", "the oldest was shown out"
-        for _, writer in silent:
-            writer.close()
-
-
-@pytest.mark.needs("prometheus_client")
-@in_loop
-async def test_slow_scraper_is_disconnected(tmp_path, monkeypatch):
-    monkeypatch.setattr(http_endpoints, "REQUEST_TIMEOUT", 0.05)
-    async with Running(tmp_path) as it:
-        reader, writer = await it.connect()
-        writer.write(GET[:20])
-        assert await asyncio.wait_for(reader.read(), 30) == b""
-        writer.close()
-
-
-@pytest.mark.needs("prometheus_client")
-@in_loop
-async def test_the_token_is_asked_for(tmp_path):
-    path = tmp_path / "token"
-    path.write_text("0123456789abcdef\n")
-    async with Running(tmp_path, metrics_token_file=str(path)) as it:
-        assert b" 401 " in await it.ask()
-        shown = GET[:-2] + b"Authorization: Bearer 0123456789abcdef\r\n\r\n"
-        assert b" 200 " in await it.ask(shown)
-
-
-@pytest.mark.needs("prometheus_client")
-@in_loop
 async def test_a_port_that_is_taken_costs_the_metrics_and_not_the_job(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -240,17 +190,6 @@ async def test_a_port_that_is_taken_costs_the_metrics_and_not_the_job(tmp_path):
                 "without them. Choose another --metrics-address."
             ]
             it.log.emit(Note("the job goes on"))
-
-
-@pytest.mark.needs("prometheus_client")
-@in_loop
-async def test_a_mistake_in_the_counting_does_not_end_the_job(tmp_path, caplog, monkeypatch):
-    async with Running(tmp_path) as it:
-        monkeypatch.setattr(it.endpoint._metrics, "feed", lambda record: 1 / 0)
-        it.log.emit(Note("one"))
-        it.log.emit(Note("two"))
-        assert b" 200 " in await it.ask()
-    assert caplog.text.count("no longer served") == 1
 
 
 @pytest.mark.needs("prometheus_client")

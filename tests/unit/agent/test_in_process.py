@@ -1,7 +1,5 @@
 """The in-process workers of one node, by table: what is told, started, reported and when."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -352,11 +350,12 @@ def test_in_process_table_decides_story(steps):
 
 def test_workers_that_run_already_are_told_to_enter_their_world():
     node = Node(in_process.take_over(running())[0])
-    commands = node.feed(see())
+    commands = node.feed(see(replica=2))
     assert told(commands) == "0 Enter, 1 Enter"
     order = commands[1].order
     assert (order.rank, order.size, order.local_rank, order.node_rank) == (1, 4, 1, 0)
-    assert node.feed(see()) == []
+    assert order.replica == 2
+    assert node.feed(see(replica=2)) == []
     assert node.state.sentence() == "serving: workers 2 training"
 
 
@@ -410,12 +409,6 @@ def test_a_worker_whose_mesh_does_not_fit_the_job_is_refused():
     )
     assert spawned(node.feed(dies(0))) == [], "another one would make the same"
     assert told(node.feed(WorkerMessage(1, Enlisted(2)))) == ""
-
-
-def test_an_order_to_enter_a_world_says_the_size_of_its_replicas():
-    node = Node(in_process.take_over(running())[0])
-    entering = [one for one in node.feed(see(replica=2)) if isinstance(one, Tell)]
-    assert [one.order.replica for one in entering] == [2, 2]
 
 
 OOM = "killed by SIGKILL: out of memory"
@@ -581,63 +574,47 @@ def test_report_before_next_world_is_repeated_for_it():
 
 
 OVER = 4
-FREE = LiveCopy(generation=OVER, step=7, stopped=True)
-FROZEN = LiveCopy(generation=OVER, step=7, frozen=True)
 
 
-@pytest.mark.parametrize(
-    ("copy", "usable"),
-    [
-        (FREE, True),
-        (LiveCopy(generation=OVER, step=0, stopped=True), True),
-        (LiveCopy(generation=OVER, step=7), False),
-        (LiveCopy(generation=OVER, step=7, stopped=True, frozen=True), False),
-        (LiveCopy(generation=OVER, step=7, stopped=True, doomed=True), False),
-        (LiveCopy(generation=OVER, step=None, stopped=True), False),
-        (LiveCopy(generation=OVER + 1, step=7), True),
-        (LiveCopy(generation=OVER + 1, step=None), False),
-        (LiveCopy(generation=OVER - 1, step=7, stopped=True), False),
-        (LiveCopy(generation=-1, step=None), False),
-    ],
-    ids=[
-        "it has stopped",
-        "before the first step",
-        "it has not stopped yet",
-        "frozen since",
-        "about to be killed",
-        "it came to that world and got no state",
-        "it trains in a later world",
-        "on the way into a later world",
-        "it was left behind in an earlier world",
-        "a replacement",
-    ],
-)
+def live(generation: int = OVER, step: int | None = 7, **more: bool) -> LiveCopy:
+    return LiveCopy(generation=generation, step=step, **more)
+
+
+FREE, FROZEN = live(stopped=True), live(frozen=True)
+USABLE = {
+    "it has stopped": (FREE, True),
+    "before the first step": (live(step=0, stopped=True), True),
+    "it has not stopped yet": (live(), False),
+    "frozen since": (live(stopped=True, frozen=True), False),
+    "about to be killed": (live(stopped=True, doomed=True), False),
+    "it came to that world and got no state": (live(step=None, stopped=True), False),
+    "it trains in a later world": (live(OVER + 1), True),
+    "on the way into a later world": (live(OVER + 1, None), False),
+    "it was left behind in an earlier world": (live(OVER - 1, stopped=True), False),
+    "a replacement": (live(-1, None), False),
+}
+
+
+@pytest.mark.parametrize(("copy", "usable"), USABLE.values(), ids=USABLE)
 def test_from_which_copies_the_next_world_can_go_on(copy, usable):
     assert is_usable(copy, OVER) is usable
 
 
+#: The worker's copy, others here, whether another node has one, seconds waited, killed.
+KILLED = {
+    "alone": (FROZEN, [], False, 0.1, False),
+    "all are frozen": (FROZEN, [FROZEN, FROZEN], False, 0.1, False),
+    "beside a replacement": (FROZEN, [live(-1, None)], False, 0.1, False),
+    "another one here is free": (FROZEN, [FROZEN, FREE], False, 0.1, True),
+    "another one elsewhere is free": (FROZEN, [FROZEN], True, 0.1, True),
+    "its time is up": (FROZEN, [], False, 60.0, True),
+    "no step was taken": (live(step=0, frozen=True), [], False, 0.1, True),
+    "it has no state": (live(step=None, frozen=True), [], False, 0.1, True),
+}
+
+
 @pytest.mark.parametrize(
-    ("own", "others", "elsewhere", "waited", "killed"),
-    [
-        (FROZEN, [], False, 0.1, False),
-        (FROZEN, [FROZEN, FROZEN], False, 0.1, False),
-        (FROZEN, [LiveCopy(generation=-1, step=None)], False, 0.1, False),
-        (FROZEN, [FROZEN, FREE], False, 0.1, True),
-        (FROZEN, [FROZEN], True, 0.1, True),
-        (FROZEN, [], False, 60.0, True),
-        (LiveCopy(generation=OVER, step=0, frozen=True), [], False, 0.1, True),
-        (LiveCopy(generation=OVER, step=None, frozen=True), [], False, 0.1, True),
-    ],
-    ids=[
-        "alone",
-        "all are frozen",
-        "beside a replacement",
-        "another one here is free",
-        "another one elsewhere is free",
-        "its time is up",
-        "no step was taken",
-        "it has no state",
-    ],
+    ("own", "others", "elsewhere", "waited", "killed"), KILLED.values(), ids=KILLED
 )
 def test_worker_may_be_killed_if_its_state_is_elsewhere(own, others, elsewhere, waited, killed):
     found = may_be_killed(own, others, elsewhere=elsewhere, waited=waited, limit=60.0)

@@ -135,15 +135,6 @@ async def test_whether_another_node_can_go_on_is_asked(able, closed, found):
 
 
 @in_loop
-async def test_a_node_that_does_not_answer_cannot_go_on(monkeypatch):
-    async with nodes([0], [1]) as (_, a, b):
-        monkeypatch.setattr(b.activities, "_admit", lambda link, hello: None)
-        b.activities.open(b.backend)
-        monkeypatch.setattr(inspector, "AGENTS_TIMEOUT", 0.1)
-        assert await a.activities.others_can_go_on(GENERATION) is False
-
-
-@in_loop
 async def test_inspection_names_gone_and_silent_nodes(monkeypatch):
     monkeypatch.setattr(inspector, "AGENTS_TIMEOUT", 0.2)
     async with nodes([0], [1], [2]) as (_, a, b, c):
@@ -167,21 +158,6 @@ async def test_a_stack_that_cannot_be_read_does_not_stop_the_others(monkeypatch)
         monkeypatch.setattr(inspector, "STACKS_TIMEOUT", 0.05)
         found = await a.activities.everywhere()
         assert [one.stack for one in found.activities] == ["stack 0 of a", nothing, nothing]
-
-
-@in_loop
-async def test_all_nodes_together_have_two_seconds(monkeypatch):
-    monkeypatch.setattr(inspector, "AT_A_TIME", 1)
-    monkeypatch.setattr(inspector, "AGENTS_TIMEOUT", 0.2)
-    # Else a call that takes as long would end before the time for all has begun.
-    monkeypatch.setattr(
-        inspector, "connect_once", lambda *to, **how: connect_once(*to, **how | {"timeout": 30.0})
-    )
-    async with nodes([0], [1], [2]) as (_, a, b, c):
-        monkeypatch.setattr(b.activities, "here", lambda generation: asyncio.sleep(3600))
-        found = await a.activities.everywhere()
-    assert found.unheard == ("b", "c"), "the first one's silence takes the time of the second"
-    assert c.asked == []
 
 
 JUNK = {
@@ -232,27 +208,6 @@ async def test_inspection_counts_unnamed_silent_nodes(monkeypatch):
             await asyncio.sleep(0.001)
         (await connect(a)).abort()
         second.abort()
-
-
-@in_loop
-async def test_silent_connection_to_inspector_is_closed(monkeypatch):
-    monkeypatch.setattr(inspector, "AGENTS_TIMEOUT", 0.05)
-    async with nodes([0]) as (_, a):
-        await (await connect(a)).ended
-        while a.activities._peers:
-            await asyncio.sleep(0.001)
-
-
-@in_loop
-async def test_second_question_on_connection_closes_it():
-    async with nodes([0]) as (_, a):
-        a.slow.add(0)
-        link = await connect(a)
-        link.send(frames.pack(Which(GENERATION)) * 100)
-        await link.ended
-        while a.activities._answers or a.activities._peers:
-            await asyncio.sleep(0.001)
-        assert len(a.asked) <= 1
 
 
 @in_loop

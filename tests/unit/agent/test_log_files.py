@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import os
@@ -275,31 +273,18 @@ def test_without_a_copy_streams_are_inherited_and_only_the_error_file_is_named(t
     assert (run.run_dir.parent, run.run_dir.name[:4]) == (tmp_path / "logs", "job_"), "torchrun's"
 
 
-def test_the_layout_is_torchruns(tmp_path):
-    said = {(0, OUT): b"out\n", (0, ERR): b"err\n"}
-    run, console = run_one(tmp_path, said, redirects=ALL)
-    assert run.file(0, "0/stdout.log") == b"out\n"
-    assert run.file(0, "0/stderr.log") == b"err\n", "also when the job has ended well"
-    assert console == b""
-
-
-def test_tee_writes_the_bytes_to_the_file_and_prefixed_lines_to_the_console(tmp_path):
+def test_tee_writes_bytes_to_files_and_prefixed_lines_of_chosen_ranks_to_the_console(tmp_path):
     data = b"first\n\xff not utf-8\nno end"
-    run, console = run_one(tmp_path, {(0, OUT): data}, tee=OUT)
-    assert run.file(0, "0/stdout.log") == data
-    assert console == b"[default0]:first\n[default0]:\xff not utf-8\n[default0]:no end\n"
+    said = {(0, OUT): b"zero\n", (1, OUT): data, (1, ERR): b"error\n"}
+    shown = frozenset({1})
+    run, console = run_one(tmp_path, said, tee=OUT, redirects=ERR, local_ranks_filter=shown)
+    assert console == b"[default1]:first\n[default1]:\xff not utf-8\n[default1]:no end\n"
+    files = ("0/stdout.log", "1/stdout.log", "1/stderr.log")  # the layout is torchrun's
+    assert [run.file(0, name) for name in files] == list(said.values())
 
 
-def test_the_filter_hides_a_rank_from_the_console_but_not_from_its_file(tmp_path):
-    said = {(0, OUT): b"zero\n", (1, OUT): b"one\n"}
-    run, console = run_one(tmp_path, said, tee=OUT, local_ranks_filter=frozenset({1}))
-    assert console == b"[default1]:one\n"
-    assert run.file(0, "0/stdout.log") == b"zero\n"
-
-
-def test_no_files_with_dev_null(tmp_path):
-    none = {"log_dir": os.devnull, "tee": OUT, "duplicate_stdout_filters": ("a",)}
-    run, console = run_one(tmp_path, {(0, OUT): b"a\n"}, **none)
+def test_no_files_are_written_with_dev_null(tmp_path):
+    run, console = run_one(tmp_path, {(0, OUT): b"a\n"}, log_dir=os.devnull, tee=OUT)
     assert (run.run_dir, console) == (Path(os.devnull), b"[default0]:a\n")
     logs = NodeLogs(config_for(os.devnull), run.run_dir)
     assert logs.open(0, {0: 0}).streams[0].error_file == ""
@@ -502,14 +487,6 @@ def test_a_log_file_goes_on_when_there_is_room_again(tmp_path, monkeypatch, file
     assert path.read_text() == f"one\ntw{note}five\n"
 
 
-def test_a_log_file_cut_short_by_another_process_does_not_stop_the_showing(tmp_path):
-    backlog = Backlog(tmp_path / "stdout.log")
-    backlog.append(b"gone", shown=False)
-    os.truncate(tmp_path / "stdout.log", 0)
-    assert (backlog.take(), backlog.size) == (b"", 0)
-    backlog.close()
-
-
 @pytest.mark.parametrize("reopen", [True, False])
 @pytest.mark.parametrize("kind", ["pipe", "socket", "terminal"])
 @in_loop
@@ -546,16 +523,6 @@ def read_exactly(fd: int, size: int) -> bytes:
     while len(read) < size:
         read += os.read(fd, size - len(read))
     return read
-
-
-def test_a_console_that_was_never_open_shows_nothing():
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    os.close(write_end)
-    console = OutputStream(write_end)
-    console.write(b"to nobody")
-    assert console.closed
-    assert console.room
 
 
 @in_loop
@@ -628,14 +595,3 @@ def test_of_much_output_both_streams_are_heard(tmp_path):
         lines = last_lines(tmp_path, said, redirects=ALL)
         assert lines[-kept:] == tuple(f"line {number}" for number in range(10_000 - kept, 10_000))
         assert len(lines) == LOG_LINES_LIMIT
-
-
-@in_loop
-async def test_a_file_that_was_removed(tmp_path):
-    logs = NodeLogs(LaunchConfig(log_dir=str(tmp_path), redirects=ALL), tmp_path)
-    opened = logs.open(0, {0: 0})
-    for path in tmp_path.rglob("*.log"):
-        path.unlink()
-    assert opened.last_lines(0) == ()
-    opened.close()
-    logs.close(False)

@@ -1,8 +1,5 @@
 """What the end of a worker has to do with memory: facts in, words out; and where facts are read."""
 
-from __future__ import annotations
-
-import os
 from pathlib import Path
 
 import pytest
@@ -154,32 +151,3 @@ def test_a_machine_without_any_of_it(tmp_path):
     memory = OomKills(sources)
     assert (memory.look(7, -9, ""), sources.limit()) == (Facts(exitcode=-9), None)
     memory.close()
-
-
-def has_us(members: Path) -> bool:
-    try:
-        return str(os.getpid()) in members.read_text().split()
-    except OSError:
-        return False  # it is going, or has threads only
-
-
-def counting_files() -> list[Path]:
-    """Where the kernel counts for this process, found by who is in a group."""
-    own = [path.parent for path in Path("/sys/fs/cgroup").rglob("cgroup.procs") if has_us(path)]
-    above = [up for group in own for up in (group, *group.parents)]
-    files = [group / "memory.oom_control" for group in own] + [up / "memory.events" for up in above]
-    return [file for file in files if file.exists()]
-
-
-def test_the_sources_of_this_process_are_what_this_machine_has():
-    memory = OomKills()
-    assert not memory.look(os.getpid(), -9, "").named
-    memory.close()
-    counting = counting_files()
-    sources, machine = Sources.find(), Path("/proc/vmstat")
-    assert (sources.killed_on_machine() is not None) == ("oom_kill " in machine.read_text())
-    if not counting:  # a machine whose cgroups cannot be seen from here
-        assert sources.killed_in_container() is None
-        return
-    assert sources.group == counting[0].parent
-    assert (sources.killed_in_container() is not None) == ("oom_kill " in counting[0].read_text())

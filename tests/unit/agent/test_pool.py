@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.agent.cast import place
 from tests.unit.worker import entering
-from torchelastic.agent.lifecycle.node_state import WorkerFailed, WorkerSucceeded
+from torchelastic.agent.lifecycle.node_state import WorkerSucceeded
 from torchelastic.agent.telemetry.progress_sampler import ProgressSampler
 from torchelastic.agent.workers import pool as module
 from torchelastic.agent.workers.oom import OomKills, Sources
@@ -159,11 +159,6 @@ def in_world(workers, node):
     return workers
 
 
-def test_added_helper_is_not_reaped(workers, node):
-    workers.helpers.add(os.getpid())
-    assert node.exempt == {os.getpid()}
-
-
 def enter(workers, generation):
     workers.tell(0, entering.enter(generation))
 
@@ -307,18 +302,6 @@ def test_steps_of_a_plain_script_are_reported_and_named_and_give_no_restarts(
     assert in_world.counted.seen(1)[:2] == (3, 47)
 
 
-def test_worker_that_reports_steps_is_not_counted(in_world, node, counting):
-    node.says(Keeps(), 1)
-    in_world.look()
-    assert node.progress == []
-
-
-def test_a_worker_that_cuts_its_memory_off_is_not_counted(in_world, node, counting):
-    os.ftruncate(counting._descriptor, 8)
-    in_world.look()
-    assert (node.progress, in_world.counted.seen(1)) == ([], None)
-
-
 def test_a_script_with_snapshots_gets_a_status_page_and_shows_its_step(in_world, node):
     node.says(Keeps(), 1)
     [(message, descriptor)] = node.sent
@@ -358,47 +341,49 @@ def test_the_time_of_a_failure_is_that_in_the_error_file(in_world, node, tmp_pat
     assert node.failures[1].wall_time >= before
 
 
-@pytest.mark.parametrize(
-    ("kills", "message", "hint"),
-    [
-        (1, "killed by SIGKILL: out of memory", "out of memory: the kernel killed it"),
-        (0, "killed by SIGKILL", "the kernel reports no out-of-memory kill"),
-    ],
-    ids=["by the kernel", "from outside"],
-)
-def test_killed_worker_is_reported_with_what_the_kernel_counted(
-    in_world, node, killed, kills, message, hint
+TIMER = "timer 'data' expired after 3 s"
+OOM_KILLED = "killed by SIGKILL: out of memory"
+#: Kills that the kernel counts, what the agent does to the worker, its exit code, and the report.
+KILLED = {
+    "by the kernel": (1, None, -9, {"message": OOM_KILLED, "stopped": False, "rank": 4}),
+    "from outside": (0, None, -9, {"message": "killed by SIGKILL", "stopped": False}),
+    "by the agent": (
+        1,
+        lambda pool: pool.kill(0, "it hangs", "its stack"),
+        -9,
+        {"message": "it hangs", "traceback": "its stack", "hint": "", "stopped": False},
+    ),
+    "it crashed before the agent killed it": (
+        0,
+        lambda pool: pool.condemn(0, TIMER, "its stack"),
+        -11,
+        {"message": TIMER, "traceback": "its stack", "exitcode": -11},
+    ),
+    "after its world was over": (
+        0,
+        lambda pool: pool.kill(0, "not free", "its stack", over=True),
+        -9,
+        {"stopped": True, "traceback": "its stack"},
+    ),
+}
+HINTS = {OOM_KILLED: "out of memory: the kernel killed it"}
+HINTS["killed by SIGKILL"] = "the kernel reports no out-of-memory kill"
+
+
+@pytest.mark.parametrize(("kills", "act", "exitcode", "expected"), KILLED.values(), ids=KILLED)
+def test_killed_worker_is_reported_with_who_killed_it(
+    in_world, node, killed, kills, act, exitcode, expected
 ):
     killed(kills)
-    node.ends(-9)
-    [told] = node.failures
-    assert (told.message, told.generation, told.rank, told.stopped) == (message, 3, 4, False)
-    assert told.hint.startswith(hint)
-    assert told.out_of_memory == kills
-
-
-def test_a_kill_of_ours_is_not_the_kernel_s(in_world, node, killed):
-    killed(1)
-    in_world.kill(0, "it hangs", "its stack")
-    node.ends(-9)
-    [told] = node.failures
-    assert (told.message, told.traceback, told.hint) == ("it hangs", "its stack", "")
-    assert not told.stopped
-
-
-def test_of_who_crashes_before_we_kill_it_our_word_stands(in_world, node):
     assert in_world.last_stack(0) is None
-    in_world.condemn(0, "timer 'data' expired after 3 s", "its stack")
-    assert in_world.last_stack(0) == "its stack"
-    node.ends(-11)
+    if act is not None:
+        act(in_world)
+        assert in_world.last_stack(0) == expected.get("traceback", "")
+    node.ends(exitcode)
     [told] = node.failures
-    assert (told.message, told.exitcode) == ("timer 'data' expired after 3 s", -11)
-
-
-def test_worker_killed_after_end_of_world_counts_as_stopped(in_world, node):
-    in_world.kill(0, "not free 100 ms after its world was over", over=True)
-    node.ends(-9)
-    assert node.failures[0].stopped
+    assert {name: getattr(told, name) for name in expected} == expected
+    assert told.hint.startswith(HINTS.get(told.message, ""))
+    assert told.out_of_memory == (told.message == OOM_KILLED)
 
 
 def test_exit_after_order_to_stop_counts_as_stopped(in_world, node):
@@ -518,11 +503,3 @@ def test_an_end_is_told_whatever_is_wrong_with_what_is_observed(
     assert succeeded == WorkerSucceeded(3, 1)
     assert stopped.report == Stopped(3, 8)
     assert erred.failure.message == "ValueError: boom"
-
-
-def test_an_end_is_reported_before_anything_is_observed(in_world, node, monkeypatch):
-    seen = []
-    monkeypatch.setattr(node.sampling, "look", lambda *_: seen.extend(node.events))
-    for exitcode in (0, -9):
-        node.ends(exitcode)
-        assert type(seen.pop()) is (WorkerFailed if exitcode else WorkerSucceeded)

@@ -1,7 +1,5 @@
 """Progress: what workers show and report becomes events, once and seldom enough."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 
@@ -40,39 +38,41 @@ def test_the_longer_it_lasts_and_the_more_tell_the_rarer(age, nodes, expected):
     assert interval(age, nodes) == expected
 
 
-def test_workers_are_reported_together_by_rank_with_the_sum_of_their_stalls():
+def test_workers_are_reported_together_by_generation_and_rank_with_the_sum_of_their_stalls():
     told = progress_of(
         [
             shown(3, 7, at=2.0, stalled=(1.0, 0.0, 0.0, 0.5), own=1.5),
             shown(2, 8, at=2.5, stalled=(0.25, 0.0, 0.0, 0.0), own=0.5),
+            shown(1, 6, generation=1),
+            shown(-1, -1, generation=-1),  # it has entered no step
         ]
     )
     stalls = {"data": 1.25, "restore": 0.5}
-    assert told == {
-        0: Progress(ranks=[2, 3], steps=[8, 7], at=[2.5, 2.0], stalls=stalls, own=[0.5, 1.5])
-    }
+    both = Progress(ranks=[2, 3], steps=[8, 7], at=[2.5, 2.0], stalls=stalls, own=[0.5, 1.5])
+    assert (told.keys(), told[0], told[1].ranks) == ({0, 1}, both, [1])
 
 
 @pytest.mark.parametrize(
-    ("before", "expected"),
+    ("field", "of_ranks", "expected"),
     [
-        ([None, None], None),
-        ([50, 50], 50),
-        ([0, 0], 0),
-        ([50, 0], 0),
-        ([50, 60], 0),
-        ([50, -1], -1),
-        ([None, 50], None),
+        ("before", [None, None], None),
+        ("before", [50, 50], 50),
+        ("before", [0, 0], 0),
+        ("before", [50, 0], 0),
+        ("before", [50, 60], 0),
+        ("before", [50, -1], -1),
+        ("before", [None, 50], None),
+        # Samples are counted by whoever knows them, shares only if all do.
+        ("samples", [64, -1], 64),
+        ("samples", [-1, -1], -1),
+        ("share", [6, 0], [6, 0]),
+        ("share", [6, -1], ()),
     ],
 )
-def test_time_before_counted_steps_is_agreed_by_all_ranks(before, expected):
-    ones = [replace(shown(rank, 60), before=one) for rank, one in enumerate(before)]
-    assert progress_of(ones)[0].before == expected
-
-
-def test_generations_are_reported_apart_and_nobody_who_has_entered_no_step():
-    told = progress_of([shown(0, 5), shown(1, 6, generation=1), shown(-1, -1, generation=-1)])
-    assert {generation: progress.ranks for generation, progress in told.items()} == {0: [0], 1: [1]}
+def test_counts_of_ranks_are_reported_as_one(field, of_ranks, expected):
+    ones = [replace(shown(rank, 60), **{field: one}) for rank, one in enumerate(of_ranks)]
+    reported = progress_of(ones)[0]
+    assert getattr(reported, "shares" if field == "share" else field) == expected
 
 
 @pytest.fixture
@@ -163,18 +163,6 @@ def test_reported_metrics_are_news_without_steps(sampling, told):
     sampling.look([shown(0, 5)], [reported(0, 0, {"loss": 1.0})])
     sampling.look([shown(0, 5)], [reported(0, 0, {"loss": 1.0}, fresh="")])
     assert told == [(0, [5]), (0, [5])]
-
-
-def test_samples_are_counted_by_whoever_knows():
-    one, other = replace(shown(0, 5), samples=64), shown(1, 5)
-    assert progress_of([one, other])[0].samples == 64
-    assert progress_of([other])[0].samples == -1
-
-
-def test_shares_of_all_workers_are_reported_if_they_are_counted():
-    one, other = replace(shown(0, 5), share=6), replace(shown(1, 5), share=0)
-    assert progress_of([one, other])[0].shares == [6, 0]
-    assert progress_of([one, shown(1, 5)])[0].shares == ()
 
 
 def test_of_checkpoints_the_last_is_reported_with_the_next_look():

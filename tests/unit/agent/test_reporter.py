@@ -1,7 +1,5 @@
 """What a node tells people and the event log: generations, goodput, stragglers."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from dataclasses import replace
@@ -92,12 +90,6 @@ def test_the_goodput_is_reported_by_the_node_that_has_the_whole_story(
     for words in expected:
         assert words in said[0]
     assert ("events only" in "".join(said)) == (len(expected) == 2)
-
-
-def test_a_job_without_a_world_has_no_goodput(tmp_path, said):
-    reporter = reporter_of(tmp_path, generation=-1)
-    asyncio.run(reporter.sum_up(tmp_path / COLLECTED_FILE, leads=True))
-    assert said == []
 
 
 # --- looking for the others ----------------------------------------------------------------------
@@ -300,14 +292,6 @@ def test_a_node_that_keeps_up_again_is_wished_away_no_more(watch, wished):
     assert wished == [(3, {"b"}), (3, set())]
 
 
-def test_other_generations_and_junk_say_nothing(watch, reported):
-    hear(watch, 9, generation=2)
-    watch.turn_to(2, 2)  # told late
-    watch.take_lines(b'{"v":1,"type":"progress","ranks":[1]\n\xff\xfe\n\n')
-    hear(watch, 5)
-    assert len(reported) == 1
-
-
 def test_cost_of_straggler_is_reported_at_end_of_generation(watch, reported, wished):
     hear(watch, 9)
     watch.sum_up(before=3)
@@ -323,13 +307,6 @@ def test_cost_of_straggler_is_reported_at_end_of_generation(watch, reported, wis
     ]
     assert [one.again for _, one in reported] == [False, True, True]
     assert wished == [(3, {"b"})] * 2, "what is over is nobody's to replace"
-
-
-def test_stragglers_are_reported_without_replacement(reported):
-    watch = StragglerWatch(1.5, lambda generation, found: reported.extend(found), None)
-    watch.turn_to(3, 2)
-    hear(watch, 5)
-    assert len(reported) == 1
 
 
 @in_loop

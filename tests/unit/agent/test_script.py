@@ -1,13 +1,10 @@
 """The node's machine and the workers of a script, by table."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
 from tests.unit.agent.cast import place
-from torchelastic.agent.lifecycle import in_process
 from torchelastic.agent.lifecycle.in_process import InProcessState
 from torchelastic.agent.lifecycle.machine import KEPT, LONGEST, Machine
 from torchelastic.agent.lifecycle.node_state import (
@@ -345,11 +342,6 @@ def test_the_leader_has_said_which_node_stores_the_state(seen, saves):
     assert node.feed(WorldSeen(seen)) == told
 
 
-def test_an_event_out_of_place_is_a_bug_and_tells_where():
-    with pytest.raises(InvalidTransition, match="WorkersGone while running, generation 0"):
-        Node(*RUNNING, WorkersGone())
-
-
 @pytest.mark.parametrize(
     ("meshes", "report"), [((2, 2), {"replica": 2}), ((0, 0), {}), ((2, 4), None)]
 )
@@ -437,12 +429,6 @@ def test_error_about_script_lists_last_transitions():
     assert title == "The last 2 transitions, oldest first:"
     assert lines[0].startswith("  [waiting for a world] LeaseLost() -> Rejoin(")
     assert lines[1].startswith("  [waiting for a world] StoreLost(reason='the host is gone') -> ")
-
-
-def test_error_about_in_process_workers_lists_last_transitions():
-    machine = Machine(in_process.alone("n", "host"))
-    with pytest.raises(InvalidTransition, match="The last 0 transitions"):
-        machine.take("an unknown event", WorkerProgress())
 
 
 def test_ring_of_transitions_stays_small_in_large_job():

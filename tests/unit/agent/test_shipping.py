@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.agent.cast import PATIENCE, in_loop
-from torchelastic import best_effort, side_tasks
 from torchelastic.agent.telemetry import clock_offset, shipper
 from torchelastic.agent.telemetry import collector as collector_module
 from torchelastic.agent.telemetry.collector import Begin, CollectedLog, Heard, Lines, LogCollector
@@ -15,7 +14,7 @@ from torchelastic.agent.telemetry.shipper import LogShipper
 from torchelastic.clock import SystemClock
 from torchelastic.errors import RendezvousLost, RendezvousRefused
 from torchelastic.events.log import EventLog, read
-from torchelastic.events.types import Note, Waiting
+from torchelastic.events.types import Note
 from torchelastic.rendezvous.store import Item, Listing
 from torchelastic.rendezvous.world import LEADER_KEY, MEMBER_PREFIX
 from torchelastic.transport import frames as wire
@@ -197,19 +196,6 @@ async def test_a_leader_that_leads_again_is_told_nothing_twice(tmp_path):
 
 
 @in_loop
-async def test_events_dropped_from_memory_are_shipped_from_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(shipper, "RECENT", 4)
-    monkeypatch.setattr(clock_offset, "BATCH", 500)
-    monkeypatch.setattr(clock_offset, "SMALLEST_BATCH", 500)
-    async with nodes(tmp_path, "a", "b") as (_, a, b):
-        for number in range(50):
-            b.say(str(number))
-        begin(a, b)
-        await until(lambda: len(a.has()) == 50)
-        assert a.has() == [("b", str(number)) for number in range(50)]
-
-
-@in_loop
 async def test_a_file_that_cannot_be_read_costs_what_is_there_only(tmp_path, monkeypatch):
     monkeypatch.setattr(shipper, "RECENT", 4)
     async with nodes(tmp_path, "a", "b") as (_, a, b):
@@ -221,17 +207,6 @@ async def test_a_file_that_cannot_be_read_costs_what_is_there_only(tmp_path, mon
         begin(a, b)
         await until(lambda: len(a.has()) == 4)
         assert a.has() == [("b", str(number)) for number in range(46, 50)]
-
-
-@in_loop
-async def test_a_full_disk_here_does_not_keep_the_leader_from_hearing(tmp_path):
-    async with nodes(tmp_path, "a", "b") as (_, a, b):
-        b.log._file.path = tmp_path / "no" / "such" / "directory"
-        b.say("I have no disk")
-        begin(a, b)
-        await until(a.has)
-        assert a.has() == [("b", "I have no disk")]
-        assert b.log.dropped == 1
 
 
 @in_loop
@@ -290,29 +265,6 @@ async def test_a_store_that_is_lost_is_looked_at_again(tmp_path):
         await until(a.has)
 
 
-@pytest.mark.parametrize("mistake", ["_find", "_ship"])
-@in_loop
-async def test_an_error_is_logged_once_and_shipping_restarts(
-    tmp_path, monkeypatch, caplog, mistake
-):
-    monkeypatch.setattr(side_tasks, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(best_effort, "_reported", set())
-    right, left = getattr(LogShipper, mistake), [1, 2, 3]
-
-    async def wrong(self, *args, **kwargs):
-        if left:
-            left.pop()
-            raise KeyError("a mistake of ours")
-        return await right(self, *args, **kwargs)
-
-    monkeypatch.setattr(LogShipper, mistake, wrong)
-    async with nodes(tmp_path, "a") as (_, a):
-        a.say("x")
-        begin(a)
-        await until(a.has)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-
-
 @in_loop
 async def test_last_words_reach_a_leader_that_was_never_spoken_to(tmp_path, monkeypatch):
     monkeypatch.setattr(shipper, "SETTLING", 3600.0)
@@ -324,27 +276,6 @@ async def test_last_words_reach_a_leader_that_was_never_spoken_to(tmp_path, monk
         await b.shipper.close()
         await a.collector.wait_alone(PATIENCE)
         assert a.has() == [("b", "the end")]
-
-
-@in_loop
-async def test_last_words_that_nobody_hears_take_no_longer_than_looking(tmp_path):
-    async with nodes(tmp_path, "a", "b") as (store, _, b):
-        del store.values[LEADER_KEY]
-        begin(b)
-        b.say("hello?")
-        await b.shipper.last_words(3600.0)
-        assert not b.shipper._told.is_set()
-
-
-@in_loop
-async def test_in_a_large_job_the_leader_alone_says_what_all_would(tmp_path):
-    async with nodes(tmp_path, "a", "b") as (_, a, b):
-        for one in (a, b):
-            one.log.emit(Waiting(need=1000, missing=[], reason="too few"))
-            one.say("own")
-        begin(a, b, count=1000)
-        await until(lambda: len(a.has()) == 2)
-        assert [one.node for one in a.story() if one.type == "waiting"] == ["a"]
 
 
 # --- the leader's end ----------------------------------------------------------------------------

@@ -105,26 +105,6 @@ async def test_a_store_host_that_does_not_answer_with_a_port_is_ended(monkeypatc
 
 
 @in_loop
-async def test_two_worlds_in_a_row_retire_old_stores_at_the_same_time(monkeypatch):
-    async def spawn(wanted):
-        raise AssertionError
-
-    stores, asked = StoreHost(spawn, {}), []
-
-    async def answer(request, limit):
-        asked.append(request)
-        await asyncio.sleep(0)
-        return "ok"
-
-    monkeypatch.setattr(stores, "_ask", answer)
-    for generation in (1, 2, 3):
-        stores._held.add(port := 5000 + generation)
-        stores.used(generation, port)
-    await asyncio.gather(stores.retire(before=3), stores.retire(before=4))
-    assert sorted(asked) == ["close 5001", "close 5002", "close 5003"]
-
-
-@in_loop
 async def test_the_stores_of_a_process_that_ended_are_known_to_be_lost():
     """Also where the leader has sent workers there before it knew: they fail at once."""
     host, workers = store_host_of(SERVES), Workers()
@@ -291,12 +271,6 @@ def test_zygote_predicts_path_of_python(monkeypatch, tmp_path):
         assert zygote_server.path_of_main() == str(expected)
 
 
-def test_imports_that_fail_are_reported():
-    assert zygote_server.import_all(["json", "no.such"]) == [
-        "no.such cannot be imported: ModuleNotFoundError: No module named 'no'"
-    ]
-
-
 def test_a_python_without_torchelastic_borrows_the_agents():
     """As a PYTHON_EXEC may be; -S: without the packages of this environment."""
     source = """
@@ -311,14 +285,6 @@ def test_a_python_without_torchelastic_borrows_the_agents():
     env = startup.environment({}, "worker")
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env)
     assert ended.stdout == "No module named 'sitecustomize'\nTrue\n", ended.stderr
-
-
-def test_open_devices_are_found(monkeypatch):
-    assert zygote_server._devices() == []
-    links = {"/proc/self/fd/7": "/dev/nvidia0", "/proc/self/fd/8": "/dev/null"}
-    monkeypatch.setattr(zygote_server.glob, "glob", lambda _: list(links))
-    monkeypatch.setattr(os, "readlink", links.__getitem__)
-    assert zygote_server._devices() == ["/dev/nvidia0"]
 
 
 def test_a_copy_that_comes_after_its_agents_end_ends():

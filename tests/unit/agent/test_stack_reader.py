@@ -102,24 +102,6 @@ def test_threads_that_run_survive_being_looked_at(started):
     assert "most recent call first" in asyncio.run(written_stack(process.pid, memory))
 
 
-def test_the_signal_is_not_sent_again_before_it_is_taken(started, monkeypatch):
-    sent = []
-
-    def send(*args):
-        sent.append(args)
-        signal_thread(*args)
-
-    signal_thread = linux.signal_thread
-    monkeypatch.setattr(linux, "signal_thread", send)
-    monkeypatch.setattr(stack_reader, "STACKS_TIMEOUT", 0.01)
-    code = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()); run()"
-    process, memory = started(SCRIPT.format(code))
-    poll_for(lambda: stack_reader._signals(Path(f"/proc/{process.pid}"), "SigBlk"), what="a mask")
-    for _ in range(3):
-        assert asyncio.run(written_stack(process.pid, memory)) == ""
-    assert sent == [(process.pid, process.pid, stack_dump.SIGNAL)]
-
-
 @pytest.mark.parametrize(
     "code",
     [
@@ -278,13 +260,6 @@ async def test_stack_reader_process_is_killed_after_time_limit(cancelled, reader
     assert isinstance(found, asyncio.CancelledError) if cancelled else found == ""
     assert helpers == set()
     assert not Path(f"/proc/{pid}").exists()
-
-
-@in_loop
-async def test_two_who_ask_at_once_both_get_it(started):
-    reader = Stacks(OneWorker(*started(SCRIPT.format("run()"))))
-    for told in await asyncio.gather(reader.of(0), reader.of(0)):
-        assert "in hangs" in told
 
 
 def test_an_answer_to_an_earlier_question_is_none():

@@ -155,16 +155,6 @@ async def test_a_worker_that_writes_no_stack_is_ended_anyway(frozen, table, slee
 
 
 @in_loop
-async def test_a_mistake_in_reading_its_stack_does_not_spare_a_worker(table, sleeper, monkeypatch):
-    async def stack(watched, helpers):
-        raise KeyError("a mistake of ours")
-
-    monkeypatch.setattr(worker_timers, "_stack", stack)
-    [(local_rank, words, _)] = await watched_until_killed(*watching(table, sleeper))
-    assert (local_rank, words) == (0, "timer 'x' expired after 1 s")
-
-
-@in_loop
 async def test_workers_that_are_being_stopped_are_left_to_that(table, sleeper, monkeypatch):
     looks = []
     monkeypatch.setattr(worker_timers, "LOOK", 0.001)
@@ -262,16 +252,6 @@ def test_busy_worker_is_told_by_its_threads(sleeper):
     poll_for(sleeps, what="it sleeps")
     assert stack_reader.is_busy(os.getpid())
     assert not stack_reader.is_busy(2**22 + 1), "no such process"
-
-
-def test_of_a_long_stack_the_end_is_shown(stack, monkeypatch):
-    monkeypatch.setattr(worker_timers, "STACK_BYTES", 12)
-    assert stack(b"x" * 99 + b"main thread\n") == "main thread"
-
-
-def test_a_stack_is_shown_as_those_of_a_hang(stack):
-    written = b'Current thread 0x7f00 (most recent call first):\n  File "t.py", line 12 in load\n'
-    assert stack(written) == 'main thread, most recent call first:\n  File "t.py", line 12 in load'
 
 
 # --- Torch's own timers by a named pipe ----------------------------------------------------------

@@ -1,7 +1,5 @@
 """Table tests that show all wrong cases at once, each with the actual result."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Sequence
 

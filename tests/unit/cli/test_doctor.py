@@ -83,14 +83,6 @@ def test_variables_that_set_flags_and_those_the_command_line_contradicts():
     assert set(environ) <= set(subject.known)
 
 
-def test_help_is_short_and_names_the_exit_codes(capsys):
-    assert cli.main(["doctor", "--help"]) == 0
-    text = capsys.readouterr().out
-    assert "--gpu" in text
-    assert "exit code is 0 without a fault" in " ".join(text.split())
-    assert max(map(len, text.splitlines())) <= 100
-
-
 # --- text ----------------------------------------------------------------------------------------
 
 

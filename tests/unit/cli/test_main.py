@@ -1,7 +1,5 @@
 """The commands from outside: exit codes, one line on stderr, the jobs passed to the agent."""
 
-from __future__ import annotations
-
 import io
 import signal
 import subprocess

@@ -208,17 +208,6 @@ def test_the_rendezvous_that_a_command_line_selects():
     assert wrong(backend_of, cases + own) == []
 
 
-def test_variables_work_like_flags():
-    # what Kubeflow's operator gives a job without elasticity
-    environ = {
-        "PET_NNODES": "2",
-        "PET_NODE_RANK": "1",
-        "PET_MASTER_ADDR": "job-master-0",
-        "PET_MASTER_PORT": "23456",
-    }
-    assert backend_of("", RUN, environ) == BackendChoice("static", "job-master-0:23456", 1)
-
-
 REFUSED = [
     (RUN, "--rdzv-backend etcd", "needs --rdzv-endpoint HOST:PORT, the address of the etcd"),
     (RUN, "--rdzv-backend etcd --rdzv-endpoint a:0 --nnodes 2 --rdzv-id x", "ith port 0"),
@@ -256,14 +245,6 @@ def test_ports():
         ("--rdzv-backend etcd --rdzv-endpoint a:0", OWN_ETCD),
     ]
     assert wrong(lambda line: config_of(line).rdzv_endpoint, cases) == []
-
-
-def test_job_ids():
-    assert config_of("").run_id != config_of("").run_id
-    first, second = (config_of(f"--nnodes 2 --rdzv-endpoint {host}") for host in ("a", "localhost"))
-    assert first.run_id == second.run_id == "job-29400"
-    assert config_of("--nnodes 2 --rdzv-endpoint a --rdzv-id none").run_id == "none"
-    assert config_of("", {"PET_RDZV_ID": "x"}).run_id == "x"
 
 
 def test_times():

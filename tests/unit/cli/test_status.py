@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -190,13 +188,6 @@ def test_a_directory_of_a_job_that_runs_here_is_that_job(show):
     assert (data["alive"], data["agents"][0]["pid"]) == (True, os.getpid())
 
 
-def test_big_jobs_fit(show):
-    agent = Agent("x" * 200).world(0, *(f"node-{number}" for number in range(300)))
-    agent.log.close()
-    assert "and 293 more nodes" in show()
-    assert "and 201 more nodes" in show("x")
-
-
 def test_a_job_that_trains_shows_its_step_its_rate_where_the_time_went_and_its_recoveries(show):
     trained("job").log.close()
     text, details = show(), show("job")
@@ -280,9 +271,3 @@ def test_names_and_messages_cannot_control_the_terminal(show):
     assert all(map(harmless, (show(), show("job"), show("--json"))))
     agent.end(1, HOSTILE, cause)
     assert all(map(harmless, (show(), show("job"))))
-
-
-def test_a_failure_of_another_version_is_ignored(show):
-    agent = Agent("job").world(0, "node-a").tell(events.WorkerFailed({"message": 3}), 0)
-    agent.tell(events.GenerationOver("failure", "boom"), 0).log.close()
-    assert "cause: ? failed: unknown error" in show()

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -44,13 +42,6 @@ def test_the_screen_shows_the_job(screen):
         "generation 1 began",
     ):
         assert told in text
-
-
-def test_without_a_step_goodput_is_unknown(screen):
-    agent = Agent("job").world(0, "node-a")
-    agent.clock.advance(60)
-    agent.tell(events.Note("it runs"))
-    assert "goodput unknown  " in screen(agent)
 
 
 def test_each_rank_is_shown_with_its_rate_and_its_own_part_of_a_step_however_narrow(screen):

@@ -57,16 +57,18 @@ def test_a_job_that_has_what_it_wants_is_left_alone():
 @pytest.mark.parametrize(
     ("replicas", "present", "created", "deleted"),
     [
-        (4, [0, 1], [2, 3], []),
-        (3, [0, 2], [1], []),
-        (1, [0, 1, 2, 3], [], [3, 2, 1]),
-        (9, [0, 1], [2, 3], []),  # no more than maxReplicas
-        (0, [0, 1], [], [1]),  # no fewer than minReplicas
+        (4, {0: {}, 1: {}}, [2, 3], []),
+        (3, {0: {}, 2: {}}, [1], []),
+        (1, {0: {}, 1: {}, 2: {}, 3: {}}, [], [3, 2, 1]),
+        (9, {0: {}, 1: {}}, [2, 3], []),  # no more than maxReplicas
+        (0, {0: {}, 1: {}}, [], [1]),  # no fewer than minReplicas
+        (1, {0: {"phase": "Pending"}, 1: {}}, [], [0]),  # what does not run goes first
+        (1, {0: {}, 1: {"deleted": NOW + 30}}, [], []),  # one leaves already
     ],
 )
 def test_the_number_of_pods_follows_replicas(replicas, present, created, deleted):
     job = accepted(replicas=replicas)
-    plan = reconcile(job, [pod_of(job, index) for index in present], NOW)
+    plan = reconcile(job, [pod_of(job, index, **more) for index, more in present.items()], NOW)
     assert names(plan.create) == [f"imagenet-worker-{index}" for index in created]
     assert plan.delete == [(f"imagenet-worker-{index}", f"pod-{index}") for index in deleted]
 
@@ -79,32 +81,29 @@ def test_a_number_outside_of_the_range_is_told_once():
     assert reasons(reconcile(job, [], NOW)) == []
 
 
-def test_scaling_down_takes_a_pod_that_does_not_run_first():
-    job = accepted(replicas=1)
-    pods = [pod_of(job, 0, phase="Pending"), pod_of(job, 1)]
-    assert reconcile(job, pods, NOW).delete == [("imagenet-worker-0", "pod-0")]
+PREEMPTED = {"conditions": [{"type": "DisruptionTarget", "status": "True"}]}
+EVICTED = {"reason": "Evicted", "message": "The node was low on memory."}
 
 
-def test_scaling_down_counts_pods_that_leave_already():
-    job = accepted(replicas=1)
-    pods = [pod_of(job, 0), pod_of(job, 1, deleted=NOW + 30)]
-    assert reconcile(job, pods, NOW).delete == []
-
-
-@pytest.mark.parametrize("code", [137, 143, 170, 171])
-def test_an_interrupted_worker_is_replaced_at_once_and_not_charged(code):
+@pytest.mark.parametrize(
+    ("end", "status", "failures", "said"),
+    [
+        *(({"code": code}, {}, 0, f"exit code {code}") for code in (137, 143, 170, 171)),
+        ({"code": 137, "reason": "OOMKilled"}, {}, 1, "exit code 137"),
+        ({"code": 1}, PREEMPTED, 0, ""),
+        ({"phase": "Failed"}, EVICTED, 0, "(Evicted): The node was low on memory."),
+    ],
+)
+def test_an_ended_worker_is_replaced_and_charged_for_its_own_failures(end, status, failures, said):
     job = accepted()
-    plan, job = after(job, [pod_of(job, 0), pod_of(job, 1, code=code)])
+    pod = pod_of(job, 1, **end)
+    pod["status"] |= status
+    plan, job = after(job, [pod_of(job, 0), pod])
     assert plan.delete == [("imagenet-worker-1", "pod-1")]
-    assert f"ended with exit code {code}" in plan.events[0].message
-    assert job["status"]["workers"][0]["failures"] == 0
+    assert said in plan.events[0].message
+    assert job["status"]["workers"][0]["failures"] == failures
     assert holds(job["status"], "Restarting")
     assert names(reconcile(job, [pod_of(job, 0)], NOW).create) == ["imagenet-worker-1"]
-
-
-def test_all_running_again_ends_the_restarting_condition():
-    job = accepted()
-    _, job = after(job, [pod_of(job, 0), pod_of(job, 1, code=143)])
     _, job = after(job, [pod_of(job, 0), pod_of(job, 1, uid="new")])
     assert not holds(job["status"], "Restarting")
 
@@ -149,22 +148,17 @@ def fail(job, index, times):
 
 
 def test_a_worker_beyond_its_limit_is_given_up_but_not_the_job():
-    """At least minReplicas can still run."""
+    """At least minReplicas can still run; its index is not used again."""
     plan, job = fail(accepted(least=1, most=2, backoffLimit=2), 1, times=3)
     assert not holds(job["status"], "Failed")
-    assert plan.delete == []
-    assert plan.create == []  # its index is not used again
+    assert plan.delete == plan.create == []
     assert reasons(plan) == ["WorkerGivenUp"]
-    assert "Giving up imagenet-worker-1, which ended with exit code 1: backoffLimit is 2." in str(
-        plan.events
-    )
+    words = "Giving up imagenet-worker-1, which ended with exit code 1: backoffLimit is 2."
+    assert words in str(plan.events)
     assert not holds(job["status"], "Restarting"), "all that are left are running"
-
-
-def test_another_index_takes_the_place_of_a_worker_that_is_given_up():
     plan, job = fail(accepted(least=2, most=3, backoffLimit=2), 1, times=3)
     assert not holds(job["status"], "Failed")
-    assert [made["metadata"]["name"] for made in plan.create[1:]] == ["imagenet-worker-2"]
+    assert names(plan.create) == ["imagenet-worker-2"]
 
 
 def test_a_job_that_lost_a_worker_for_good_can_be_scaled_down():
@@ -194,30 +188,6 @@ def test_an_error_that_no_start_can_fix_ends_the_job():
     assert plan.create == []
 
 
-def test_memory_that_runs_out_is_charged():
-    job = accepted()
-    _, job = after(job, [pod_of(job, 0), pod_of(job, 1, code=137, reason="OOMKilled")])
-    assert job["status"]["workers"][0]["failures"] == 1
-
-
-def test_a_preempted_pod_is_not_charged_whatever_its_code():
-    job = accepted()
-    pod = pod_of(job, 1, code=1)
-    pod["status"]["conditions"] = [{"type": "DisruptionTarget", "status": "True"}]
-    plan, job = after(job, [pod_of(job, 0), pod])
-    assert job["status"]["workers"][0]["failures"] == 0
-    assert plan.delete == [("imagenet-worker-1", "pod-1")]
-
-
-def test_an_evicted_pod_without_a_container_is_replaced():
-    job = accepted()
-    pod = pod_of(job, 1, phase="Failed")
-    pod["status"] |= {"reason": "Evicted", "message": "The node was low on memory."}
-    plan, _ = after(job, [pod_of(job, 0), pod])
-    assert plan.delete == [("imagenet-worker-1", "pod-1")]
-    assert "the pod failed (Evicted): The node was low on memory." in plan.events[0].message
-
-
 def test_a_deleted_pod_is_replaced_when_it_is_gone():
     job = accepted()
     leaving = [pod_of(job, 0), pod_of(job, 1, deleted=NOW + 30)]
@@ -227,30 +197,45 @@ def test_a_deleted_pod_is_replaced_when_it_is_gone():
     assert names(reconcile(job, [pod_of(job, 0)], NOW).create) == ["imagenet-worker-1"]
 
 
-def test_a_pod_on_a_lost_node_is_replaced_under_another_name():
+@pytest.mark.parametrize("most", [4, 2], ids=["a number is free", "all numbers are in use"])
+def test_a_pod_on_a_lost_node_is_replaced_under_another_name(most):
     """The object cannot be gone before its node is back, and holds its name until then."""
-    job = accepted()
+    job = accepted(most=most)
     pods = [pod_of(job, 0), pod_of(job, 1, deleted=NOW)]
     assert reconcile(job, pods, NOW + 29).create == []
     assert names(reconcile(job, pods, NOW + 30).create) == ["imagenet-worker-2"]
-    three = [*pods, pod_of(job, 2)]
-    assert reconcile(job, three, NOW + 40).create == []
+    assert reconcile(job, [*pods, pod_of(job, 2)], NOW + 40).create == []
     # Later the node is back, and the pod goes.
     assert reconcile(job, [pods[0], pod_of(job, 2)], NOW + 50).create == []
 
 
-def test_a_pod_on_a_lost_node_is_replaced_though_all_numbers_are_in_use():
-    job = accepted(replicas=2, least=1, most=2)
-    pods = [pod_of(job, 0, deleted=NOW), pod_of(job, 1)]
-    assert names(reconcile(job, pods, NOW + 30).create) == ["imagenet-worker-2"]
-    assert reconcile(job, [*pods, pod_of(job, 2)], NOW + 40).create == []
+QUOTA = ("QuotaExceeded", "The quota is exceeded.")
+FORBIDDEN = ("Forbidden", "You are not allowed.")
 
 
-def test_a_pod_that_may_not_be_deleted_is_tried_again_later():
+def test_refused_creation_is_tried_again_after_a_pause():
     """Each try writes the status, and with it would come the next."""
+    job = accepted()
+    job["status"] = refused(job["status"], *QUOTA, NOW)
+    assert condition(job["status"], "Stalled")["message"] == "The quota is exceeded."
+    soon = reconcile(job, [], NOW + 9)
+    assert (soon.create, soon.again_at) == ([], NOW + 10)
+    assert names(reconcile(job, [], NOW + 10).create) == ["imagenet-worker-0", "imagenet-worker-1"]
+    again = refused(job["status"], *QUOTA, NOW + 10)
+    assert reconcile({**job, "status": again}, [], NOW + 19).create == []
+    assert condition(again, "Stalled")["lastTransitionTime"] == stamp(NOW)
+    _, job = after(job, [pod_of(job, 0), pod_of(job, 1)], NOW + 11)
+    assert not holds(job["status"], "Stalled")
+    new = elastic_job()
+    new["status"] = refused({}, *QUOTA, NOW)
+    assert reconcile(new, [], NOW + 9).secret is None
+    assert reconcile(new, [], NOW + 10).secret is not None
+
+
+def test_refused_deletion_is_tried_again_after_a_pause_and_quota_delays_none():
     job = accepted(replicas=1)
     pods = [pod_of(job, 0), pod_of(job, 1)]
-    job["status"] = refused(job["status"], "Forbidden", "You are not allowed.", NOW)
+    job["status"] = refused(job["status"], *FORBIDDEN, NOW)
     soon, _ = after(job, pods, NOW + 9)
     assert (soon.delete, soon.again_at) == ([], NOW + 10)
     later, job = after(job, pods, NOW + 10)
@@ -258,20 +243,17 @@ def test_a_pod_that_may_not_be_deleted_is_tried_again_later():
     assert holds(job["status"], "Stalled"), "until it is done"
     _, job = after(job, pods[:1], NOW + 11)
     assert not holds(job["status"], "Stalled")
-
-
-def test_an_exceeded_quota_does_not_hold_up_deletions():
     job = accepted(replicas=3)
-    job["status"] = refused(job["status"], "QuotaExceeded", "The quota is exceeded.", NOW)
+    job["status"] = refused(job["status"], *QUOTA, NOW)
     plan = reconcile(job, [pod_of(job, 0), pod_of(job, 1, code=143)], NOW + 1)
     assert (plan.delete, plan.create) == ([("imagenet-worker-1", "pod-1")], [])
 
 
-def test_deletion_refused_after_the_end_is_retried():
+def test_refused_deletion_of_an_ended_job_is_tried_again_after_a_pause():
     job = accepted(ttlSecondsAfterFinished=0)
     _, job = after(job, [pod_of(job, 0, code=0)])
     assert reconcile(job, [], NOW).delete_job
-    job["status"] = refused(job["status"], "Forbidden", "You are not allowed.", NOW)
+    job["status"] = refused(job["status"], *FORBIDDEN, NOW)
     soon = reconcile(job, [], NOW + 9)
     assert (soon.delete_job, soon.again_at) == (False, NOW + 10)
     assert reconcile(job, [], NOW + 10).delete_job
@@ -311,14 +293,11 @@ def test_a_job_beyond_its_time_limit_is_stopped_at_once():
     assert len(reconcile(job, pods, NOW + 100).delete) == 2
 
 
-def test_an_ended_job_is_not_scaled():
+def test_a_job_that_ended_or_is_being_deleted_gets_no_pods():
     job = accepted()
-    _, job = after(job, [pod_of(job, 0, code=0)])
-    job["spec"]["replicaSpecs"]["Worker"]["replicas"] = 4
-    assert reconcile(job, [pod_of(job, 0, code=0)], NOW).create == []
-
-
-def test_a_job_that_is_being_deleted_gets_nothing():
+    _, over = after(job, [pod_of(job, 0, code=0)])
+    over["spec"]["replicaSpecs"]["Worker"]["replicas"] = 4
+    assert reconcile(over, [pod_of(job, 0, code=0)], NOW).create == []
     job = accepted()
     job["metadata"]["deletionTimestamp"] = stamp(NOW)
     assert reconcile(job, [], NOW) == JobPlan()
@@ -366,32 +345,6 @@ def test_a_name_too_long_for_a_pod_is_refused():
     job["metadata"]["name"] = "n" * 60
     plan = reconcile(job, [], NOW)
     assert "choose one of at most 54 lower-case letters" in plan.events[0].message
-
-
-def test_refused_request_is_retried_and_resolved():
-    job = accepted()
-    job["status"] = refused(job["status"], "QuotaExceeded", "The quota is exceeded.", NOW)
-    assert condition(job["status"], "Stalled")["message"] == "The quota is exceeded."
-    soon = reconcile(job, [], NOW + 9)
-    assert soon.create == []
-    assert soon.again_at == NOW + 10
-    assert names(reconcile(job, [], NOW + 10).create) == ["imagenet-worker-0", "imagenet-worker-1"]
-    again = refused(job["status"], "QuotaExceeded", "The quota is exceeded.", NOW + 10)
-    assert reconcile({**job, "status": again}, [], NOW + 19).create == []
-    assert condition(again, "Stalled")["lastTransitionTime"] == stamp(NOW)
-    _, job = after(job, [pod_of(job, 0), pod_of(job, 1)], NOW + 11)
-    assert not holds(job["status"], "Stalled")
-
-
-def test_a_secret_that_was_refused_is_tried_again_later():
-    """Each try writes the status, and with it would come the next."""
-    job = elastic_job()
-    job["status"] = refused({}, "QuotaExceeded", "The quota is exceeded.", NOW)
-    soon = reconcile(job, [], NOW + 9)
-    assert (soon.secret, soon.create, soon.again_at) == (None, [], NOW + 10)
-    later = reconcile(job, [], NOW + 10)
-    assert later.secret is not None
-    assert len(names(later.create)) == 2
 
 
 def test_the_range_is_that_of_the_running_agents():
@@ -572,14 +525,9 @@ def test_pod_keeps_the_settings_of_its_template():
     assert len(template["spec"]["containers"][0]["env"]) == 1, "the template is not changed"
 
 
-def running_beside(job, code, policy):
-    """A pod whose trainer has ended, while a sidecar runs."""
-    pod = pod_of(job, 0, code=code)
-    pod["status"]["phase"] = "Running"
-    pod["spec"]["restartPolicy"] = policy
-    return pod
-
-
+@pytest.mark.parametrize(
+    "injected", [False, True], ids=["sidecar after", "sidecar injected before"]
+)
 @pytest.mark.parametrize(
     ("code", "policy", "verdict"),
     [
@@ -591,19 +539,16 @@ def running_beside(job, code, policy):
         (143, "Never", "interruption"),
     ],
 )
-def test_the_first_container_counts(code, policy, verdict):
-    end = worker_pods.ended(running_beside(elastic_job(), code, policy))
-    assert (end and end.verdict) == verdict
-
-
-def test_a_sidecar_that_is_injected_before_the_trainer_does_not_count():
-    pod = pod_of(elastic_job(), 0, code=0)
+def test_pod_has_ended_when_its_trainer_has_though_a_sidecar_runs(code, policy, verdict, injected):
+    pod = pod_of(elastic_job(), 0, code=code)
     pod["status"]["phase"] = "Running"
-    pod["spec"]["containers"].insert(0, {"name": "istio-proxy"})
-    proxy = {"name": "istio-proxy", "state": {"running": {}}}
-    pod["status"]["containerStatuses"].insert(0, proxy)
+    pod["spec"]["restartPolicy"] = policy
+    if injected:
+        pod["spec"]["containers"].insert(0, {"name": "istio-proxy"})
+        proxy = {"name": "istio-proxy", "state": {"running": {}}}
+        pod["status"]["containerStatuses"].insert(0, proxy)
     end = worker_pods.ended(pod)
-    assert (end and end.verdict) == "complete"
+    assert (end and end.verdict) == verdict
 
 
 def test_a_container_that_the_kubelet_starts_in_vain_is_fatal():

@@ -53,9 +53,3 @@ def test_the_first_node_makes_what_is_missing(tmp_path):
     it.prepare()
     assert it.secret.read_text() == secret
     assert [path.name for path in it.path.iterdir()] == ["secret"]
-
-
-def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"Cannot create .* \(Not a directory\)"):
-        JobDirectory(tmp_path / "file" / "job").prepare()

@@ -277,16 +277,6 @@ def test_auto_reads_the_firmware(tmp_path, name, text, kind):
     assert [type(source) for source in choose("auto", {}, tmp_path)] == [kind]
 
 
-def test_auto_finds_nothing_on_an_ordinary_machine(tmp_path):
-    (tmp_path / "sys_vendor").write_text("Dell Inc.\n")
-    assert choose("auto", {}, tmp_path) == []
-
-
-def test_several_sources(tmp_path):
-    found = choose(f"none,aws,file={tmp_path}/leave", {}, tmp_path)
-    assert [type(source) for source in found] == [Aws, NoticeFile]
-
-
 def test_auto_watches_the_pod(tmp_path, monkeypatch):
     monkeypatch.setattr(preemption, "SERVICE_ACCOUNT", tmp_path)
     environ = {"KUBERNETES_SERVICE_HOST": "fd00::1", "HOSTNAME": "job-0"}
@@ -342,23 +332,6 @@ def test_aws_names_the_action_and_the_time(time, seconds):
     body = json.dumps({"action": "terminate", "time": time}).encode()
     notice = preemption.aws_spot_action(body, NOW)
     assert notice == Notice(f"AWS will terminate this spot instance at {time}", seconds)
-
-
-def test_aws_rebalance_is_a_warning_only():
-    notice = preemption.aws_rebalance(b'{"noticeTime": "2026-11-17T11:59:00Z"}')
-    assert notice is not None
-    assert not notice.leave
-
-
-@pytest.mark.parametrize(
-    ("body", "notice"),
-    [
-        (b"FALSE", None),
-        (b"TRUE\n", Notice("Google Cloud preempts this instance", 30)),
-    ],
-)
-def test_gcp_preempted(body, notice):
-    assert preemption.gcp_preempted(body) == notice
 
 
 @pytest.mark.parametrize(

@@ -160,20 +160,6 @@ async def test_a_picture_is_made_once_for_all_and_only_while_somebody_looks(monk
 
 
 @in_a_loop
-async def test_page_server_without_viewers_makes_no_state():
-    async with Running() as it:
-        async with it.tab() as tab:
-            await step_of(tab)
-        await until(lambda: not it.server._viewers)
-        await it.server._looking.acquire()  # the last look is over
-        asked = it.source.asked
-        it.server._looking.release()
-        for _ in range(50):
-            await asyncio.sleep(0)
-        assert it.source.asked <= asked + 1
-
-
-@in_a_loop
 async def test_viewer_that_stops_reading_blocks_no_other_and_skips_states():
     """Pictures that no kernel buffer holds: the next is sent when the last was taken, no other."""
     source = Source(padding="x" * (2 << 20))
@@ -251,23 +237,6 @@ async def test_there_is_room_for_so_many_streams_and_the_page_loads_anyway(monke
 
 
 @in_a_loop
-async def test_of_many_who_come_at_once_the_newest_stay(monkeypatch):
-    """All are taken before anybody who has to go gets its turn; some never began."""
-    monkeypatch.setattr(page_server, "MOST", 3)
-    async with Running() as it:
-        loop = asyncio.get_running_loop()
-        where = ("127.0.0.1", it.port)
-        with contextlib.ExitStack() as stack:
-            silent = [stack.enter_context(socket.create_connection(where)) for _ in range(9)]
-            for each in silent:
-                each.setblocking(False)
-            for gone in silent[:6]:
-                assert await asyncio.wait_for(loop.sock_recv(gone, 1), 60) == b""
-            await until(lambda: len(it.server._viewers) == 3)
-            assert b" 200 " in await it.ask("/")
-
-
-@in_a_loop
 async def test_a_picture_that_cannot_be_made_is_reported_once_and_the_next_is_shown(caplog):
     caplog.set_level(logging.ERROR)
     async with Running() as it:
@@ -301,31 +270,6 @@ async def test_viewer_that_does_not_read_does_not_delay_the_end(monkeypatch):
         await until(lambda: any(viewer.streams for viewer in it.server._viewers.values()))
         await it.server.last_words()
         deaf.close()
-
-
-@pytest.mark.parametrize(("took", "pause"), [(0.01, 0.5), (0.2, 1.8), (3.0, 5.0)])
-@in_a_loop
-async def test_big_pictures_are_made_more_rarely(monkeypatch, took, pause):
-    """However long one takes: a share of the time, and the rest is somebody else's."""
-    slept, sleep = [], asyncio.sleep
-    monkeypatch.setattr(page_server, "PERIOD", 0.5)
-    monkeypatch.setattr(page_server, "SHARE", 0.1)
-    made = Server(Source(), AccessControl(None))
-    made._took = took
-    monkeypatch.setattr(made, "_look", lambda: sleep(0))
-
-    async def note(seconds):
-        slept.append(seconds)
-        await sleep(600)
-
-    monkeypatch.setattr(page_server.asyncio, "sleep", note)
-    made._watched.set()
-    looking = asyncio.create_task(made._keep_looking())
-    while not slept:
-        await sleep(0)
-    looking.cancel()
-    await asyncio.gather(looking, return_exceptions=True)
-    assert slept == [pytest.approx(pause)]
 
 
 # --- where it is ---------------------------------------------------------------------------------

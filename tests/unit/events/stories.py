@@ -1,7 +1,5 @@
 """Stories of jobs for tests: records in the order of time, told by hand."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from torchelastic.events import types as events

@@ -1,7 +1,5 @@
 """A failure's way through JSON, whoever wrote it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

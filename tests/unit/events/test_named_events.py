@@ -1,7 +1,5 @@
 """Events of the user's own reach their handler."""
 
-from __future__ import annotations
-
 import pytest
 
 from torchelastic.events import named_events

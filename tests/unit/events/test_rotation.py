@@ -1,7 +1,5 @@
 """A full log: bounded, and what matters is the last to go."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading
@@ -134,20 +132,3 @@ def test_rotation_interrupted_by_a_kill_is_finished_next_time(tmp_path):
     log.close()
     assert told(path) == [str(number) for number in range(9)]
     assert sorted(os.listdir(tmp_path)) == ["events.jsonl", "events.jsonl.1"]
-
-
-def test_without_a_thread_the_log_waits_for_a_better_time(tmp_path, monkeypatch):
-    path = tmp_path / "events.jsonl"
-    log = open_log(path)
-
-    def too_many(_):
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", too_many)
-        fill(log, upto=20)
-    assert told(path) == [str(number) for number in range(20)]
-    fill(log, first=20, upto=21)
-    log.close()
-    assert (tmp_path / "events.jsonl.1").exists()
-    assert told(path) == [str(number) for number in range(21)]

@@ -1,7 +1,5 @@
 """The timeline as tables: which phase the job is in, and what is known of each generation."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import poll_for
+from tests.unit.cli.tables import not_refused
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.errors import EXIT_USAGE, ConfigError
 from torchelastic.hosts import host_launcher, host_list, host_plan, remote
@@ -53,30 +54,18 @@ def test_a_host(text, target, slots, address):
     assert (host, host.address) == (HostSlots(target, slots), address)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["host:0", "host:x", "-oProxyCommand=x", "-oProxyCommand=x@host", "a b", "host:8:8", "@x"],
-)
-def test_text_that_is_not_a_host_is_refused(text):
-    with pytest.raises(ConfigError, match="is not a host"):
-        parse_hosts([text])
-
-
-def test_a_host_is_listed_once():
-    with pytest.raises(ConfigError, match="listed twice"):
-        parse_hosts(["a:1", "b", "a:2"])
-
-
-def test_localhost_is_not_mixed_with_other_machines():
-    """The others would look for the job on themselves, and found a second one."""
-    assert len(parse_hosts(["localhost:1", "127.0.0.1:1"])) == 2
-    for local in ("localhost:2", "127.0.0.1", "[::1]:2"):
-        with pytest.raises(ConfigError, match="is a different machine for each host"):
-            parse_hosts([local, "host2:2"])
-
-
-def test_a_file_has_a_host_on_each_line():
+def test_lists_of_hosts_are_read_or_refused():
     assert parse_lines("# rack 7\na:8  # fast\n\nb\n") == (HostSlots("a", 8), HostSlots("b"))
+    assert len(parse_hosts(["localhost:1", "127.0.0.1:1"])) == 2
+    wrong = ("host:0", "host:x", "-oProxyCommand=x", "-oProxyCommand=x@host", "a b", "h:8:8", "@x")
+    # Other machines would look for the job on themselves, and found a second one.
+    local = ("localhost:2", "127.0.0.1", "[::1]:2")
+    refused = [
+        *(([text], "is not a host") for text in wrong),
+        (["a:1", "b", "a:2"], "listed twice"),
+        *(([text, "host2:2"], "is a different machine for each host") for text in local),
+    ]
+    assert not_refused(parse_hosts, refused) == []
 
 
 def test_hosts_come_from_a_file_or_a_command(tmp_path):
@@ -117,67 +106,75 @@ def states(**status):
     }
 
 
-def test_all_hosts_are_called_and_the_first_that_answers_in_time_founds_the_job():
-    assert plan(HOSTS, {}, [], NOW) == [Connect(A), Connect(B), Connect(C)]
-    called = states(a=HostState("calling", NOW - ANSWER_TIMEOUT + 1), b="ready", c="calling")
-    assert plan(HOSTS, called, [], NOW) == []
-    assert plan(HOSTS, called, [], NOW + 1) == [StartAgent(B, ("b",))]
+LATE, IN_TIME = (HostState("calling", NOW - ANSWER_TIMEOUT + late) for late in (0, 1))
+GONE, RESTS = (failed(HostState("running", NOW - 99), NOW - FIRST_PAUSE + rest) for rest in (0, 1))
+PAIR, ALL_RUN = (A, B), {"a": "running", "b": "running", "c": "running"}
+#: The hosts, what they do, where the job runs, whether it may run elsewhere, and what is done.
+PLANS = {
+    "all are called": (HOSTS, {}, [], False, [Connect(A), Connect(B), Connect(C)]),
+    "the first of the list has time to answer": (
+        HOSTS, {"a": IN_TIME, "b": "ready", "c": "calling"}, [], False, []
+    ),
+    "the first that answers in time founds the job": (
+        HOSTS, {"a": LATE, "b": "ready", "c": "calling"}, [], False, [StartAgent(B, ("b",))]
+    ),
+    "there is one founder however slow it is": (
+        HOSTS, {"a": "ready", "b": HostState("starting", NOW - 1000), "c": "ready"}, [], False, []
+    ),
+    "another founds it when the founder is gone": (
+        HOSTS, {"a": "ready", "b": RESTS, "c": "calling"}, [], False, [StartAgent(A, ("a",))]
+    ),
+    "the others follow once it runs": (
+        HOSTS, {"a": "running", "b": "ready", "c": "ready"}, ["ada@a"], False,
+        [StartAgent(B, ("a",)), StartAgent(C, ("a",))],
+    ),
+    "a job that may run is not founded while a host may say so": (
+        PAIR, {"a": "ready", "b": IN_TIME}, [], True, []
+    ),
+    "it is founded when all had time to say so": (
+        PAIR, {"a": "ready", "b": LATE}, [], True, [StartAgent(A, ("a",))]
+    ),
+    "a new job is founded at once": (
+        PAIR, {"a": "ready", "b": IN_TIME}, [], False, [StartAgent(A, ("a",))]
+    ),
+    "a new host looks for the job where it runs": (
+        HOSTS, ALL_RUN | {"a": "ready"}, ["b", "c"], False, [StartAgent(A, ("b", "c"))]
+    ),
+    "a failed host waits for its pause": (HOSTS, ALL_RUN | {"a": RESTS}, ["b", "c"], False, []),
+    "and is called again": (HOSTS, ALL_RUN | {"a": GONE}, ["b", "c"], False, [Connect(A)]),
+    "after all failed they meet where the last one ran": (
+        PAIR, {"a": "ready", "b": "ready"}, ["b"], False,
+        [StartAgent(A, ("b",)), StartAgent(B, ("b",))],
+    ),
+    "endpoints of hosts no longer listed are forgotten": (
+        (C,), {"c": "ready"}, ["ada@a", "b"], False, [StartAgent(C, ("c",))]
+    ),
+    "a host that is not listed any more leaves": (
+        (B,), {"a": "running", "b": "running"}, ["ada@a", "b"], False, [LeaveHost("ada@a")]
+    ),
+    "it leaves once": ((B,), {"a": "leaving", "b": "running"}, ["b"], False, []),
+    "a host that comes back has to leave first": (
+        HOSTS, ALL_RUN | {"a": "leaving"}, ["b", "c"], False, []
+    ),
+    "and is called when it has left": (
+        HOSTS, {"b": "running", "c": "running"}, ["b", "c"], False, [Connect(A)]
+    ),
+}  # fmt: skip
 
 
-def test_there_is_one_founder_however_slow_it_is():
-    founding = states(a="ready", b=HostState("starting", NOW - 1000), c="ready")
-    assert plan(HOSTS, founding, [], NOW) == []
-    gone = states(a="ready", b=failed(HostState("starting", 0.0), NOW), c="calling")
-    assert plan(HOSTS, gone, [], NOW) == [StartAgent(A, ("a",))]
+@pytest.mark.parametrize(
+    ("hosts", "status", "ran", "may_run", "actions"), PLANS.values(), ids=PLANS
+)
+def test_plan_of_hosts(hosts, status, ran, may_run, actions):
+    assert plan(hosts, states(**status), ran, NOW, may_run=may_run) == actions
 
 
-def test_the_others_follow_once_it_runs():
-    answered = states(a="running", b="ready", c="ready")
-    assert plan(HOSTS, answered, ["ada@a"], NOW) == [StartAgent(B, ("a",)), StartAgent(C, ("a",))]
-
-
-def test_a_job_that_may_run_is_founded_when_all_had_time_to_say_so():
-    answered = states(a="ready", b=HostState("calling", NOW - ANSWER_TIMEOUT + 1))
-    assert plan((A, B), answered, [], NOW, may_run=True) == []
-    late = plan((A, B), answered, [], NOW + 1, may_run=True)
-    assert late == [StartAgent(A, ("a",))] == plan((A, B), answered, [], NOW)
-
-
-def test_a_new_host_looks_for_the_job_where_it_runs():
-    running = states(a="ready", b="running", c="running")
-    assert plan(HOSTS, running, ["b", "c"], NOW) == [StartAgent(A, ("b", "c"))]
+def test_plan_names_few_of_many_endpoints_and_every_host_not_listed_leaves():
     many = parse_hosts([f"h{number}" for number in range(9)])
     told = plan(many, {"h8": HostState("ready", NOW)}, [h.target for h in many[:8]], NOW)[-1]
     assert told == StartAgent(many[8], ("h0", "h1", "h2"))
-
-
-def test_a_host_that_failed_waits_for_its_pause():
-    gone = failed(HostState("running", NOW - 1), NOW)
-    known = {**states(b="running", c="running"), "ada@a": gone}
-    assert plan(HOSTS, known, ["b", "c"], NOW + FIRST_PAUSE - 0.1) == []
-    assert plan(HOSTS, known, ["b", "c"], NOW + FIRST_PAUSE) == [Connect(A)]
-
-
-def test_all_hosts_failed_and_meet_where_the_last_one_ran():
-    answered = states(a="ready", b="ready")
-    assert plan((A, B), answered, ["b"], NOW) == [StartAgent(A, ("b",)), StartAgent(B, ("b",))]
-
-
-def test_endpoints_of_hosts_no_longer_listed_are_forgotten():
-    assert plan((C,), states(c="ready"), ["ada@a", "b"], NOW) == [StartAgent(C, ("c",))]
-
-
-def test_a_host_that_is_not_listed_any_more_leaves_once():
-    running = states(a="running", b="running")
-    assert plan((B,), running, ["ada@a", "b"], NOW) == [LeaveHost("ada@a")]
-    assert plan((B,), states(a="leaving", b="running"), ["b"], NOW) == []
     for status in ("calling", "ready", "starting", "running"):
         assert plan((), states(a=status), ["ada@a"], NOW) == [LeaveHost("ada@a")]
-
-
-def test_a_host_that_comes_back_is_started_when_it_has_left():
-    assert plan(HOSTS, states(a="leaving", b="running", c="running"), ["b", "c"], NOW) == []
-    assert plan(HOSTS, states(b="running", c="running"), ["b", "c"], NOW) == [Connect(A)]
 
 
 def test_pauses_double_until_a_host_runs_steadily():
@@ -294,20 +291,6 @@ class Hosts:
         return self.codes[0]
 
 
-def test_the_first_host_that_answers_founds_the_job_and_no_other(tmp_path, monkeypatch):
-    """However late the first of the list answers: two founders would be two jobs with one id."""
-    monkeypatch.setattr(host_plan, "ANSWER_TIMEOUT", 0.0)
-    them = Hosts(tmp_path, monkeypatch, "a b")
-    them.tell("b", "answer")
-    assert them.endpoints("b") == "b"
-    assert not them.asked("a")
-    them.tell("a", "answer")
-    assert them.endpoints("a") == "b"
-    for host in "ab":
-        them.tell(host, "end", "0 whole-job")
-    assert them.result() == 0
-
-
 def test_a_job_that_an_earlier_launcher_started_is_not_founded_again(tmp_path, monkeypatch):
     them = Hosts(tmp_path, monkeypatch, "a b", may_run=True)
     them.tell("b", "runs")
@@ -329,18 +312,6 @@ def test_an_ssh_that_ends_with_0_is_not_the_end_of_the_training(tmp_path, monkey
         them.tell("b", "end", "0 whole-job")
         them.tell("b", "answer")
         assert them.result() == 0
-
-
-def test_one_host_that_refuses_the_job_does_not_end_it(tmp_path, monkeypatch):
-    them = Hosts(tmp_path, monkeypatch, "a b")
-    them.tell("a", "end", str(EXIT_USAGE))
-    them.tell("a", "answer")
-    assert them.endpoints("a") == "a"
-    them.tell("b", "answer")
-    assert them.endpoints("b")
-    assert not them.codes
-    them.tell("b", "end", "0 whole-job")
-    assert them.result() == 0
 
 
 def test_a_user_error_on_every_host_ends_the_job(tmp_path, monkeypatch):
@@ -375,22 +346,6 @@ def test_a_master_of_ssh_that_stays_does_not_hide_the_end(tmp_path, monkeypatch)
         assert them.result() == 0
     finally:
         (tmp_path / "a" / "hold").unlink()
-
-
-def test_a_host_whose_ssh_cannot_be_started_is_tried_again_later(monkeypatch, caplog):
-    monkeypatch.setattr(host_launcher, "command_for", lambda host: ["/none/ssh"])
-
-    async def start() -> host_plan.HostState:
-        job = host_launcher.HostJob(config=None, entry=None, workers=1, hosts=(), secret="")
-        launcher = host_launcher._Launcher(job)
-        launcher._states["a"] = host_plan.HostState("calling", 0.0)
-        await launcher._run_host(HostSlots("a"))
-        return launcher._states["a"]
-
-    with caplog.at_level(logging.WARNING):
-        state = asyncio.run(start())
-    assert (state.status, state.failures) == ("failed", 1)
-    assert "Cannot start /none/ssh ([Errno 2]" in caplog.text
 
 
 # --- the program on a host ------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchelastic.errors import EXIT_FAILED, ConfigError
+from torchelastic.errors import ConfigError
 from torchelastic.ray import ray_job
 from torchelastic.ray.placement_plan import (
     ENDING,
@@ -352,17 +352,6 @@ def test_a_controller_that_cannot_start_is_not_started_for_ever(cluster, monkeyp
     with pytest.raises(ConfigError, match=r"No module named 'x'\): install the same torchelastic"):
         ray_job._follow(SimpleNamespace(job="job"), [])
     assert len(starts) == ray_job.MOST_STARTS
-
-
-def test_an_actor_that_cannot_start_counts_as_a_failed_start(cluster):
-    from torchelastic.ray.controller import Controller
-    from torchelastic.ray.placement_plan import NodeAgent, Wanted
-
-    made = Controller(SimpleNamespace(job="job", wanted=Wanted(1, 1)))
-    made._agents["a"] = NodeAgent("a", "node-a", "pending", 0.0)
-    made._lost("a", init_failed(), 1.0)
-    assert (made._agents["a"].phase, made._agents["a"].exitcode) == ("lost", EXIT_FAILED)
-    assert "No module named 'x'" in str(made._ends["a"].error)
 
 
 def test_a_name_that_a_running_job_has_is_refused(cluster):

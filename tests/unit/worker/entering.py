@@ -1,7 +1,5 @@
 """A world to enter, where only its number matters."""
 
-from __future__ import annotations
-
 from torchelastic.worker.orders import Enter
 
 

@@ -1,7 +1,5 @@
 """A process that has no channel loses nothing by sending, and never writes on somebody else's."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

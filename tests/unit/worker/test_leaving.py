@@ -42,13 +42,6 @@ def test_the_earliest_deadline_counts(tmp_path, monkeypatch):
     assert 20 < said.seconds <= 30
 
 
-def test_the_time_left_is_never_negative(tmp_path, monkeypatch):
-    file = module.LeaveFile(tmp_path)
-    monkeypatch.setenv(module.VARIABLE, str(file.path))
-    file.announce("SIGTERM", time.monotonic() - 20)
-    assert torchelastic.leaving().seconds == 0
-
-
 def test_the_next_agent_of_a_node_starts_without_the_file(tmp_path):
     module.LeaveFile(tmp_path).announce("SIGTERM", 0.0)
     assert not module.LeaveFile(tmp_path).path.exists()

@@ -1,7 +1,5 @@
 """A store for each generation, and none longer than it is of use."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

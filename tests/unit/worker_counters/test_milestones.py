@@ -1,7 +1,5 @@
 """Milestones: whoever achieves something says so, and whoever listens hears it."""
 
-from __future__ import annotations
-
 import os
 from unittest.mock import create_autospec
 

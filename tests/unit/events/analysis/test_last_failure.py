@@ -1,7 +1,5 @@
 """The last failure in a job's picture: by the leader's verdict, whatever the order of events."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The view of a running job equals that of all its records."""
 
-from __future__ import annotations
-
 import os
 
 from tests.unit.cli.cast import Agent, trained
@@ -100,17 +98,6 @@ def test_the_lines_of_another_job_in_the_directory_are_not_taken(tmp_path):
     live.close()
 
 
-def test_live_view_memory_does_not_grow_with_the_log():
-    agent = Agent("job").world(0, "node-a")
-    live = LiveView(choose("job"))
-    for step in range(50):
-        agent.tell(events.Progress([0], [step], [agent.clock.now()]), 0)
-        live.read()
-    assert len(live._heard._upto) == 1
-    assert len(live._recent) < 10
-    live.close()
-
-
 # --- growing files -------------------------------------------------------------------------------
 
 
@@ -151,13 +138,4 @@ def test_a_file_that_is_rotated_away_is_read_to_its_end_first(tmp_path):
     path.write_bytes(b"three\n")
     found = [line for _ in range(3) for line in lines(follower, path)]
     assert found == [b"two", b"three"]
-    follower.close()
-
-
-def test_a_file_that_is_gone_ends(tmp_path):
-    path, follower = tmp_path / "log", Follower()
-    path.write_bytes(b"one\n")
-    assert lines(follower, path) == [b"one"]
-    path.unlink()
-    assert lines(follower, path) == lines(follower, path) == []
     follower.close()

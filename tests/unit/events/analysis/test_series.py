@@ -1,6 +1,3 @@
-from __future__ import annotations
-
-import json
 from itertools import pairwise
 
 import pytest
@@ -137,10 +134,3 @@ def test_names_are_few():
     names = {f"name-{n}": float(n) for n in range(METRICS_LIMIT + 5)}
     view = fold(tell(Story().world(1, 0), 2, 5, metrics=names).records)
     assert list(view.metrics) == list(names)[:METRICS_LIMIT]
-
-
-def test_curves_are_plain_data_for_a_program():
-    story = tell(Story().world(1, 0), 2, 5, metrics={"loss": 3.0})
-    data = json.loads(json.dumps(fold(story.records).to_json()))
-    assert data["rates"] == [[1002.0, 5, 0.0]]
-    assert data["metrics"] == {"loss": [[1002.0, 5, 3.0]]}

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.unit.events import stories
 from torchelastic.events import types as events
 from torchelastic.events import words
-from torchelastic.events.analysis import view as view_module
 from torchelastic.events.analysis.goodput import goodput
 from torchelastic.events.analysis.view import HISTORY_LIMIT, JobFold, JobView, fold, without
 from torchelastic.events.failure import node_failure
@@ -339,21 +336,6 @@ def test_goodput_is_part_of_the_picture_and_counts_up_to_now():
     assert folded.view().goodput == goodput(trained().records)
     assert folded.view(now=1012 + 60).goodput.total == 12 + 60
     assert folded.view(now=900).goodput.total == 12, "a wall clock that was set back does no harm"
-
-
-def test_a_record_costs_the_same_however_many_nodes_and_records_there_are(monkeypatch):
-    """Counted in nodes that are made anew: one for a record that tells of none."""
-    made = []
-    monkeypatch.setattr(
-        view_module, "replace", lambda *args, **kw: made.append(1) or replace(*args, **kw)
-    )
-    folded = JobFold()
-    story = stories.Story(nodes="a", most=1000).world(0, 0, tuple(f"n{i}" for i in range(1000)))
-    for number in range(100):
-        story.steps(1 + number, 0, number)
-    for record in story.records:
-        folded.feed(record)
-    assert len(made) < 1000 + 2 * len(story.records)
 
 
 def test_a_world_that_is_reported_again_has_its_replicas():
