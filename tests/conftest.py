@@ -52,7 +52,6 @@ _NEEDS_OF_FIXTURES = {
     "control_plane": ("control plane", "etcd", "kubectl", "kubernetes", "openssl"),
     "etcd_on_path": ("etcd",),
     "other_authority": ("openssl",),
-    "screen": ("rich",),
     "seeds_etcd": ("etcd",),
     "some_etcd": ("etcd",),
     "tls": ("openssl",),

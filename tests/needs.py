@@ -190,7 +190,6 @@ NEEDS = {
     "playwright": _python("playwright", "browser-test"),
     "prometheus_client": _python("prometheus_client", "prometheus"),
     "ray": _python("ray", "ray"),
-    "rich": _python("rich", "top"),
     "root": Need(lambda: "", root=True),
     "s3fs": _python("s3fs", "s3-test"),
     "slurm": Need(_slurm, root=True),

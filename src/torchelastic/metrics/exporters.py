@@ -30,8 +30,7 @@ class OpenTelemetryMetricHandler(MetricHandler):
             from opentelemetry.metrics import get_meter_provider
         except ImportError:
             raise ModuleNotFoundError(
-                "OpenTelemetryMetricHandler needs OpenTelemetry: pip install "
-                "'torchelastic[opentelemetry]'.",
+                "OpenTelemetryMetricHandler needs OpenTelemetry: pip install opentelemetry-sdk.",
                 name="opentelemetry",
             ) from None
         self._provider = provider or get_meter_provider()
@@ -66,8 +65,7 @@ class TensorBoardMetricHandler(MetricHandler):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ModuleNotFoundError(
-                "TensorBoardMetricHandler needs TensorBoard: pip install "
-                "'torchelastic[tensorboard]'.",
+                "TensorBoardMetricHandler needs TensorBoard: pip install tensorboard.",
                 name="tensorboard",
             ) from None
         writer: Any = SummaryWriter

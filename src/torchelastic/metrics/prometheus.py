@@ -20,7 +20,7 @@ def missing() -> str:
     except ImportError:
         return (
             "No metrics: --metrics-address needs prometheus-client, which is not installed. "
-            "Install it with: pip install 'torchelastic[prometheus]'"
+            "Install it with: pip install prometheus-client"
         )
     return ""
 

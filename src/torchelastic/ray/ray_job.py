@@ -135,7 +135,7 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError("Ray is not installed: pip install 'torchelastic[ray]'.") from error
+        raise ConfigError("Ray is not installed: pip install 'ray[default]'.") from error
     return ray
 
 

@@ -1,10 +1,8 @@
-import sys
-
 import pytest
 
 from tests.unit.cli.cast import CAUSE, HOSTILE, Agent, achieved, trained
 from torchelastic.cli import main
-from torchelastic.errors import EXIT_OK, EXIT_USAGE
+from torchelastic.errors import EXIT_OK
 from torchelastic.events import types as events
 
 pytestmark = pytest.mark.usefixtures("at_one_moment")
@@ -21,13 +19,6 @@ def screen(monkeypatch, capsys):
         return capsys.readouterr().out
 
     return show
-
-
-def test_without_rich_a_sentence_says_what_to_do(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    monkeypatch.delitem(sys.modules, "torchelastic.cli.commands.top", raising=False)
-    assert main(["top"]) == EXIT_USAGE
-    assert "pip install 'torchelastic[top]'" in capsys.readouterr().err
 
 
 def test_the_screen_shows_the_job(screen):

@@ -57,4 +57,4 @@ def test_a_scraper_reads_what_it_asked_for(accept, parser):
 def test_without_the_library_there_is_a_sentence(monkeypatch):
     assert prometheus.missing() == ""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    assert prometheus.missing().endswith("pip install 'torchelastic[prometheus]'")
+    assert prometheus.missing().endswith("pip install prometheus-client")

@@ -23,9 +23,7 @@ class FsspecStorage:
         try:
             import fsspec  # type: ignore[import-untyped,unused-ignore]
         except ImportError as error:
-            raise ConfigError(
-                f"Checkpoints at {url} need fsspec: pip install 'torchelastic[fsspec]'."
-            ) from error
+            raise ConfigError(f"Checkpoints at {url} need fsspec: pip install fsspec.") from error
         try:
             self._fs, self._root = fsspec.core.url_to_fs(url, **options)
         except (ImportError, ValueError) as error:

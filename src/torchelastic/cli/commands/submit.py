@@ -219,9 +219,7 @@ def _yaml() -> Any:
     try:
         import yaml
     except ImportError:
-        raise ConfigError(
-            "PyYAML is not installed: pip install 'torchelastic[kubernetes]'."
-        ) from None
+        raise ConfigError("PyYAML is not installed: pip install pyyaml.") from None
     return yaml
 
 

@@ -1,4 +1,4 @@
-"""`torchelastic top`: watch a job in the terminal. Needs rich.
+"""`torchelastic top`: watch a job in the terminal.
 
 Every text is a `Text`: rich would read square brackets in a plain string as markup.
 """
@@ -8,27 +8,21 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
 from torchelastic.agent.output.terminal_text import one_line
 from torchelastic.cli import failure_text
 from torchelastic.cli.parser import Parsed
-from torchelastic.errors import EXIT_OK, ConfigError
+from torchelastic.errors import EXIT_OK
 from torchelastic.events import words
 from torchelastic.events.analysis.find_job import choose
 from torchelastic.events.analysis.goodput import PARTS, Goodput, Part
 from torchelastic.events.analysis.last_failure import FailureView
 from torchelastic.events.analysis.live_view import LiveView
 from torchelastic.events.analysis.view import JobView
-
-try:
-    from rich.console import Console, Group, RenderableType
-    from rich.live import Live
-    from rich.table import Table
-    from rich.text import Text
-except ModuleNotFoundError:
-    raise ConfigError(
-        "The package rich is not installed: run pip install 'torchelastic[top]'. Without it, "
-        "`torchelastic status JOB` prints most of the same, once."
-    ) from None
 
 #: Seconds between two updates.
 _REFRESH = 0.5

@@ -41,8 +41,7 @@ class ClusterApi:
             from kubernetes import client
         except ImportError:
             raise ConfigError(
-                "The Python client of Kubernetes is not installed: "
-                "pip install 'torchelastic[kubernetes]'."
+                "The Python client of Kubernetes is not installed: pip install kubernetes."
             ) from None
         configuration = client.Configuration()
         #: The namespace of who has not named one.

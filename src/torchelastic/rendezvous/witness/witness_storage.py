@@ -134,9 +134,7 @@ class ObjectStore:
         try:
             import fsspec  # type: ignore[import-untyped,unused-ignore]
         except ImportError as error:
-            raise ConfigError(
-                f"--witness {url} needs fsspec: pip install 'torchelastic[fsspec]'."
-            ) from error
+            raise ConfigError(f"--witness {url} needs fsspec: pip install fsspec.") from error
         try:
             self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
