@@ -494,7 +494,7 @@ class Agent(NodeLoop):
     # --- the workers -----------------------------------------------------------------------------
 
     def seen(self) -> WorkerProgress:
-        """What they show, and what this agent keeps of their state."""
+        """Return the workers' progress, and the state that this agent holds for them."""
         seen = self.workers.seen()
         return replace(seen, holds=max(self._kept, seen.holds))
 

@@ -85,7 +85,7 @@ class NodeLoop(ABC):
 
     @abstractmethod
     def seen(self) -> WorkerProgress:
-        """What the workers show of their progress."""
+        """Return the progress that the workers show."""
 
     @abstractmethod
     def start(self, world: World) -> None:

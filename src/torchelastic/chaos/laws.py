@@ -442,11 +442,6 @@ class Laws:
         )
         self._progress_at = now  # report it once per limit
 
-    @property
-    def last_step_at(self) -> float:
-        """The time of the last step; 0.0 if there was none."""
-        return self._progress_at
-
     # --- laws 1, 2 and 3 -------------------------------------------------------------------------
 
     def _formed(self, event: WorldPublished) -> None:

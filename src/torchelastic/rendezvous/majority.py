@@ -230,14 +230,6 @@ def next_term(elector: Elector, heard: int = 0) -> int:
     return max(elector.term + 1, heard + 1, unknown + 2)
 
 
-def elected(roll: Roll, votes: Mapping[str, int]) -> bool:
-    """Return whether a candidate with this roll is host; `votes`: the newest world of each voter.
-
-    The electorate may have confirmed the world without its host having lived to report it.
-    """
-    return agreed(confirmed(roll, votes).electorates, votes)
-
-
 def refusal(elector: Elector, asked: Candidacy) -> str:
     """Return why a node does not vote for another; empty if it does."""
     if elector.has_host:

@@ -17,7 +17,7 @@ spoke. Nobody hears of a world, a vote or a host before the disk has it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import chain, combinations
@@ -36,6 +36,11 @@ World = tuple[int, Electorate]
 NO_WORLD: World = (-1, Electorate(frozenset()))
 #: What a node's file says: the term it has voted in, for whom, and of the newest world.
 File = tuple[int, str, Roll, World]
+
+
+def elected(roll: Roll, votes: Mapping[str, int]) -> bool:
+    """Return whether these votes elect a candidate: for each voter, the newest world it has."""
+    return majority.to_claim(majority.confirmed(roll, votes).electorates, votes) == ()
 
 
 class Node(NamedTuple):
@@ -358,7 +363,7 @@ class Model:
         candidate, session = state.node(voter.chosen), (voter.term, voter.chosen)
         # Who has won once, and yielded, does not win again by a vote that comes twice.
         stands = candidate.choice == session and session not in state.hosts
-        if stands and majority.elected(candidate.roll, self._votes(state, candidate)):
+        if stands and elected(candidate.roll, self._votes(state, candidate)):
             state = self._win(state, candidate)
         if session not in state.hosts:
             return state

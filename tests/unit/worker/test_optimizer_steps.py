@@ -157,7 +157,7 @@ def test_a_process_that_is_no_worker_counts_nothing(counter, torch, monkeypatch)
     assert asked == [1]
 
 
-def test_whatever_goes_wrong_training_goes_on(counter, torch, monkeypatch):
+def test_error_in_step_counter_does_not_stop_training(counter, torch, monkeypatch):
     asked = []
 
     def fail():

@@ -107,7 +107,7 @@ class Worker:
 
 @dataclass(frozen=True, kw_only=True)
 class InProcessState(NodeState):
-    """What a node with such workers knows of them."""
+    """The node's knowledge of workers that outlive a generation."""
 
     phase: Phase = Phase.SERVING
     workers: Mapping[int, Worker] = field(default_factory=dict)

@@ -210,8 +210,8 @@ Command = StartWorkers | Stop | Tell | ReportMember | Rejoin | Spawn | Kill
 
 @dataclass(frozen=True)
 class WorkerProgress:
-    """What the workers show of their progress, read before each event: it decides what a world
-    begins with, and whether a restart counts as one without progress."""
+    """The progress of the workers, read before each event: it decides what a world begins with, and
+    whether a restart counts as one without progress."""
 
     #: The highest step a worker has reported.
     step: int = -1

@@ -53,7 +53,7 @@ from torchelastic.worker import orders
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptState(NodeState):
-    """What a node with such workers knows of them."""
+    """The node's knowledge of workers that do not outlive a generation."""
 
     #: The generation whose workers run here, or ran last.
     generation: int = -1

@@ -25,7 +25,7 @@ from torchelastic.system import linux
 
 @dataclass
 class Findings:
-    """What the import of a module does."""
+    """The effects of importing a module."""
 
     #: The modules that were imported before the culprit, in their order.
     complete: list[str] = field(default_factory=list)

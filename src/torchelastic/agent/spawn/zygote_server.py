@@ -342,7 +342,7 @@ def _spare_pages() -> None:
 
 
 def unfit_to_fork() -> str:
-    """What a module has done that breaks copies of this process; empty if none has."""
+    """Return what a module did that breaks copies of this process; empty if none did."""
     threads = linux.thread_names()
     if len(threads) > 1:
         return (

@@ -231,7 +231,7 @@ MOST_TIMERS = 10_000
 
 
 class PipeRequest(NamedTuple):
-    """What torch's `FileTimerClient` asks for: a timer, or its release."""
+    """A request of torch's `FileTimerClient`: a timer, or its release."""
 
     pid: int
     scope: str

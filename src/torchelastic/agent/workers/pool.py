@@ -124,7 +124,7 @@ class WorkerPool:
         return self._supervisor.exempt
 
     def seen(self) -> WorkerProgress:
-        """What the workers show of their progress. Counted optimizer steps are no steps here, but
+        """Return the progress that the workers show. Counted optimizer steps are no steps here, but
         show that a generation has trained; a worker holds a state once it has entered a step."""
         records = self._records.values()
         steps = [step for record in records if (step := record.newest_step()) is not None]
