@@ -124,9 +124,9 @@ def scalars(directory):
 
 
 @pytest.mark.parametrize(
-    ("module", "make", "extra"),
+    ("module", "make", "package"),
     [
-        ("opentelemetry.metrics", metrics.OpenTelemetryMetricHandler, "opentelemetry"),
+        ("opentelemetry.metrics", metrics.OpenTelemetryMetricHandler, "opentelemetry-sdk"),
         (
             "torch.utils.tensorboard",
             lambda: metrics.TensorBoardMetricHandler("unused"),
@@ -134,9 +134,9 @@ def scalars(directory):
         ),
     ],
 )
-def test_without_the_library_there_is_a_sentence(monkeypatch, module, make, extra):
+def test_handler_without_its_library_names_the_package(monkeypatch, module, make, package):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ModuleNotFoundError, match=rf"pip install 'torchelastic\[{extra}\]'"):
+    with pytest.raises(ModuleNotFoundError, match=f"pip install {package}"):
         make()
 
 
