@@ -1,4 +1,4 @@
-"""Check in the ledgers that each epoch used every sample exactly once.
+"""Check in the ledgers that each epoch used every sample exactly once, or skipped it.
 
     python -m torchelastic.data.checker DIR [DIR ...] [--samples N] [--epochs E]
 
@@ -63,6 +63,7 @@ def parse(text: bytes, start: int = 0) -> Line | int | None:
             ids=tuple(_pair(one) if isinstance(one, list) else _number(one) for one in data["ids"]),
             size=_number(data["size"]) if "size" in data else None,
             span=_pair(data["span"]) if "span" in data else None,
+            skipped=data.get("skipped") is True,
             start=start,
         )
     except (ValueError, KeyError, TypeError):
@@ -84,7 +85,7 @@ def _number(value: Any) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read, check, report; return 0 if every sample was used exactly once, else 1."""
+    """Read, check, report; return 0 if every sample was used exactly once or skipped, else 1."""
     given = _parser().parse_args(argv)
     ledgers = read(given.directories)
     verdict = check(

@@ -4,8 +4,10 @@
 
 `ids` are sample numbers, or pairs [shard, record] of a stream. `span` is the range of positions in
 the epoch's order that all ranks of the step took, from (inclusive) to (exclusive); `size` is the
-number of ranks. A rank that is killed after its gradients were exchanged, but before it committed,
-writes no line; the span in the lines of its peers accounts for its samples.
+number of ranks. `"skipped":true` marks a step that a `torchelastic.Guard` skipped: its samples were
+handed out and do not come again, but were not trained. A rank that is killed after its gradients
+were exchanged, but before it committed, writes no line; the span in the lines of its peers accounts
+for its samples.
 
 Each rank and generation has one file, `g2-r0.jsonl`, to which one thread of one process appends. A
 line reaches the kernel shortly after `committed` returns, and then survives the death of the
@@ -76,8 +78,10 @@ class Ledger:
         *,
         size: int | None = None,
         span: tuple[int, int] | None = None,
+        skipped: bool = False,
     ) -> None:
-        """Record that this rank committed `step` and used these samples. Returns at once.
+        """Record that this rank committed `step` and used these samples, or skipped them. Returns
+        at once.
 
         Several calls for one step add up, for example if the step spans two epochs. `ids` may be a
         tensor, and is copied.
@@ -88,13 +92,24 @@ class Ledger:
             line["size"] = size
         if span is not None:
             line["span"] = list(span)
+        if skipped:
+            line["skipped"] = True
         self._writer.put(line)
 
-    def record(self, generation: int, step: int, handed: Iterable[Handed]) -> None:
+    def record(
+        self, generation: int, step: int, handed: Iterable[Handed], *, skipped: bool = False
+    ) -> None:
         """Record what a sampler has committed: `ledger.record(g, n, sampler.latest)`."""
         for one in handed:
             self.committed(
-                generation, step, one.rank, one.epoch, one.ids, size=one.size, span=one.span
+                generation,
+                step,
+                one.rank,
+                one.epoch,
+                one.ids,
+                size=one.size,
+                span=one.span,
+                skipped=skipped,
             )
 
     def flush(self, timeout: float | None = None) -> bool:

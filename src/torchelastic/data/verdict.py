@@ -1,4 +1,4 @@
-"""Check that committed steps used every sample exactly once in each epoch. Pure.
+"""Check that committed steps used every sample exactly once in each epoch, or skipped it. Pure.
 
 Not every line is valid. When a worker is lost, the others may roll back: steps committed beyond the
 step they continue from are void, and their samples come again. The first line of a generation shows
@@ -13,6 +13,9 @@ the spans of an epoch cover its order without gap or overlap, and the number of 
 equals the number of unwitnessed samples, then these are the same samples, because an order contains
 each sample once. Such a rank has no later line in its generation: a rank that has one was not
 killed, and its missing line is an error.
+
+All ranks skip a step with bad numbers (`torchelastic.Guard`), and their lines say so. Its samples
+are not used, but must not come again in the epoch: they are checked like used ones, and listed.
 """
 
 from __future__ import annotations
@@ -43,6 +46,8 @@ class Line:
     ids: tuple[Sample, ...]
     size: int | None = None
     span: Span | None = None
+    #: The step had bad numbers: nothing of it was kept.
+    skipped: bool = False
     #: The start of the job that wrote it, counted from 0.
     start: int = 0
 
@@ -91,8 +96,10 @@ class EpochVerdict:
     """The result for the samples of one epoch."""
 
     epoch: int
-    #: Samples in valid lines.
+    #: Samples in valid lines of steps that were not skipped.
     used: int
+    #: Samples of skipped steps, each with its valid lines.
+    skipped: Mapping[Sample, Sequence[Line]]
     #: Samples used by ranks that wrote no line.
     unwitnessed: int
     #: The number of samples the epoch must have; None if it need not be complete.
@@ -176,7 +183,11 @@ def check(
         steps=len({line.step for line in history.valid}),
         worlds=len({line.world for line in history.valid + history.void}),
         absent=[_place(*one) for one in _absent(history.valid)],
-        contradictions=[*_unequal_sizes(lines), *_without_excuse(history.valid, lines, lost)],
+        contradictions=[
+            *_unequal_sizes(lines),
+            *_half_skipped(history.valid),
+            *_without_excuse(history.valid, lines, lost),
+        ],
         lost=lost,
         unreadable=unreadable,
     )
@@ -207,9 +218,11 @@ def _check_epoch(
                 f"ranks that wrote no line used {unwitnessed} samples, but only {len(unseen)} "
                 "samples are in no line: some were used twice"
             )
+    skipped = {sample for line in lines if line.skipped for sample in line.ids}
     return EpochVerdict(
         epoch=epoch,
-        used=len(uses),
+        used=len(uses) - len(skipped),
+        skipped=_having(skipped, lines),
         unwitnessed=unwitnessed,
         of=None if wanted is None else len(wanted),
         missing=_having(missing, void),
@@ -279,6 +292,16 @@ def _without_excuse(valid: Iterable[Line], lines: Iterable[Line], lost: int) -> 
             yield f"{_place(world, step, rank)} wrote no line, but wrote one for a later step"
 
 
+def _half_skipped(valid: Iterable[Line]) -> Iterator[str]:
+    """Report steps that some ranks skipped and others did not: all decide alike."""
+    ways: dict[tuple[WorldId, int], dict[bool, int]] = defaultdict(dict)
+    for line in valid:
+        ways[line.world, line.step].setdefault(line.skipped, line.rank)
+    for (world, step), ranks in sorted(ways.items()):
+        if len(ranks) > 1:
+            yield f"{_place(world, step, ranks[True])} was skipped, but not on rank {ranks[False]}"
+
+
 def _unequal_sizes(lines: Iterable[Line]) -> Iterator[str]:
     """Report worlds whose lines have different sizes: a world has one size."""
     sizes: dict[WorldId, set[int]] = defaultdict(set)
@@ -338,11 +361,9 @@ def _report(verdict: Verdict) -> Iterator[str]:
         yield f"{verdict.unreadable} lines are unreadable: a kill may have cut them short."
     if not verdict.epochs:
         yield "Found no ledger lines."
-    yield (
-        "Every sample was used exactly once."
-        if verdict.ok
-        else "NOT every sample was used exactly once."
-    )
+    skipped = any(epoch.skipped for epoch in verdict.epochs)
+    once = f"sample was used exactly once{', or is listed as skipped' if skipped else ''}."
+    yield f"Every {once}" if verdict.ok else f"NOT every {once}"
 
 
 def _of_epoch(epoch: EpochVerdict) -> Iterator[str]:
@@ -352,6 +373,9 @@ def _of_epoch(epoch: EpochVerdict) -> Iterator[str]:
         yield f"epoch {epoch.epoch}: {used}{more}; not complete, so none count as missing."
     else:
         yield f"epoch {epoch.epoch}: {epoch.used} of {epoch.of} samples{more}."
+    if epoch.skipped:
+        yield f"  Skipped {len(epoch.skipped)}:"
+        yield from _places(epoch.skipped, "in", "")
     if epoch.missing:
         yield f"  MISSING {len(epoch.missing) - epoch.unwitnessed}:"
         yield from _places(epoch.missing, "undone in", "in no line")

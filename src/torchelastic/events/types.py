@@ -367,6 +367,34 @@ class WeightsHashed(Event):
 
 
 @dataclass(frozen=True)
+class StepSkipped(Event):
+    """A step had bad numbers, so nothing of it was kept (`torchelastic.Guard`). Each rank writes
+    one; more if its samples do not fit into one."""
+
+    type: ClassVar[str] = "step-skipped"
+    rank: int
+    #: Steps done after it, as in the ledger: the first step is 1.
+    step: int
+    #: What is bad, as a sentence without a period.
+    reason: str
+    #: Norm of the gradient that all ranks have; the text `nan`, `inf` or `-inf` if not finite.
+    norm: float | str
+    #: The mean over ranks, likewise; null: not known.
+    loss: float | str | None
+    #: Robust standard deviations above the median; 0: it is no spike.
+    deviation: float
+    #: Whether this rank's own numbers were bad.
+    is_origin: bool
+    #: `skip`: the step stays empty, and its samples are not used. `retry`: it is repeated.
+    #: `rewind`: training goes further back, and does not use the samples. `stop`: it ends.
+    action: Literal["skip", "retry", "rewind", "stop"]
+    #: This rank's samples, as in the ledger: objects with `epoch`, `ids`, `size` and `span`.
+    samples: Sequence[Json] = ()
+    #: With a fixed batch: the micro-batches of this rank whose own numbers were bad.
+    micro_batches: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
 class Straggler(Event):
     """A worker is slower than the others, which wait for it. The leader writes this again when the
     cost grows a lot, and once more when the worker has recovered or its generation has ended."""
@@ -484,6 +512,7 @@ EVENTS: dict[str, type[Event]] = {
         Progress,
         CheckpointStored,
         WeightsHashed,
+        StepSkipped,
         Straggler,
         Hang,
         WorkerKilled,

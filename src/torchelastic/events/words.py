@@ -172,6 +172,20 @@ def weights(seen: events.WeightsHashed) -> str:
     return f"weights sha256 {seen.sha256} at step {seen.step}"
 
 
+def numbers(bad: events.StepSkipped) -> str:
+    """`norm nan, loss 6.31`, of a spike with its size."""
+    parts = [f"norm {_exact(bad.norm)}"]
+    if bad.loss is not None:
+        parts.append(f"loss {_exact(bad.loss)}")
+    if bad.deviation:
+        parts.append(f"{bad.deviation:.1f} deviations above the median")
+    return ", ".join(parts)
+
+
+def _exact(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.6g}"
+
+
 def shares(seen: JobView) -> str:
     """`micro-batches by rank: 6, 4, 6`: how many each worker ran of its last step."""
     known = [one.share for one in seen.ranks]
@@ -277,6 +291,12 @@ def _progress(event: events.Progress) -> str:
     return f"{_ranks(event.ranks)} at step {high if low == high else f'{low} to {high}'}{values}"
 
 
+def _skipped(event: events.StepSkipped) -> str:
+    whose = " (of its own numbers)" if event.is_origin else ""
+    what = f"rank {event.rank}: step {event.step} is bad{whose}: {event.reason}"
+    return f"{what} ({numbers(event)}); action: {event.action}"
+
+
 def _training(event: events.Training) -> str:
     fetched = f", {event.received} bytes fetched in {seconds(event.fetched)}"
     built = f" (group built in {seconds(event.built)}{fetched if event.received else ''})"
@@ -316,6 +336,7 @@ _WORDS: dict[type[events.Event], Callable[[Any], str]] = {
         f"stored the checkpoint of step {e.step}: {size(e.size)} in {seconds(e.seconds)}"
     ),
     events.WeightsHashed: weights,
+    events.StepSkipped: _skipped,
     events.Straggler: lambda e: e.text,
     events.Hang: lambda e: e.text,
     events.WorkerKilled: lambda e: _because(f"killed rank {e.rank}", e.reason),

@@ -277,6 +277,32 @@ class Hashed:
 
 
 @dataclass(frozen=True)
+class UsedSamples:
+    """Samples of a step on one rank (`data.progress.Handed`)."""
+
+    epoch: int
+    size: int
+    span: tuple[int, int]
+    ids: list[int | tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """A step had bad numbers; the fields are those of `events.types.StepSkipped`."""
+
+    step: int
+    rank: int
+    reason: str
+    norm: float | str
+    loss: float | str | None
+    deviation: float
+    is_origin: bool
+    action: str
+    samples: list[UsedSamples]
+    micro_batches: list[int]
+
+
+@dataclass(frozen=True)
 class Pong:
     """The answer to `Ping`."""
 
@@ -306,6 +332,7 @@ Report = (
     | Returned
     | Stored
     | Hashed
+    | BadStep
     | Pong
 )
 

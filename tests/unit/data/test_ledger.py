@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy
@@ -84,6 +85,35 @@ def test_a_sample_that_was_taken_back_and_never_came_again_is_missing():
     assert list(verdict.epochs[0].missing) == [4]
     assert "    4: undone in step 2 of generation 0 (rank 1)" in str(verdict)
     assert str(verdict).endswith("NOT every sample was used exactly once.")
+
+
+SKIPPED = [*UNDISTURBED[:2], *(replace(one, skipped=True) for one in UNDISTURBED[2:])]
+
+
+def test_verdict_of_skipped_step_lists_its_samples():
+    verdict = one_epoch(SKIPPED)
+    assert verdict.ok
+    assert sorted(verdict.epochs[0].skipped) == [4, 5, 6, 7]
+    report = str(verdict).splitlines()
+    assert report[1:4] == [
+        "epoch 0: 4 of 8 samples.",
+        "  Skipped 4:",
+        "    4: in step 2 of generation 0 (rank 1)",
+    ]
+    assert report[-1] == "Every sample was used exactly once, or is listed as skipped."
+
+
+def test_verdict_of_skipped_sample_that_comes_again_is_repeated():
+    verdict = one_epoch([*SKIPPED, line(1, 3, [6])])
+    assert list(verdict.epochs[0].repeated) == [6]
+    assert str(verdict).endswith("NOT every sample was used exactly once, or is listed as skipped.")
+
+
+def test_verdict_of_step_that_one_rank_did_not_skip_is_wrong():
+    verdict = one_epoch([*SKIPPED[:3], UNDISTURBED[3]])
+    assert verdict.contradictions == [
+        "rank 0 in step 2 of generation 0 was skipped, but not on rank 1"
+    ]
 
 
 def test_a_sample_in_no_line_is_missing():
@@ -344,8 +374,11 @@ def test_ledger_records_the_samples_of_a_step(tmp_path):
     handed = SimpleNamespace(rank=1, size=2, epoch=0, span=(0, 4), ids=(2, 3))
     with Ledger(tmp_path) as ledger:
         ledger.record(3, 1, [handed])
-    (line,) = read_lines(tmp_path / "g3-r1.jsonl")
+        ledger.record(3, 2, [handed], skipped=True)
+    line, skipped = read_lines(tmp_path / "g3-r1.jsonl")
     assert line == {"generation": 3, "step": 1, **vars(handed), "ids": [2, 3], "span": [0, 4]}
+    assert skipped == line | {"step": 2, "skipped": True}
+    assert parse(json.dumps(skipped).encode()).skipped
 
 
 def test_ids_may_come_as_anything_that_has_numbers_and_may_change_later(tmp_path):

@@ -13,7 +13,7 @@ ENVELOPE = {"v", "type", "job", "node", "wall", "mono", "generation", "heard"}
 NAMES = """
 agent-started became-leader checkpoint-stored generation-over hang job-ended joined leader-found
 lease-lost leaving node-joined node-leaving node-lost note progress restart-decided signal-received
-standby-started states-differed straggler training waiting weights-hashed worker-exited
+standby-started states-differed step-skipped straggler training waiting weights-hashed worker-exited
 worker-failed worker-killed workers-started workers-stopped world-changing world-formed zygote-ready
 zygote-unavailable
 """

@@ -49,6 +49,11 @@ def test_an_event_is_a_sentence():
             "stored the checkpoint of step 40: 5.0 MB in 250 ms",
         ),
         (events.WeightsHashed(0, 40, "3f2a"), "weights sha256 3f2a at step 40"),
+        (
+            events.StepSkipped(1, 20, "the loss is a spike", 2.5, "inf", 12.34, False, "skip"),
+            "rank 1: step 20 is bad: the loss is a spike "
+            "(norm 2.5, loss inf, 12.3 deviations above the median); action: skip",
+        ),
         (events.Training(2, 8, 0), "rank 2 trains from step 8"),
         (
             events.Training(2, 8, 99, 0.25, 0.5),

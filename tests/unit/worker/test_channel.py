@@ -133,6 +133,18 @@ ALL = [
     orders.Returned(),
     orders.Stored(7, 0.5, 1000),
     orders.Hashed(7, "00ff", final=True),
+    orders.BadStep(
+        7,
+        1,
+        "bad",
+        "nan",
+        0.5,
+        0.0,
+        True,
+        "skip",
+        [orders.UsedSamples(0, 2, (0, 4), [(1, 3)])],
+        [2],
+    ),
     orders.Pong(waiting=True, aborted=True),
 ]
 

@@ -1,15 +1,21 @@
 """Milestones: whoever achieves something says so, and whoever listens hears it."""
 
+import json
+import math
 import os
+from dataclasses import asdict, replace
 from unittest.mock import create_autospec
 
 import pytest
+import torch
 from torch import nn
 
 from tests.unit.checkpoint.conftest import state
 from torchelastic import TorchState
 from torchelastic.checkpoint import CheckpointStore, manager, saving
 from torchelastic.data import BatchPolicy, ElasticSampler
+from torchelastic.data.progress import Handed
+from torchelastic.training.step_guard import BadStep
 from torchelastic.worker import orders, status_page
 from torchelastic.worker_counters import milestones
 
@@ -86,6 +92,41 @@ def test_end_of_a_kept_training_is_its_programs(heard, monkeypatch):
     assert made.restore() == 0
     milestones.ended()
     assert orders.from_json(heard[-1]) == orders.Hashed(0, made.digest(), final=True)
+
+
+def test_bad_step_is_reported_in_portions(heard, monkeypatch):
+    monkeypatch.setattr(milestones, "SAMPLES_LIMIT", 4)
+    handed = [
+        Handed(epoch=0, rank=1, size=2, span=(8, 18), ids=tuple(torch.arange(5))),
+        Handed(epoch=1, rank=1, size=2, span=(0, 2), ids=((3, 1),)),
+    ]
+    bad = BadStep(
+        step=7,
+        rank=1,
+        reason="the gradient is not finite",
+        norm=math.nan,
+        loss=None,
+        deviation=0.0,
+        is_origin=True,
+        samples=tuple(handed),
+    )
+    milestones.step_was_bad(**asdict(bad), action="skip")
+    told = [orders.from_json(json.loads(json.dumps(one))) for one in heard]
+    used = [orders.UsedSamples(0, 2, (8, 18), [0, 1, 2, 3]), orders.UsedSamples(0, 2, (8, 18), [4])]
+    used.append(orders.UsedSamples(1, 2, (0, 2), [(3, 1)]))
+    assert [one.samples for one in told] == [[one] for one in used]
+    assert replace(told[0], samples=[]) == orders.BadStep(
+        7,
+        1,
+        bad.reason,
+        "nan",
+        None,
+        0.0,
+        is_origin=True,
+        action="skip",
+        samples=[],
+        micro_batches=[],
+    )
 
 
 def test_samples_count_when_they_are_committed():

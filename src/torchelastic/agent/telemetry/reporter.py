@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -385,6 +386,9 @@ class Reporter:
         if isinstance(seen, events.WeightsHashed) and seen.final:
             logger.info(words.weights(seen))
         self._log.emit(seen, generation=generation)
+
+    def bad_step(self, generation: int, bad: orders.BadStep) -> None:
+        self._log.emit(events.StepSkipped(**asdict(bad)), generation=generation)
 
     def hang(self, generation: int, hang: events.Hang) -> None:
         # Where no rank waits, as when a timer expires, the line about the killed rank is enough.

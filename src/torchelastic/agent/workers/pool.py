@@ -353,6 +353,8 @@ class WorkerPool:
                 self._sampling.stored(*record.place, stored)
             case orders.Hashed() as hashed:
                 self._sampling.hashed(*record.place, hashed)
+            case orders.BadStep() as bad:
+                self._reporter.bad_step(record.generation, bad)
             case orders.Up() as up:
                 record.step, record.trains_in = up.step, up.generation
                 self._reporter.training(record.rank, up)
