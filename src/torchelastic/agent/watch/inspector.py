@@ -21,11 +21,11 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchelastic.agent.watch.stack_reader import NOTHING, Stacks
 from torchelastic.errors import WireError
@@ -34,6 +34,7 @@ from torchelastic.rendezvous.membership.backend import RendezvousBackend
 from torchelastic.rendezvous.world import World, WorldNode
 from torchelastic.side_tasks import TaskSet
 from torchelastic.transport import frames
+from torchelastic.transport.codec import Codec
 from torchelastic.transport.connect import Endpoint, connect_once
 from torchelastic.transport.frames import Message, by_kind
 from torchelastic.transport.link import Link
@@ -97,7 +98,11 @@ class WorldActivity:
     generation: int = -1
     activities: tuple[RankActivity, ...] = ()
     #: Names of the nodes that did not answer, and the number of unnamed ones.
-    unheard: tuple[str, ...] = field(default=())
+    unheard: tuple[str, ...] = ()
+
+
+#: What agents tell each other of ranks, and `torchelastic stacks` of all of them.
+ACTIVITY: Codec[Any] = Codec(RankActivity, WorldActivity)
 
 
 class Inspector:
@@ -207,7 +212,7 @@ class Inspector:
         """Return what the ranks of another node are doing."""
         async with turn:
             _, lines = await self._ask(item.peer, Which(generation))
-            return [RankActivity.from_json(json.loads(line)) for line in lines.splitlines()]
+            return [_parsed(RankActivity, line) for line in lines.splitlines()]
 
     async def _ask(self, peer: str, question: Message) -> tuple[Message, bytes]:
         """Return the answer, and the bytes that follow it."""
@@ -264,11 +269,20 @@ class Inspector:
 
 def lines_of(activities: Iterable[RankActivity]) -> bytes:
     """One JSON line each; without stacks if that would be too long."""
-    lines = [json.dumps(doing.to_json()).encode() for doing in activities]
+    lines = [json.dumps(ACTIVITY.to_json(doing)).encode() for doing in activities]
     if sum(map(len, lines)) > ANSWER_BYTES:
         short = [replace(doing, stack="omitted: too long") for doing in activities]
-        lines = [json.dumps(doing.to_json()).encode() for doing in short]
+        lines = [json.dumps(ACTIVITY.to_json(doing)).encode() for doing in short]
     return b"\n".join(lines)
+
+
+def _parsed(kind: type[T], line: bytes) -> T:
+    """Parse a line of `ACTIVITY`; `ValueError` for anything else."""
+    data = json.loads(line)
+    found = ACTIVITY.from_json(data) if isinstance(data, dict) else None
+    if not isinstance(found, kind):
+        raise ValueError(f"The line is no {kind.__name__}.")
+    return found
 
 
 def _refuse_more(payload: bytes) -> None:
@@ -294,30 +308,6 @@ def _outcome(task: asyncio.Task[T]) -> T | None:
         logger.debug("cannot tell what %s is doing: %r", task.get_name(), error)
         return None
     return task.result()
-
-
-def to_json(found: WorldActivity) -> dict[str, object]:
-    """Return it as JSON for another process."""
-    return {
-        "generation": found.generation,
-        "activities": [doing.to_json() for doing in found.activities],
-        "unheard": list(found.unheard),
-    }
-
-
-def from_json(data: dict[str, object]) -> WorldActivity:
-    """Raises `ValueError` if it is invalid."""
-    activities, unheard, generation = (
-        data.get("activities"),
-        data.get("unheard"),
-        data.get("generation"),
-    )
-    if not isinstance(activities, Sequence) or not isinstance(unheard, Sequence):
-        raise ValueError("The answer has no list of ranks.")
-    if not isinstance(generation, int):
-        raise ValueError("The answer has no generation.")
-    found = tuple(RankActivity.from_json(one) for one in activities)
-    return WorldActivity(generation, found, tuple(str(name) for name in unheard))
 
 
 # --- the query socket ----------------------------------------------------------------------------
@@ -378,7 +368,7 @@ class QuerySocket:
         asked = await asyncio.wait_for(reader.readline(), _QUERY_TIMEOUT)
         if asked == STACKS:
             found = await self._inspector.everywhere()
-            writer.write(json.dumps(to_json(found)).encode() + b"\n")
+            writer.write(json.dumps(ACTIVITY.to_json(found)).encode() + b"\n")
             await asyncio.wait_for(writer.drain(), _QUERY_TIMEOUT)
 
 
@@ -421,6 +411,6 @@ def ask(directory: Path) -> WorldActivity:
         with end.makefile("rb") as answer:
             line = answer.readline(MOST_BYTES)
     try:
-        return from_json(json.loads(line))
+        return _parsed(WorldActivity, line)
     except ValueError as error:
         raise OSError(f"cannot parse its answer: {error}") from None

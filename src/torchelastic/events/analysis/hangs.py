@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import takewhile
 from posixpath import basename
 from typing import Any, NamedTuple
@@ -88,30 +88,6 @@ class RankActivity:
             "entered": of_all[0] if of_all else -1,
             "waited": self.waits is not None,
         }
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> RankActivity:
-        """Raises `ValueError` for invalid data."""
-        try:
-            return cls(
-                rank=int(data["rank"]),
-                node=str(data["node"]),
-                step=None if data["step"] is None else int(data["step"]),
-                waits=None if data["waits"] is None else _collective(data["waits"]),
-                launched=tuple(_collective(one) for one in data["launched"]),
-                frozen=bool(data["frozen"]),
-                stack=str(data["stack"]),
-            )
-        except (KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(f"Invalid activity of a rank: {error!r}.") from None
-
-
-def _collective(data: Sequence[Any]) -> Collective:
-    name, number, group = data
-    return Collective(str(name), int(number), str(group))
 
 
 class HangDiagnosis(NamedTuple):

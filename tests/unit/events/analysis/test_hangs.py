@@ -1,7 +1,6 @@
 """Who is missing from the collective that the others wait in."""
 
 import json
-import math
 from dataclasses import replace
 
 import pytest
@@ -311,13 +310,3 @@ def test_a_stack_that_is_not_there_is_empty():
     rows = [{"rank": 0, "stack": place} for place in (None, -1, 7, "0")]
     event = events.Hang(text="", missing=[], ranks=rows, stacks=["x"])
     assert [row["stack"] for row in hangs.part(event)["ranks"]] == [""] * 4
-
-
-def test_rank_activity_round_trips_and_junk_is_refused():
-    for one in (waiting(0), working(1, frozen=True), shown(2, "barrier")):
-        assert RankActivity.from_json(json.loads(json.dumps(one.to_json()))) == one
-    good = working(0).to_json()
-    junk = {"waits": [1]}, {"rank": math.inf}, {"step": math.nan}
-    for told in ({}, {"rank": "x"}, *(good | bad for bad in junk)):
-        with pytest.raises(ValueError, match=r"."):
-            RankActivity.from_json(told)
