@@ -75,7 +75,7 @@ def aws_spot_action(body: bytes, now: datetime) -> Notice | None:
     """`/latest/meta-data/spot/instance-action`."""
     answer = _object(body)
     action, time = _text(answer, "action"), _text(answer, "time")
-    seconds = _until(_iso(time), now, AWS_NOTICE)
+    seconds = _until(datetime.fromisoformat(time.replace("Z", "+00:00")), now, AWS_NOTICE)
     return Notice(f"AWS will {action} this spot instance at {time}", seconds)
 
 
@@ -188,7 +188,7 @@ def azure_events(body: bytes, machine: str, now: datetime) -> Notice | None:
         if not isinstance(start, str):
             raise ValueError("NotBefore is not a time")
         longest = AZURE_NOTICES[kind]
-        seconds = _until(_rfc1123(start), now, longest) if start else SHORTEST
+        seconds = _until(parsedate_to_datetime(start), now, longest) if start else SHORTEST
         return Notice(f"Azure: {kind} of {machine}", seconds)
     return None
 
@@ -353,17 +353,9 @@ class NoticeFile:
 
 
 def _until(time: datetime, now: datetime, longest: float) -> float:
+    """Return the seconds until a time, which is UTC if it names no zone."""
+    time = time if time.tzinfo else time.replace(tzinfo=timezone.utc)
     return min(max((time - now).total_seconds(), SHORTEST), longest)
-
-
-def _iso(text: str) -> datetime:
-    time = datetime.fromisoformat(text.replace("Z", "+00:00"))
-    return time if time.tzinfo else time.replace(tzinfo=timezone.utc)
-
-
-def _rfc1123(text: str) -> datetime:
-    time = parsedate_to_datetime(text)
-    return time if time.tzinfo else time.replace(tzinfo=timezone.utc)
 
 
 def _object(body: bytes) -> Mapping[str, Any]:

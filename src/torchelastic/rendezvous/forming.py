@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from torchelastic.errors import EXIT_NOT_ENOUGH_NODES
@@ -186,22 +186,18 @@ def newcomers_to(rules: RoundRules, state: RoundState) -> list[str]:
     world = state.world
     if world is None or world.phase != "running":
         return []
-    if not any(_may_bring_more(world, present.member) for present in state.members.values()):
+    members = (present.member for present in state.members.values())
+    if not any(_brings_more(world, one.node, one.standing) for one in members):
         return []  # the usual case, checked at every report of thousands
     chosen = choose(rules, in_order(candidates(rules, state), world), state)
     if workers(chosen) <= world.size:
         return []
-    return [offer.node for offer in chosen if _brings_more(world, offer)]
+    return [offer.node for offer in chosen if _brings_more(world, offer.node, offer.ranks)]
 
 
-def _may_bring_more(world: World, member: Member) -> bool:
-    found = world.find(member.node)
-    return found is None or len(member.standing) > found.nproc
-
-
-def _brings_more(world: World, offer: Offer) -> bool:
-    found = world.find(offer.node)
-    return found is None or found.nproc < len(offer.ranks)
+def _brings_more(world: World, node: str, ranks: Sequence[int]) -> bool:
+    found = world.find(node)
+    return found is None or found.nproc < len(ranks)
 
 
 def _start_reason(last: World) -> str:

@@ -16,7 +16,6 @@ import select
 import sys
 import threading
 from collections import deque
-from typing import Protocol
 
 from torchelastic.agent.output.output_stream import NonblockingWriter
 from torchelastic.agent.output.terminal_text import one_line, plain
@@ -175,17 +174,6 @@ def show(text: str) -> None:
 TICK = 1.0
 
 
-class Screen(Protocol):
-    """The part of `Console` used here."""
-
-    @property
-    def is_terminal(self) -> bool: ...
-
-    def redraw(self, text: str) -> None:
-        """Replace the drawn line; remove it if this is empty."""
-        ...
-
-
 def sentence(what: str, left: float | None) -> str:
     """`waiting for nodes: 1 of at least 4 joined; missing: node3; for 4 min 53 s more`."""
     if left is None:
@@ -196,7 +184,7 @@ def sentence(what: str, left: float | None) -> str:
 class WaitingLine:
     """Counts down by this machine's clock."""
 
-    def __init__(self, screen: Screen, clock: Clock) -> None:
+    def __init__(self, screen: Console, clock: Clock) -> None:
         self._screen = screen
         self._clock = clock
         self._what = ""
