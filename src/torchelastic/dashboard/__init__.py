@@ -2,6 +2,6 @@
 
 access        who may see the page, pure
 responses     the response to each request; the page itself, from `static/`
-job_state     the state of the job for the page, made once for all viewers
+job_state     the state of the job for the page (`events.analysis.view`), once for all viewers
 page_server   listens at an address and serves the page
 """
