@@ -82,7 +82,9 @@ PURE = {
         "data/": "shares verdict",
         "doctor/": "finding",
         "events/": "merge record timeline words",
-        "events/analysis/": ("goodput hangs ranks recoveries series stragglers trace_export view"),
+        "events/analysis/": (
+            "bad_steps goodput hangs ranks recoveries series stragglers trace_export view"
+        ),
         "metrics/": "job_metrics",
         "ray/": "placement_plan",
         "rendezvous/": (

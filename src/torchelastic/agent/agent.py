@@ -39,9 +39,11 @@ from torchelastic.agent.lifecycle.script import ScriptState
 from torchelastic.agent.node_loop import NodeLoop
 from torchelastic.agent.output import log_files
 from torchelastic.agent.spawn.helper_processes import HelperRestarts, ProcessFactory
+from torchelastic.agent.telemetry.bad_step_watch import BadStepWatch
 from torchelastic.agent.telemetry.collector import CollectedLog, LogCollector
 from torchelastic.agent.telemetry.dashboard_process import DashboardProcess
 from torchelastic.agent.telemetry.http_endpoints import HealthServer, MetricsServer
+from torchelastic.agent.telemetry.job_events import JobEvents
 from torchelastic.agent.telemetry.progress_sampler import ProgressSampler
 from torchelastic.agent.telemetry.reporter import Reporter
 from torchelastic.agent.telemetry.shipper import LogShipper
@@ -186,7 +188,7 @@ class Agent(NodeLoop):
         self._open_workers(registry_dir)
         self._open_session(MemberSession, on_child=self.factory.pids.add)
         self._open_watchdogs(registry_dir)
-        self.stragglers = self._open_straggler_watch()
+        self._open_watches_of_job()
         self._health = HealthServer.wanted(config, self.node, lambda: self.state)
         self.reporter.started(self._command, os.getpid())
         if self.file.resumed is not None:
@@ -306,17 +308,25 @@ class Agent(NodeLoop):
             self.reporter.say,
         )
 
-    def _open_straggler_watch(self) -> StragglerWatch | None:
+    def _open_watches_of_job(self) -> None:
+        """Watch the whole job, wherever its events are known."""
+        job_events = JobEvents()
+        self.stragglers = self._straggler_watch()
+        if self.stragglers is not None:
+            job_events.listen(self.stragglers.take)
+        self.bad_steps = BadStepWatch(partial(logger.warning, "%s"), self.clock)
+        job_events.listen(self.bad_steps.take)
+        if self.config.max_nodes > 1:
+            self._collector.listen(job_events.take_lines)
+        else:
+            job_events.follow(self._events)
+
+    def _straggler_watch(self) -> StragglerWatch | None:
         config = self.config
         if not config.straggler_threshold:
             return None
         replace = self.session.replace_slow if config.replace_stragglers else None
-        watch = StragglerWatch(config.straggler_threshold, self.reporter.stragglers, replace)
-        if config.max_nodes > 1:
-            self._collector.listen(watch.take_lines)
-        else:
-            watch.follow(self._events)
-        return watch
+        return StragglerWatch(config.straggler_threshold, self.reporter.stragglers, replace)
 
     def _start_tasks(self) -> None:
         """Start the tasks that run until the agent ends."""
@@ -409,6 +419,7 @@ class Agent(NodeLoop):
             with observing("Reporting the new world"):
                 self.sampling.turn_to(world.generation, world.count)
                 self.shipper.turn_to(world.count, world.host)
+                self.bad_steps.turn_to(world.count)
                 if self.stragglers is not None:
                     self.stragglers.turn_to(world.generation, world.size)
 
@@ -591,6 +602,8 @@ class Agent(NodeLoop):
         if closed:
             self._note_end(state.exitcode or 0)
         self._sum_up_stragglers(before=state.generation + 1)
+        with observing("Reporting bad steps"):
+            self.bad_steps.say()
         self.reporter.ended(state.exitcode, state.reason, state.world)
         with observing("Shipping the last events"):
             await self.shipper.last_words(LAST_EVENTS_TIMEOUT)
@@ -600,6 +613,7 @@ class Agent(NodeLoop):
         self.file.discard() if closed else self.file.close()
         with observing("Writing the last events"):
             await self._collector.close()
+            self.bad_steps.say()
         await self.reporter.sum_up(
             self._events.path.with_name(COLLECTED_FILE), leads=self.shipper.leads
         )

@@ -32,6 +32,7 @@ COMMANDS = {
     "events": "print the events of a job",
     "logs": "print the output of a job's workers",
     "stacks": "print the current stack of each rank",
+    "skipped": "print the samples of steps with bad numbers",
     "trace": "export a job as a trace for Perfetto",
     "doctor": "check this machine and a launch before a long run",
     "submit slurm": "submit a job to Slurm",

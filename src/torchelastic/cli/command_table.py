@@ -230,6 +230,11 @@ STACKS = _about_a_job(
     ),
     _JSON,
 )
+SKIPPED = _about_a_job(
+    "skipped",
+    "Print the samples of the steps that a job skipped because of bad numbers, as JSON lines: "
+    "id, epoch, step, rank, and whether the rank's own numbers were bad.",
+)
 TRACE = _about_a_job(
     "trace",
     "Export a job as a trace: one track per rank, with generations, steps and recoveries. Open "
@@ -527,6 +532,7 @@ BY_NAME = {
         EVENTS,
         LOGS,
         STACKS,
+        SKIPPED,
         TRACE,
         DOCTOR,
         SUBMIT_SLURM,

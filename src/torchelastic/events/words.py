@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchelastic.events import types as events
+from torchelastic.events.analysis.bad_steps import BadStepView, ids_of
 from torchelastic.events.analysis.goodput import OVERDUE_AFTER, PARTS, Goodput
 from torchelastic.events.analysis.recoveries import Recovery
 from torchelastic.events.analysis.view import JobView
@@ -172,14 +173,66 @@ def weights(seen: events.WeightsHashed) -> str:
     return f"weights sha256 {seen.sha256} at step {seen.step}"
 
 
-def numbers(bad: events.StepSkipped) -> str:
+def bad_step(bad: BadStepView) -> str:
+    """`step 20 is skipped: the gradient is not finite (norm nan, loss nan) on rank 1, samples 3, 7`
+
+    With a fixed batch `on rank 1 (micro-batch 5)`."""
+    numbers = _numbers(bad.norm, bad.loss, bad.deviation)
+    what = f"{_DONE[bad.action].format(bad.step)}: {bad.reason} ({numbers})"
+    undone = "; undone since" if bad.undone else ""
+    if not bad.origins:
+        return f"{what} on all ranks together, {counted(bad.samples, 'sample')}{undone}"
+    ranks = [f"rank {one.rank}{_parts(one.micro_batches)}" for one in bad.origins]
+    more = bad.ranks - len(ranks)
+    whose = ", ".join(ranks) + (f" and {more} more" if more > 0 else "")
+    if len(bad.origins) > 1:
+        return f"{what} on {whose}, {counted(bad.samples, 'sample')}{undone}"
+    (one,) = bad.origins
+    return f"{what} on {whose}, {_samples(one.ids, one.samples)}{undone}"
+
+
+def bad_steps(seen: JobView) -> str:
+    """`1 bad step: step 20 is skipped: …`, `3 bad steps, the last: step 20 is skipped: …`."""
+    if not seen.bad_steps:
+        return ""
+    last = ", the last" if seen.bad_steps_total > 1 else ""
+    return f"{counted(seen.bad_steps_total, 'bad step')}{last}: {bad_step(seen.bad_steps[-1])}"
+
+
+#: What is done about a bad step.
+_DONE = {
+    "skip": "step {} is skipped",
+    "retry": "step {} is repeated",
+    "rewind": "training goes back behind step {}",
+    "stop": "training stops at step {}",
+}
+
+
+def _numbers(norm: float | str, loss: float | str | None, deviation: float) -> str:
     """`norm nan, loss 6.31`, of a spike with its size."""
-    parts = [f"norm {_exact(bad.norm)}"]
-    if bad.loss is not None:
-        parts.append(f"loss {_exact(bad.loss)}")
-    if bad.deviation:
-        parts.append(f"{bad.deviation:.1f} deviations above the median")
+    parts = [f"norm {_exact(norm)}"]
+    if loss is not None:
+        parts.append(f"loss {_exact(loss)}")
+    if deviation:
+        parts.append(f"{deviation:.1f} deviations above the median")
     return ", ".join(parts)
+
+
+def _parts(micro_batches: Sequence[int]) -> str:
+    """` (micro-batches 3, 5)`."""
+    if not micro_batches:
+        return ""
+    noun = "micro-batch" if len(micro_batches) == 1 else "micro-batches"
+    return f" ({noun} {listed(micro_batches)})"
+
+
+def _samples(ids: Sequence[Any], number: int) -> str:
+    """`samples 3, 7 and 9 more`; of a stream `samples 0:3, 0:4`, the shard first."""
+    if not ids:
+        return counted(number, "sample")
+    shown = [":".join(map(str, one)) if isinstance(one, list | tuple) else one for one in ids]
+    more = f" and {number - _NAMES_LIMIT} more" if number > _NAMES_LIMIT else ""
+    return f"samples {', '.join(map(str, shown[:_NAMES_LIMIT]))}{more}"
 
 
 def _exact(value: float | str) -> str:
@@ -292,9 +345,12 @@ def _progress(event: events.Progress) -> str:
 
 
 def _skipped(event: events.StepSkipped) -> str:
-    whose = " (of its own numbers)" if event.is_origin else ""
-    what = f"rank {event.rank}: step {event.step} is bad{whose}: {event.reason}"
-    return f"{what} ({numbers(event)}); action: {event.action}"
+    numbers = _numbers(event.norm, event.loss, event.deviation)
+    whose = " on this rank" if event.is_origin else ""
+    what = f"{event.reason} ({numbers}){whose}{_parts(event.micro_batches)}"
+    ids = ids_of(event)
+    samples = f", {_samples(ids, len(ids))}" if ids else ""
+    return f"rank {event.rank}, step {event.step}, {event.action}: {what}{samples}"
 
 
 def _training(event: events.Training) -> str:

@@ -8,6 +8,8 @@ import pytest
 
 from tests.unit.agent.cast import in_loop
 from tests.unit.events.stories import Story, failure
+from torchelastic.agent.telemetry.bad_step_watch import BadStepWatch
+from torchelastic.agent.telemetry.job_events import JobEvents
 from torchelastic.agent.telemetry.reporter import Reporter
 from torchelastic.agent.telemetry.straggler_watch import StragglerWatch
 from torchelastic.clock import FakeClock
@@ -15,7 +17,7 @@ from torchelastic.config import LaunchConfig
 from torchelastic.events import types as events
 from torchelastic.events.log import COLLECTED_FILE, EventLog, read_files
 from torchelastic.events.record import Record
-from torchelastic.events.types import Event, Joined, Note, Progress, Straggler
+from torchelastic.events.types import Event, Joined, Note, Progress, StepSkipped, Straggler
 from torchelastic.rendezvous import held_out
 from torchelastic.rendezvous.restart_policy import RestartHistory
 from torchelastic.rendezvous.world import World
@@ -266,13 +268,20 @@ def watch(reported, wished):
     return made
 
 
+def listening(watch: StragglerWatch) -> JobEvents:
+    job_events = JobEvents()
+    job_events.listen(watch.take)
+    return job_events
+
+
 def hear(watch: StragglerWatch, looks: int, generation: int = 3) -> None:
-    watch.take_lines(line(Joined("node-a", "", True), "a") + line(Joined("node-b", "", False), "b"))
+    heard = listening(watch)
+    heard.take_lines(line(Joined("node-a", "", True), "a") + line(Joined("node-b", "", False), "b"))
     for look in range(1, looks + 1):
-        watch.take_lines(
+        heard.take_lines(
             line(Note("nothing"), "a") + line(progress(0, look, 0.125), "a", generation)
         )
-        watch.take_lines(line(progress(1, look, 0.5), "b", generation))
+        heard.take_lines(line(progress(1, look, 0.5), "b", generation))
 
 
 def test_a_straggler_is_reported_by_the_name_of_its_node(watch, reported, wished):
@@ -286,9 +295,9 @@ def test_a_straggler_is_reported_by_the_name_of_its_node(watch, reported, wished
 def test_a_node_that_keeps_up_again_is_wished_away_no_more(watch, wished):
     hear(watch, 5)
     for look in range(6, 10):
-        watch.take_lines(line(progress(0, look, 0.125), "a", 3))
+        listening(watch).take_lines(line(progress(0, look, 0.125), "a", 3))
         well = Progress([1], [10 * look], [10.0 * look], own=[25.0 + 1.25 * (look - 5)])
-        watch.take_lines(line(well, "b", 3))
+        listening(watch).take_lines(line(well, "b", 3))
     assert wished == [(3, {"b"}), (3, set())]
 
 
@@ -312,7 +321,7 @@ def test_cost_of_straggler_is_reported_at_end_of_generation(watch, reported, wis
 @in_loop
 async def test_of_a_job_of_one_node_its_own_log_is_followed(tmp_path, watch, reported):
     log = EventLog(tmp_path / "events.jsonl", job="j", node="a", clock=FakeClock())
-    watch.follow(log)
+    listening(watch).follow(log)
     log.emit(Joined("node-a", "", True))
     for look in range(1, 6):
         own = [1.25 * look, 5.0 * look]
@@ -322,6 +331,27 @@ async def test_of_a_job_of_one_node_its_own_log_is_followed(tmp_path, watch, rep
     await asyncio.sleep(0)
     log.close()
     assert [(one.rank, one.name) for _, one in reported] == [(1, "node-a")]
+
+
+@in_loop
+async def test_bad_step_is_logged_once_with_the_reports_of_all_ranks(said):
+    watch = BadStepWatch(logging.getLogger("torchelastic").warning, FakeClock())
+    heard = JobEvents()
+    heard.listen(watch.take)
+    for rank, node in ((0, "a"), (1, "b")):
+        samples = [{"epoch": 0, "ids": [rank], "size": 2, "span": [0, 2]}]
+        bad = StepSkipped(rank, 20, "bad", "nan", None, 0.0, rank == 1, "skip", samples)
+        heard.take_lines(line(bad, node, 3))
+    await asyncio.sleep(0)
+    watch.say()
+    heard.take_lines(line(bad, "b", 3))
+    heard.take_lines(line(replace(bad, step=21), "b", 3))
+    watch.say()
+    end = "is skipped: bad (norm nan) on rank 1, samples 1"
+    assert said == [
+        f"step 20 {end}; `torchelastic skipped` prints the samples of all ranks",
+        f"step 21 {end}",
+    ]
 
 
 def test_of_a_slow_node_with_many_workers_one_is_told_to_people(tmp_path, said):

@@ -165,8 +165,8 @@ def test_version(capsys):
 
 
 XYZ = (
-    "Unknown command 'xyz': write run, status, top, dashboard, events, logs, stacks, trace, "
-    "doctor, submit, scale, delete, operator or rendezvous."
+    "Unknown command 'xyz': write run, status, top, dashboard, events, logs, stacks, skipped, "
+    "trace, doctor, submit, scale, delete, operator or rendezvous."
 )
 
 

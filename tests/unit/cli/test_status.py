@@ -216,6 +216,23 @@ def test_progress_of_a_job_is_shown(show):
     assert told in show("job")
 
 
+def test_bad_steps_are_shown_with_rank_loss_norm_and_samples(show, capsys):
+    agent = Agent("job").world(0, "node-a")
+    for step, action in ((5, "retry"), (5, "skip")):
+        samples = [{"epoch": 0, "ids": [4, 9], "size": 2, "span": [8, 12]}]
+        bad = events.StepSkipped(1, step, "bad", "inf", "nan", 0.0, True, action, samples)
+        agent.tell(bad, 0)
+    agent.log.close()
+    said = show("job")
+    numbers = "bad (norm inf, loss nan) on rank 1, samples 4, 9"
+    assert f"  2 bad steps, the last: step 5 is skipped: {numbers}\n" in said
+    assert f"  step 5 is repeated: {numbers}\n" in said
+    assert main(["skipped", "job"]) == EXIT_OK
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
+        {"id": sample, "epoch": 0, "step": 5, "rank": 1, "origin": True} for sample in (4, 9)
+    ]
+
+
 def test_fixed_batch_shows_shares_and_the_hash_of_the_weights(show):
     agent = Agent("job").world(0, "node-a")
     agent.tell(events.Progress([0, 1], [5, 5], [0.0, 0.0], shares=[6, 2]), 0)

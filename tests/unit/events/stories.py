@@ -103,6 +103,15 @@ _EVENTS = st.one_of(
         _STALLS,
         before=st.sampled_from([None, -1, 0, 7]),
     ),
+    st.builds(
+        events.StepSkipped,
+        st.integers(0, 1),
+        _STEPS,
+        *map(st.just, ("bad", "nan", None, 0.0)),
+        st.booleans(),
+        st.sampled_from(["skip", "retry", "rewind", "stop"]),
+        st.just([{"epoch": 0, "ids": [1, 2], "size": 2, "span": [0, 4]}]),
+    ),
     st.just(events.JobEnded(0, "")),
     st.just(events.Note("")),
 )

@@ -1,23 +1,16 @@
 """The straggler watch: reads the events of all nodes, reports stragglers and has them replaced.
 
-Every agent has one; it gets events on the leader, which collects those of all nodes (`collector`),
-or in a job of one node. `events.analysis.stragglers` decides which rank is slow.
+Every agent has one; it gets events where those of the whole job are (`job_events`).
+`events.analysis.stragglers` decides which rank is slow.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence, Set
 
-from torchelastic.best_effort import observing
 from torchelastic.events.analysis.stragglers import StragglerReport, Stragglers
-from torchelastic.events.log import EventLog
 from torchelastic.events.record import Record
 from torchelastic.events.types import Joined, Progress, Straggler
-
-#: Relevant lines have one of these types near their beginning, after the version.
-_BEGINNING = 48
-_TYPES = tuple(f'"type":"{event.type}"'.encode() for event in (Progress, Joined))
 
 
 class StragglerWatch:
@@ -47,27 +40,8 @@ class StragglerWatch:
         if generation < before:
             self._tell(generation, self._stragglers.sum_up())
 
-    def follow(self, log: EventLog) -> None:
-        """Follow the log of the only node."""
-        loop = asyncio.get_running_loop()
-
-        def take(record: Record) -> None:
-            with observing("Looking for stragglers"):
-                self._take(record)
-
-        def later(record: Record) -> None:
-            loop.call_soon(take, record)  # so that the report follows it in the log
-
-        log.listen(later)
-
-    def take_lines(self, lines: bytes) -> None:
-        """Take lines of a node's log, as the leader collects them."""
-        for line in lines.splitlines():
-            beginning = line[:_BEGINNING]
-            if any(kind in beginning for kind in _TYPES) and (record := Record.parse(line)):
-                self._take(record)
-
-    def _take(self, record: Record) -> None:
+    def take(self, record: Record) -> None:
+        """Take one more event of the job (`job_events`)."""
         match record.event:
             case Joined(name=name):
                 self._names[record.node] = name

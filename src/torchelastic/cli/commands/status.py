@@ -28,9 +28,10 @@ _NODES_SHOWN = 8
 _NODES_IN_DETAILS = 100
 #: Maximum number of ended jobs in the overview.
 _RECENT_SHOWN = 10
-#: Maximum number of lines of history, of recoveries and of stragglers in the details.
+#: Maximum number of lines of history, of recoveries, bad steps and stragglers in the details.
 _HISTORY_SHOWN = 15
 _RECOVERIES_SHOWN = 5
+_BAD_STEPS_SHOWN = 5
 _STRAGGLERS_SHOWN = 8
 
 
@@ -123,6 +124,8 @@ def details(entry: JobEntry, seen: JobView, now: float) -> str:
     lines += ["", "  nodes", *_nodes(entry, seen, most=_NODES_IN_DETAILS)]
     if seen.recoveries:
         lines += ["", *_recoveries(seen, over=not entry.alive)]
+    if len(seen.bad_steps) > 1:
+        lines += ["", *_bad_steps(seen)]
     if seen.history:
         lines += ["", "  what happened", *_history(seen.history[-_HISTORY_SHOWN:])]
     return "\n".join([*lines, *_causes(seen)])
@@ -184,12 +187,14 @@ def _pace_line(seen: JobView, now: float | None) -> list[str]:
 
 def _progress_lines(seen: JobView, now: float | None) -> list[str]:
     """Describe what the script reports, the samples, the last checkpoint; with a fixed batch, the
-    shares and the hash of the weights."""
+    shares and the hash of the weights; the last step with bad numbers."""
     samples = f"{seen.samples:,} samples" if seen.samples is not None else ""
     parts = (words.reported(seen), samples, words.checkpoint(seen, now))
     lines = _wrapped("; ".join(filter(None, parts)), "  ", "    ")
     lines += _wrapped(words.shares(seen), "  ", "    ")
-    return [*lines, f"  {words.weights(seen.weights)}"] if seen.weights is not None else lines
+    if seen.weights is not None:
+        lines.append(f"  {words.weights(seen.weights)}")
+    return lines + _wrapped(words.bad_steps(seen), "  ", "    ")
 
 
 def _goodput(seen: JobView) -> list[str]:
@@ -231,6 +236,17 @@ def _recoveries(seen: JobView, *, over: bool) -> list[str]:
         text = f"generation {recovery.generation}, {recovery.kind}: {cost}"
         lines += _wrapped(text, head, margin)
         lines += _wrapped(f"cause: {words.cause(recovery)}", margin, margin)
+    return lines
+
+
+def _bad_steps(seen: JobView) -> list[str]:
+    shown = seen.bad_steps[-_BAD_STEPS_SHOWN:]
+    lines = ["  bad steps"]
+    if len(shown) < seen.bad_steps_total:
+        lines = [f"  bad steps, the last {len(shown)} of {seen.bad_steps_total}"]
+    for bad in shown:
+        head = f"    {_clock_time(bad.wall)}  "
+        lines += _wrapped(words.bad_step(bad), head, " " * len(head))
     return lines
 
 

@@ -37,6 +37,7 @@ _COLOURS: dict[Part, str] = {
     "rendezvous": "magenta",
     "restore": "cyan",
     "redone": "red",
+    "skipped": "bright_red",
     "checkpoint": "yellow",
     "data": "bright_yellow",
     "waiting": "bright_black",
@@ -99,12 +100,13 @@ def _head(seen: JobView, now: float) -> Text:
 
 def _achieved(seen: JobView, now: float) -> list[Text]:
     """Show what the script reports, the samples and the last checkpoint; with a fixed batch, the
-    shares and the hash of the weights."""
+    shares and the hash of the weights; the last step with bad numbers."""
     samples = f"{seen.samples:,} samples" if seen.samples is not None else ""
     stored = words.checkpoint(seen, now if seen.ended is None else None)
     line = "  ".join(filter(None, (words.reported(seen), samples, stored)))
     hashed = words.weights(seen.weights) if seen.weights is not None else ""
-    return [_text(one) for one in (line, words.shares(seen), hashed) if one]
+    shown = [_text(one) for one in (line, words.shares(seen), hashed) if one]
+    return [*shown, *(_text(one, "yellow") for one in [words.bad_steps(seen)] if one)]
 
 
 def _bar(goodput: Goodput) -> Text:

@@ -9,6 +9,7 @@ export const PARTS = {
   rendezvous: "rendezvous",
   restore: "restoring state",
   redone: "redone steps",
+  skipped: "bad steps",
   checkpoint: "saving state",
   data: "data stalls",
   waiting: "waiting for nodes",

@@ -6,6 +6,7 @@ ranks             step, rate, node and local rank of each worker
 goodput           where the time of a job went
 recoveries        the cost of each change of the world
 last_failure      the first cause of the last failure, and its consequences
+bad_steps         steps with bad numbers, and the samples that were skipped
 hangs             which ranks are missing from a collective
 stragglers        which ranks are slow, and what that costs
 series            curves over a whole job

@@ -24,6 +24,7 @@ Part = Literal[
     "rendezvous",
     "restore",
     "redone",
+    "skipped",
     "checkpoint",
     "data",
     "waiting",
@@ -39,6 +40,7 @@ PARTS: dict[Part, str] = {
     "rendezvous": "rendezvous",
     "restore": "restoring state",
     "redone": "redone steps",
+    "skipped": "bad steps",
     "checkpoint": "saving state",
     "data": "data stalls",
     "waiting": "waiting for nodes",
@@ -152,6 +154,8 @@ class _World:
     warmed_up: bool = False
     #: When the last program that has returned did so; its process took longer to end.
     returned_at: int | None = None
+    #: Bad steps whose time is not assigned yet, each with what was done about it.
+    bad: set[tuple[int, str]] = field(default_factory=set)
     #: By node: microseconds of stalls per worker so far, by part.
     stalls: dict[str, dict[Part, int]] = field(default_factory=dict)
     #: The part of them that the cursor has passed.
@@ -309,6 +313,8 @@ class GoodputFold:
                 self._roll_back(up.step)
             case events.Progress() as progress:
                 self._progress(record, progress)
+            case events.StepSkipped(step=step, action=action):
+                world.bad.add((step, action))
             case events.WorkerExited(exitcode=0) as exited:
                 returned = self._now - max(0, _micros(exited.exiting))
                 world.returned_at = max(world.returned_at or 0, returned)
@@ -386,12 +392,24 @@ class GoodputFold:
         if world.first is not None:
             world.usual = (time - world.first[1]) / (step - world.first[0])
             self._warm_up(world.usual)
+        before = self._micros["productive"]
         self._spend(self._trained(time))
         world.counted = world.stalled()
+        self._skip(step, self._micros["productive"] - before)
         self._steps.add(step, self._micros["productive"])
         if world.first is None:
             world.first = (step, time)
         world.last, world.gap = (step, time), time - world.last[1]
+
+    def _skip(self, step: int, trained: int) -> None:
+        """Take the time of bad steps out of that of all steps since the last point."""
+        world = self._world
+        done = {bad for bad in world.bad if bad[0] <= step}
+        world.bad -= done
+        times = step - world.last[0] + sum(action == "retry" for _, action in done)
+        lost = trained * min(len(done), times) // times
+        self._micros["productive"] -= lost
+        self._micros["skipped"] += lost
 
     def _warm_up(self, usual: float) -> None:
         """Count the time of the first steps beyond the usual as start-up."""

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from torchelastic.events import types as events
+from torchelastic.events.analysis.bad_steps import BadSteps, BadStepView
 from torchelastic.events.analysis.goodput import Goodput, GoodputFold
 from torchelastic.events.analysis.last_failure import Failures, FailureView
 from torchelastic.events.analysis.ranks import Ranks, RankView
@@ -167,6 +168,9 @@ class JobView:
     checkpoint: StoredView | None = None
     #: The last hash of the weights, with a fixed batch.
     weights: events.WeightsHashed | None = None
+    #: The last steps with bad numbers, and the number of all.
+    bad_steps: tuple[BadStepView, ...] = ()
+    bad_steps_total: int = 0
 
     @property
     def last_change(self) -> HistoryEntry | None:
@@ -240,6 +244,7 @@ class JobFold:
         self._recoveries = Recoveries(self.timeline, self._goodput)
         self._ranks = Ranks(self.timeline)
         self._failures = Failures()
+        self._bad_steps = BadSteps()
         self._curves = Curves(self.timeline, self._ranks)
         self._last: Record | None = None
 
@@ -251,6 +256,7 @@ class JobFold:
         self._goodput.feed(record)
         self._ranks.feed(record)
         self._failures.feed(record)
+        self._bad_steps.feed(record)
         self._curves.feed(record)
         self._seen(record)
         self._take(record, self._names[record.node])
@@ -286,6 +292,8 @@ class JobFold:
             metrics=self._curves.metrics,
             reported=dict(self._curves.reported),
             samples=self._curves.samples,
+            bad_steps=self._bad_steps.views,
+            bad_steps_total=self._bad_steps.total,
         )
 
     # --- records ---------------------------------------------------------------------------------

@@ -46,6 +46,27 @@ def test_a_run_without_any_failure():
     assert (nothing.total, nothing.ratio, nothing.active_nodes) == (0.0, None, None)
 
 
+@pytest.mark.parametrize(
+    ("told", "lost"),
+    [
+        pytest.param([(4, "skip")], 1.0, id="skipped"),
+        pytest.param([(4, "retry")], 2 / 3, id="repeated"),
+        pytest.param([(4, "retry"), (4, "skip")], 4 / 3, id="repeated, then skipped"),
+        pytest.param([(6, "skip")], 0.0, id="not over yet"),
+    ],
+)
+def test_goodput_of_bad_steps_is_not_training(told, lost):
+    """Steps 4 and 5 are seen together, after 2 s; each of two ranks reports."""
+    story = stepping(3)
+    for step, action in told:
+        for rank in range(2):
+            bad = events.StepSkipped(rank, step, "bad", "nan", None, 0.0, True, action)
+            story.tell(4.5, bad, generation=0)
+    found = seconds(story.steps(5, 0, 5))
+    assert found["productive"] == pytest.approx(5 - lost, abs=1e-5)
+    assert found.get("skipped", 0.0) == pytest.approx(lost, abs=1e-5)
+
+
 def exits(story: Story, at: float, exiting: float, *, by: str = "a") -> Story:
     return story.tell(at, events.WorkerExited(0, 0, 1, 0, exiting), by=by, generation=0)
 

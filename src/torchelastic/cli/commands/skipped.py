@@ -1,0 +1,25 @@
+"""`torchelastic skipped`: print the samples that a job has skipped."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+from torchelastic.cli import terminal
+from torchelastic.cli.parser import Parsed
+from torchelastic.errors import EXIT_OK
+from torchelastic.events.analysis.bad_steps import skipped_samples
+from torchelastic.events.analysis.find_job import choose
+
+
+def main(parsed: Parsed) -> int:
+    """Print a line of JSON for each sample, in the order of steps and ranks."""
+    records = choose(parsed.argument, parsed["job"]).records()
+    try:
+        for one in sorted(skipped_samples(records), key=lambda one: (one.step, one.rank)):
+            sys.stdout.write(f"{json.dumps(asdict(one))}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        terminal.discard_output()
+    return EXIT_OK
