@@ -382,7 +382,7 @@ def _noticed(mutant: Mutant, schedules: int) -> int:
 
 def _breaks_a_law(group: Group, seeds: range) -> bool:
     from tests.simulation.fault_schedule import made_from, peers_from
-    from tests.simulation.stack_simulation import violations
+    from tests.simulation.job_simulation import violations
 
     try:
         make = peers_from if group.simulation == "etcd" else made_from

@@ -26,7 +26,7 @@ from tests.simulation.fault_schedule import (
     sharded_from,
     shrunk,
 )
-from tests.simulation.stack_simulation import StackSimulation
+from tests.simulation.job_simulation import JobSimulation
 from torchelastic.chaos import laws
 from torchelastic.chaos.laws import Violation
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         schedule = make(seed, options.faults, options.machines)
         if options.count == 1:
             print(told(schedule))
-        if StackSimulation(schedule).run():
+        if JobSimulation(schedule).run():
             failed.append(seed)
             print(explained(schedule), flush=True)
             if not options.all:
@@ -72,7 +72,7 @@ def explained(schedule: Schedule) -> str:
     """The violation of a schedule, and a short schedule that breaks the same law."""
 
     def broken(tried: Schedule) -> list[Violation]:
-        return StackSimulation(tried).run()[:1]
+        return JobSimulation(tried).run()[:1]
 
     (found,) = broken(schedule)
     short = shrunk(schedule, lambda other: [one.law for one in broken(other)] == [found.law])
@@ -84,7 +84,7 @@ def explained(schedule: Schedule) -> str:
 
 def told(schedule: Schedule) -> str:
     """The events, one line each."""
-    simulation = StackSimulation(schedule)
+    simulation = JobSimulation(schedule)
     lines = [str(schedule), ""]
     note = simulation.laws.note
 

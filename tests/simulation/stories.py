@@ -1,4 +1,4 @@
-"""Stories: short histories of the control plane, told in plain words by the simulated stack.
+"""Stories: short histories of the control plane, told in plain words by the simulation.
 
     python -m tests.simulation.stories             tell every story, and show what has changed
     python -m tests.simulation.stories --rewrite   write what has changed to tests/stories/*.txt
@@ -34,7 +34,7 @@ from typing import Any
 from unittest import mock
 
 from tests.simulation.fault_schedule import ENDLESS, Schedule, ScheduledFault
-from tests.simulation.stack_simulation import StackSimulation
+from tests.simulation.job_simulation import JobSimulation
 from tests.simulation.virtual_network import ConnectionEnd
 from torchelastic.agent.lifecycle import node_state as happens
 from torchelastic.agent.lifecycle.machine import Machine
@@ -140,8 +140,8 @@ class Story:
     lines: list[Line] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._stack = StackSimulation(self.schedule)
-        self._names = {host.machine.address: name for name, host in self._stack.hosts.items()}
+        self._simulation = JobSimulation(self.schedule)
+        self._names = {host.machine.address: name for name, host in self._simulation.hosts.items()}
         self._world = ""
         self._host = "etcd" if self.schedule.etcd else "host"
         #: Nodes that have lost the host, and know no other yet.
@@ -158,7 +158,7 @@ class Story:
     def tell(self, since: float, until: float) -> Iterator[str]:
         self._until = until
         with self._listening():
-            broken = self._stack.run(until)
+            broken = self._simulation.run(until)
         self._tell_steps(until)
         worlds = [line for line in self.lines if line.at < since and line.to == ["all"]]
         for line in [*worlds[-1:], *(line for line in self.lines if line.at >= since)]:
@@ -168,7 +168,7 @@ class Story:
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
         """Listen where agents decide and messages are sent; change nothing."""
-        note, perform = self._stack.laws.note, self._stack.perform
+        note, perform = self._simulation.laws.note, self._simulation.perform
         with contextlib.ExitStack() as patches:
 
             def before(owner: Any, name: str, tell: Any) -> None:
@@ -195,14 +195,14 @@ class Story:
                 self._disturbed(fault)
                 perform(fault)
 
-            patches.enter_context(mock.patch.object(self._stack.laws, "note", noted))
-            patches.enter_context(mock.patch.object(self._stack, "perform", performed))
+            patches.enter_context(mock.patch.object(self._simulation.laws, "note", noted))
+            patches.enter_context(mock.patch.object(self._simulation, "perform", performed))
             yield
 
     def say(self, who: str, text: str, to: Sequence[str] = ()) -> Line | None:
         """Tell a line, or add to one that was just told: another node says the same, or the same
         node to another one."""
-        now = self._stack.now
+        now = self._simulation.now
         if now > self._until:
             return None  # the simulation is being taken down
         for line in reversed(self.lines):
@@ -218,7 +218,7 @@ class Story:
         return self.lines[-1]
 
     def _are_nodes(self, *sides: Sequence[str]) -> bool:
-        return all(name in self._stack.hosts for side in sides for name in side)
+        return all(name in self._simulation.hosts for side in sides for name in side)
 
     def _store(self, node: str) -> list[str]:
         """Where a node's record goes."""
@@ -233,10 +233,10 @@ class Story:
             text = f"{fault.kind} between {' '.join(fault.machines)} {way} {' '.join(fault.others)}"
         else:
             text = DISTURBANCES[fault.kind].format(fault.machines)
-            if fault.kind == "restart" and self._stack.hosts[fault.machines].loop is None:
+            if fault.kind == "restart" and self._simulation.hosts[fault.machines].loop is None:
                 text = f"the agent of {fault.machines} starts again"
         self._asked.clear()
-        self.lines.append(Line(self._stack.now, [], [], f"*** {text} ***"))
+        self.lines.append(Line(self._simulation.now, [], [], f"*** {text} ***"))
 
     def _noted(self, event: laws.Event) -> None:
         match event:
@@ -257,7 +257,7 @@ class Story:
         newest = max(self._steps.values(), default=-1)
         if newest > self._told:
             nodes = sorted(node for node, step in self._steps.items() if step == newest)
-            at = self._stack.now if now is None else now
+            at = self._simulation.now if now is None else now
             self.lines.append(Line(at, nodes, [], f"have made step {newest}"))
             self._told = newest
 
@@ -330,7 +330,7 @@ class Story:
                     self._host = source
                     self._without.discard(target)
                 if before := self._asked.get((source, target, text)):
-                    before.repeated |= before.at < self._stack.now - 1.0
+                    before.repeated |= before.at < self._simulation.now - 1.0
                 elif line := self.say(source, text, [target]):
                     self._asked[source, target, text] = line
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.simulation import simulate
 from tests.simulation.fault_schedule import ENDLESS, Schedule, ScheduledFault, peers_from
-from tests.simulation.stack_simulation import StackSimulation, violations
+from tests.simulation.job_simulation import JobSimulation, violations
 from tests.support import SOAK
 from torchelastic.agent.agent import Agent
 from torchelastic.chaos import laws
@@ -30,14 +30,14 @@ CUT_AT, HEALED_AT = 10.0, 25.0
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS * TESTS * SOAK, SEEDS))
-def test_etcd_stack_breaks_no_law(first):
+def test_etcd_simulation_breaks_no_law(first):
     for seed in range(first, first + SEEDS):
         schedule = peers_from(seed)
         assert not violations(schedule), simulate.explained(schedule)
 
 
 @pytest.mark.parametrize("seed", FAILED_ONCE)
-def test_etcd_stack_breaks_no_law_in_seeds_that_failed_once(seed):
+def test_etcd_simulation_breaks_no_law_in_seeds_that_failed_once(seed):
     assert violations(peers_from(seed)) == []
 
 
@@ -62,10 +62,10 @@ def job(seed: int, *faults: ScheduledFault, resident: bool = True) -> Schedule:
     )
 
 
-def steps_of(stack: StackSimulation, begin: float, end: float) -> list[laws.StepFinished]:
+def steps_of(simulation: JobSimulation, begin: float, end: float) -> list[laws.StepFinished]:
     return [
         event
-        for event in stack.history
+        for event in simulation.history
         if isinstance(event, laws.StepFinished) and begin < event.at < end
     ]
 
@@ -76,11 +76,11 @@ def test_cut_lets_larger_side_train_and_all_after_it_heals(minority, resident):
     """The first node, a, leads."""
     majority = "".join(node for node in "abcde" if node not in minority)
     cut = ScheduledFault(CUT_AT, "cut", minority, majority)
-    stack = StackSimulation(job(0, cut, ScheduledFault(HEALED_AT, "mend"), resident=resident))
-    assert stack.run() == []
-    trained = {step.node for step in steps_of(stack, CUT_AT + 8.0, HEALED_AT)}
+    simulation = JobSimulation(job(0, cut, ScheduledFault(HEALED_AT, "mend"), resident=resident))
+    assert simulation.run() == []
+    trained = {step.node for step in steps_of(simulation, CUT_AT + 8.0, HEALED_AT)}
     assert trained == set(majority)
-    assert {step.node for step in steps_of(stack, HEALED_AT + 10.0, HEALED_AT + 15.0)} == set(
+    assert {step.node for step in steps_of(simulation, HEALED_AT + 10.0, HEALED_AT + 15.0)} == set(
         "abcde"
     )
 
@@ -89,9 +89,9 @@ def test_leaver_behind_cut_is_given_up_by_its_peers():
     """Seed 888: its agent says that its worker is gone, and nothing from the worker gets through.
     Only the silence between workers shows that the last step cannot end."""
     others = ScheduledFault(20.511, "cut", "bcde", "a")
-    stack = StackSimulation(job(888, others, ScheduledFault(20.511, "leave", "a")))
-    assert stack.run() == []
-    assert {step.node for step in steps_of(stack, 26.0, 28.0)} == set("bcde")
+    simulation = JobSimulation(job(888, others, ScheduledFault(20.511, "leave", "a")))
+    assert simulation.run() == []
+    assert {step.node for step in steps_of(simulation, 26.0, 28.0)} == set("bcde")
 
 
 def test_agent_that_raises_is_a_violation(monkeypatch):
@@ -104,13 +104,13 @@ def test_agent_that_raises_is_a_violation(monkeypatch):
 
 
 def test_etcd_job_trains_without_faults():
-    stack = StackSimulation(job(0))
-    assert stack.run() == []
-    assert {step.node for step in steps_of(stack, 50.0, 60.0)} == set("abcde")
+    simulation = JobSimulation(job(0))
+    assert simulation.run() == []
+    assert {step.node for step in steps_of(simulation, 50.0, 60.0)} == set("abcde")
 
 
 def test_etcd_job_goes_on_at_once_after_lost_node():
     """The ring notices its end, long before its lease does."""
-    stack = StackSimulation(job(0, ScheduledFault(CUT_AT, "kill", "c")))
-    assert stack.run() == []
-    assert steps_of(stack, CUT_AT + 0.3, CUT_AT + 2.0)
+    simulation = JobSimulation(job(0, ScheduledFault(CUT_AT, "kill", "c")))
+    assert simulation.run() == []
+    assert steps_of(simulation, CUT_AT + 0.3, CUT_AT + 2.0)

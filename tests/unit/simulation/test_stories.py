@@ -1,4 +1,4 @@
-"""The stories in `tests/stories` are what the product does: the simulated stack tells them anew."""
+"""The stories in `tests/stories` are what the product does: the simulation tells them anew."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def test_stories_show_each_kind_of_job():
 
 def test_story_of_broken_law_says_so(monkeypatch):
     """A story is no proof, but it may not hide that a law is broken."""
-    monkeypatch.setattr(stories.StackSimulation, "run", lambda stack, until: ["law 1, at 3 s"])
+    monkeypatch.setattr(stories.JobSimulation, "run", lambda simulation, until: ["law 1, at 3 s"])
     schedule, since, until = stories.schedule_of(PATHS[0].read_text())
     assert [*stories.Story(schedule).tell(since, until)][-1].endswith("law 1, at 3 s")

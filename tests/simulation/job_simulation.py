@@ -1,11 +1,11 @@
 """The whole control plane in one process: real agents, leader, embedded store and elections (or the
 etcd store and the ring), on virtual loops and a network in memory, under a schedule of faults.
 
-    Stack(schedule).run()     the violations of a law; `history` is all that happened
-    stack.digest()            the same for two runs of one schedule, in any process
+    JobSimulation(schedule).run()   the violations of a law; `history` is all that happened
+    simulation.digest()             equal for two runs of one schedule, in any process
 
-A schedule has only the faults that both simulations support. The rest is drawn from its seed: the
-number of endpoints, and whether a cut drops packets or resets connections.
+A schedule has the faults. The rest is drawn from its seed: the number of endpoints, and whether a
+cut drops packets or resets connections.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ RESET_SHARE, ENDPOINT_LIST_SHARE = 0.3, 0.5
 class VirtualHost:
     """A machine and its current agent, if any."""
 
-    def __init__(self, stack: StackSimulation, name: str, address: str) -> None:
-        self._stack = stack
+    def __init__(self, job: JobSimulation, name: str, address: str) -> None:
+        self._job = job
         self._name = name
-        self.machine = VirtualMachine(stack.network, address)
+        self.machine = VirtualMachine(job.network, address)
         #: The nodes that have run here; a restarted agent resumes its node.
         self.nodes: list[str] = []
         self._disk: dict[str, Voter] = {}
@@ -87,15 +87,15 @@ class VirtualHost:
         return self.loop is not None and self.loop.held is not None
 
     def start(self) -> None:
-        if self.loop is not None or self._stack.laws.is_closed or self._would_found:
+        if self.loop is not None or self._job.laws.is_closed or self._would_found:
             return
         if self.node not in self._disk:
             self.nodes.append(f"{self._name}{len(self.nodes) + 1}" if self.nodes else self._name)
         self._is_known = self.leaves = False
-        loop = ProcessLoop(self._stack.scheduler, self.machine)  # type: ignore[abstract]
+        loop = ProcessLoop(self._job.scheduler, self.machine)  # type: ignore[abstract]
         self.loop = loop
-        self._stack.loops.append(loop)
-        self._stack.note_cuts(self)
+        self._job.loops.append(loop)
+        self._job.note_cuts(self)
         loop.call_soon(self._begin, context=loop.context)
 
     @property
@@ -103,19 +103,19 @@ class VirtualHost:
         """Return whether an agent here would not know the running job, and would start another one
         if it were cut off: its machine is an endpoint, has left, and comes back."""
         is_new = bool(self.nodes) and self.node not in self._disk
-        return is_new and self._name in self._stack.endpoints and self._stack.has_begun
+        return is_new and self._name in self._job.endpoints and self._job.has_begun
 
     def _begin(self) -> None:
-        stack, loop = self._stack, self.loop
+        job, loop = self._job, self.loop
         assert loop is not None
         self._agent = VirtualAgent(
-            stack.config(),
+            job.config(),
             Disk(self._disk, self.node),
             loop,
-            stack.training,
-            resident=stack.schedule.resident,
-            seed=f"{stack.schedule.seed} {self.node}",
-            note=stack.note,
+            job.training,
+            resident=job.schedule.resident,
+            seed=f"{job.schedule.seed} {self.node}",
+            note=job.note,
             joined=self.joined,
         )
         loop.create_task(self._serve(self._agent, loop), name="agent")
@@ -124,7 +124,7 @@ class VirtualHost:
         """Count a node that has not found the job as up only when its paths are clear."""
         if not self._is_known and self.loop is not None:
             self._is_known = True
-            self._stack.note(laws.NodeUp(self._stack.now, self.node))
+            self._job.note(laws.NodeUp(self._job.now, self.node))
 
     async def _serve(self, agent: VirtualAgent, loop: ProcessLoop) -> None:
         is_closed = False
@@ -141,7 +141,7 @@ class VirtualHost:
             if not isinstance(error, TorchElasticError):
                 loop.errors.append(f"the agent of {self.node} has raised {reason}")
         asked = bool(agent.state.leaving)
-        self._stack.note(laws.AgentEnded(self._stack.now, self.node, reason, is_closed or asked))
+        self._job.note(laws.AgentEnded(self._job.now, self.node, reason, is_closed or asked))
         loop.kill()
         self.loop = self._agent = None
 
@@ -152,10 +152,10 @@ class VirtualHost:
         self.loop.kill()
         if self._agent is not None:
             for generation in self._agent.workers.kill_everything():
-                self._stack.note(laws.NodeFailed(self._stack.now, self.node, generation))
-        self._stack.note(laws.NodeDown(self._stack.now, self.node))
+                self._job.note(laws.NodeFailed(self._job.now, self.node, generation))
+        self._job.note(laws.NodeDown(self._job.now, self.node))
         self.loop = self._agent = None
-        if not self._stack.schedule.remembers:
+        if not self._job.schedule.remembers:
             self._disk.clear()
 
     def freeze(self, *, workers: bool = True) -> None:
@@ -164,8 +164,8 @@ class VirtualHost:
             self.loop.freeze()
             if self._agent is not None:
                 self._agent.workers.are_frozen = workers
-            self._stack.note(laws.NodeFrozen(self._stack.now, self.node))
-            self._stack.note_seemingly_dead()
+            self._job.note(laws.NodeFrozen(self._job.now, self.node))
+            self._job.note_seemingly_dead()
 
     def thaw(self) -> None:
         if self.loop is not None and self.is_frozen:
@@ -173,24 +173,24 @@ class VirtualHost:
             if self._agent is not None:
                 # Nothing keeps a script from its next step, which it may finish before its agent
                 # stops it.
-                wait = 0.0 if self._stack.schedule.resident else SCRIPT_THAW_TIME
-                later = self._stack.now + wait
-                self._stack.scheduler.at(later, self._agent.workers.thaw)
-            self._stack.note(laws.NodeThawed(self._stack.now, self.node))
+                wait = 0.0 if self._job.schedule.resident else SCRIPT_THAW_TIME
+                later = self._job.now + wait
+                self._job.scheduler.at(later, self._agent.workers.thaw)
+            self._job.note(laws.NodeThawed(self._job.now, self.node))
 
     def leave(self) -> None:
         if self.loop is not None and SIGTERM in self.loop.signal_handlers:
             self.leaves = True
-            self._stack.note(laws.NodeLeaves(self._stack.now, self.node))
+            self._job.note(laws.NodeLeaves(self._job.now, self.node))
             self.loop.call_soon(self.loop.signal_handlers[SIGTERM], context=self.loop.context)
 
     def kill_worker(self) -> None:
         if self._agent is not None and not self.is_frozen:
-            rank = int(self._stack.now * 1000) % self._stack.schedule.workers
+            rank = int(self._job.now * 1000) % self._job.schedule.workers
             self._agent.workers.kill(rank)
 
 
-class StackSimulation:
+class JobSimulation:
     """One run of a schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -416,7 +416,7 @@ class StackSimulation:
 
 def violations(schedule: Schedule) -> list[laws.Violation]:
     """The violations of a law in a simulated job."""
-    return StackSimulation(schedule).run()
+    return JobSimulation(schedule).run()
 
 
 def _plain(item: object) -> object:

@@ -21,7 +21,7 @@ from tests.simulation.fault_schedule import (
     sharded_from,
     shrunk,
 )
-from tests.simulation.stack_simulation import StackSimulation, violations
+from tests.simulation.job_simulation import JobSimulation, violations
 from tests.support import SOAK
 from torchelastic.agent.lifecycle import in_process, script
 from torchelastic.agent.lifecycle.node_state import Phase, Rejoin, ReportMember, WorkersGone
@@ -38,19 +38,19 @@ SEEDS, TESTS = 4, 2
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS * TESTS * SOAK, SEEDS))
-def test_stack_breaks_no_law(first):
+def test_simulation_breaks_no_law(first):
     for seed in range(first, first + SEEDS):
         schedule = made_from(seed)
         assert not violations(schedule), simulate.explained(schedule)
 
 
-def test_stack_expects_no_newcomer_to_find_an_endpoint_that_leaves():
+def test_simulation_expects_no_newcomer_to_find_an_endpoint_that_leaves():
     """Seed 21466: the only endpoint leaves when it thaws, before the newcomers have asked it."""
     assert violations(made_from(21466)) == []
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS * TESTS * SOAK, SEEDS))
-def test_stack_breaks_no_law_with_replicas(first):
+def test_simulation_breaks_no_law_with_replicas(first):
     for seed in range(first, first + SEEDS):
         schedule = sharded_from(seed)
         assert not violations(schedule), simulate.explained(schedule)
@@ -212,7 +212,7 @@ FOUND_BY = {
 
 
 @pytest.mark.parametrize("rule", FOUND_BY, ids=lambda rule: rule.__name__)
-def test_stack_breaks_law_without_one_rule(rule, monkeypatch):
+def test_simulation_breaks_law_without_one_rule(rule, monkeypatch):
     made, law, seeds = FOUND_BY[rule]
     rule(monkeypatch.setattr)
     broken = ((seed, violations(made(seed))) for seed in seeds)
@@ -225,19 +225,19 @@ def test_stack_breaks_law_without_one_rule(rule, monkeypatch):
 # --- replay --------------------------------------------------------------------------------------
 
 
-def test_stack_has_same_history_in_another_process():
-    stack = StackSimulation(made_from(5))
-    stack.run()
-    code = "from tests.simulation.stack_simulation import *; "
+def test_simulation_has_same_history_in_another_process():
+    simulation = JobSimulation(made_from(5))
+    simulation.run()
+    code = "from tests.simulation.job_simulation import *; "
     code += "from tests.simulation.fault_schedule import *; "
-    code += "stack = StackSimulation(made_from(5)); stack.run(); print(stack.digest())"
+    code += "simulation = JobSimulation(made_from(5)); simulation.run(); print(simulation.digest())"
     env = {**os.environ, "PYTHONHASHSEED": "7"}
     other = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True)
-    assert other.stdout.decode().strip() == stack.digest()
-    assert len(stack.history) > 100
+    assert other.stdout.decode().strip() == simulation.digest()
+    assert len(simulation.history) > 100
 
 
-def test_stack_failure_is_reported_with_seed_and_short_schedule(monkeypatch):
+def test_simulation_failure_is_reported_with_seed_and_short_schedule(monkeypatch):
     host_that_does_not_train_has_no_vote(monkeypatch.setattr)
     told = simulate.explained(spare_host(0)._replace(seed=0))
     assert "replay: --seed 0\n" in told
@@ -255,7 +255,7 @@ def test_uncaught_exception_is_a_violation(monkeypatch):
     def broken(*_: object) -> None:
         raise ZeroDivisionError("a bug in a callback")
 
-    monkeypatch.setattr(StackSimulation, "_mend", broken)
+    monkeypatch.setattr(JobSimulation, "_mend", broken)
     found = violations(job("ab", ScheduledFault(8.0, "mend")))
     assert "a bug in a callback" in found[-1].sentence
     assert found[-1].law == 0
@@ -265,17 +265,17 @@ def test_uncaught_exception_is_a_violation(monkeypatch):
 def test_node_goes_on_at_once_after_its_host_leaves(resident, most):
     """Not after a lease, or a settle time: a goodbye is consent."""
     leave = ScheduledFault(8.0, "leave", "a")
-    stack = StackSimulation(job("ab", leave, seed=1, resident=resident, remembers=True))
-    assert stack.run() == []
-    steps = [event.at for event in stack.history if isinstance(event, laws.StepFinished)]
+    simulation = JobSimulation(job("ab", leave, seed=1, resident=resident, remembers=True))
+    assert simulation.run() == []
+    steps = [event.at for event in simulation.history if isinstance(event, laws.StepFinished)]
     around = [at for at in steps if 7.0 < at < 20.0]
     assert max(after - before for before, after in pairwise(around)) < most
 
 
-def test_stack_job_trains_without_faults():
-    stack = StackSimulation(job("abc"))
-    assert stack.run() == []
-    assert {type(event) for event in stack.history} >= {
+def test_simulated_job_trains_without_faults():
+    simulation = JobSimulation(job("abc"))
+    assert simulation.run() == []
+    assert {type(event) for event in simulation.history} >= {
         laws.NodeUp,
         laws.WorldPublished,
         laws.StepFinished,
