@@ -9,6 +9,7 @@ from typing import Any
 
 from torchelastic.events import types as events
 from torchelastic.events.analysis import hangs
+from torchelastic.events.analysis.bad_steps import BadRank, BadStepView
 from torchelastic.events.analysis.goodput import PARTS, Goodput
 from torchelastic.events.analysis.last_failure import FailureView
 from torchelastic.events.analysis.ranks import RankView
@@ -131,6 +132,20 @@ def curve(count: int = 240, until: float = NOW) -> list[tuple[float, float]]:
     return [(first + place * (until - first) / count, place / count) for place in range(count)]
 
 
+def bad_step(step: int, **changes: Any) -> BadStepView:
+    given: dict[str, Any] = {
+        "reason": "the gradient is not finite",
+        "norm": "nan",
+        "loss": "nan",
+        "deviation": 0.0,
+        "action": "skip",
+        "origins": (BadRank(rank=3, ids=tuple(range(500, 532)), samples=32, micro_batches=(5,)),),
+        "ranks": 1,
+        "samples": 192,
+    }
+    return BadStepView(generation=4, step=step, wall=NOW - 700, **(given | changes))
+
+
 def training(**changes: Any) -> JobView:
     """Five worlds of two to three nodes, with kills, a resize, and a straggler."""
     a, b, c = "node-a", "node-b", "node-c"
@@ -188,6 +203,11 @@ def training(**changes: Any) -> JobView:
         "samples": 1_908_192,
         "checkpoint": StoredView(wall=NOW - 95, step=19_400, seconds=1.2, size=3_200_000_000),
         "straggler_seconds": 41.0,
+        "bad_steps": (
+            bad_step(17_001, reason="the norm of the gradient is a spike", norm=51.25, loss=0.75),
+            bad_step(17_312),
+        ),
+        "bad_steps_total": 2,
         "reported": {"loss": 0.378},
         "rates": tuple(
             (wall, int(part * 19_877), 5.1 + 0.4 * math.sin(part * 60) - (part % 0.2 < 0.008) * 4)
@@ -299,6 +319,8 @@ def alone() -> JobView:
         max_nodes=1,
         restarts_used=0,
         recoveries=(),
+        bad_steps=(),
+        bad_steps_total=0,
         failure=None,
         stragglers=(),
         metrics={},
@@ -343,6 +365,7 @@ def hostile(bad: str) -> JobView:
             consequences=(after,),
             hang=hang,
         ),
+        bad_steps=(bad_step(1, reason=bad, norm=name, action=name),),
         metrics={name: ((BEGAN + 50, 1, 1.0), (BEGAN + 80, 2, 0.5))},
         reported={name: None},
     )

@@ -82,6 +82,13 @@ def test_page_draws_and_tells_what_happened(show, tab):
     assert "saving state" in tab.text("#goodput")
     label = page.get_attribute("#goodput svg", "aria-label")
     assert label.startswith("Total 1 h 6 min: training 58 min 4 s, start-up 1 min 24 s")
+    bad = page.locator("table.bad-steps tbody tr")
+    assert bad.count() == 2
+    for text in ("Step 17,312 skipped: the gradient is not finite", "nan"):
+        assert text in bad.first.inner_text()
+    assert "rank 3, micro-batch 5, samples 500, 501, " in bad.first.inner_text()
+    assert "515 and 16 more" in bad.first.inner_text()
+    assert "2 bad steps, the last: step 17,312" in tab.text(".answers")
     assert "straggler: rank 3" in tab.text("#nodes")
     assert "world-formed" in tab.text("#log")
 

@@ -115,7 +115,7 @@ function training(view, now, live) {
     view.rate === null || !live ? null : rate(view.rate),
   ];
   const bold = h("b", null, pace.filter(Boolean).join(" · "));
-  const small = [bold, text, since(view, now), stored(view, now), weights(view)];
+  const small = [bold, text, since(view, now), stored(view, now), weights(view), badStep(view)];
   return answer("training", "Is it training?", word, tone, ...small);
 }
 
@@ -130,6 +130,14 @@ function weights({ weights: hashed }) {
   if (!hashed) return null;
   const text = `weights sha256 ${hashed.sha256.slice(0, 12)}… at step ${count(hashed.step)}`;
   return h("span", { title: hashed.sha256 }, text);
+}
+
+/** The last step with bad numbers. */
+function badStep({ bad_steps: all, bad_steps_total: total }) {
+  const last = all.at(-1);
+  if (!last) return null;
+  const text = `${counted(total, "bad step")}, the last: step ${count(last.step)}`;
+  return h("a", { href: "#bad-steps" }, text);
 }
 
 /** How long the job has been in its current state. */

@@ -1,5 +1,6 @@
 // The page: receives the state of the job, and redraws the document from it.
 
+import { badSteps } from "./badsteps.js";
 import { Connection } from "./connection.js";
 import { failure } from "./failure.js";
 import { goodput } from "./goodput.js";
@@ -40,6 +41,7 @@ function sections(picture) {
     timeline(picture, state),
     h("div", { key: "pair", class: "pair" }, recoveries(picture, state), goodput(picture)),
     first ? null : cause,
+    badSteps(picture),
     nodes(picture, state),
     log(picture),
   ];

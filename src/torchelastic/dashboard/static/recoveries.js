@@ -60,7 +60,7 @@ function table(shown, picture) {
   };
   return h(
     "table",
-    { class: "recoveries", role: "table" },
+    { class: "records recoveries", role: "table" },
     h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, heads.map(head))),
     h("tbody", { role: "rowgroup" }, shown.map((one) => row(one, longest, picture))),
   );
