@@ -7,7 +7,9 @@ bucket (bytes of a bucket), wait (seconds that a micro-batch takes at least), sl
 twice as long), shares (speed, equal), samples, loaders (loading processes),
 measure (steps between two comparisons of speeds), differs=1 (each rank has another count),
 check (steps between two comparisons of states), flip (RANK:STEP:KIND:TENSOR:BIT:ELEMENT..., with
-spaces between several: after that step, a bit of a `parameter`, or of its optimizer's `state`).
+spaces between several: after that step, a bit of a `parameter`, or of its optimizer's `state`),
+audit (rate), bits (refuse, warn), wrong (RANK:STEP:HOW: gradients are 1 + 2**-12 times as large,
+`once`, or of one process from that step `on`). The order `last` has another number of steps.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from torchelastic.training import fixed_sums as sums
 KEYS = {"model": "transformer", "mode": "train", "steps": 12, "count": 8, "dtype": "fp32"}
 KEYS |= {"bucket": sums.BUCKET_BYTES, "wait": 0.0, "samples": 150, "loaders": 0, "shares": ""}
 KEYS |= {"slow": "", "measure": steps.MEASURE_EVERY, "differs": 0}
-KEYS |= {"check": 0, "flip": ""}
+KEYS |= {"check": 0, "flip": "", "audit": 0.0, "bits": "refuse", "wrong": ""}
 KEYS["ledger"] = ""
 KEYS |= {name: type(KEYS[name])(value) for name, value in worker_side.KEYS.items()}
 sums.BUCKET_BYTES, steps.MEASURE_EVERY = KEYS["bucket"], KEYS["measure"]
@@ -94,7 +96,9 @@ optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models
 data = torch.randint(50, (KEYS["samples"], 64), generator=torch.Generator().manual_seed(1))
 sampler = ElasticSampler(len(data), seed=3)
 count = KEYS["count"] + KEYS["differs"] * int(os.environ["RANK"])
-policy = BatchPolicy.fixed(micro=4, count=count, shares=KEYS["shares"] or "speed")
+policy = BatchPolicy.fixed(
+    micro=4, count=count, shares=KEYS["shares"] or "speed", other_bits=KEYS["bits"]
+)
 loader = DataLoader(data, sampler=sampler, policy=policy, num_workers=KEYS["loaders"])
 state = torchelastic.TorchState(
     model=models,
@@ -102,9 +106,28 @@ state = torchelastic.TorchState(
     sampler=sampler,
     policy=policy,
     ledger=Ledger(KEYS["ledger"]),
-    guard=torchelastic.Guard(check_every=KEYS["check"] or None),
+    guard=torchelastic.Guard(check_every=KEYS["check"] or None, audit=KEYS["audit"] or None),
 )
 batches = iter(loader)
+
+
+def is_wrong() -> bool:
+    """Whether the gradient that is computed now is wrong."""
+    rank, step, how = KEYS["wrong"].split(":")
+    if os.environ["RANK"] != rank or state.step < int(step):
+        return False
+    try:
+        (worker_side.ORDERS / "wrong").open("x").write(str(os.getpid()))
+    except FileExistsError:
+        return how == "on" and (worker_side.ORDERS / "wrong").read_text() == str(os.getpid())
+    write("wrong", step=state.step, rank=int(rank))
+    return True
+
+
+if KEYS["wrong"]:
+    next(models[0].parameters()).register_hook(
+        lambda gradient: gradient * (1 + 2**-12) if is_wrong() else gradient
+    )
 
 
 def next_batch() -> torch.Tensor:
@@ -176,7 +199,8 @@ def flip_bits(step: int) -> None:
 if KEYS["mode"] == "train":
 
     def train_step(state: torchelastic.TorchState) -> None:
-        if state.step == KEYS["steps"]:
+        last = worker_side.ORDERS / "last"
+        if state.step == (int(last.read_text()) if last.exists() else KEYS["steps"]):
             raise StopIteration
         one_step(state.step)
         flip_bits(state.step)

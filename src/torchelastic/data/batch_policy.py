@@ -89,18 +89,29 @@ class BatchPolicy(ABC):
         return ScaleWithWorld(per_rank, micro, rule, base_size)
 
     @staticmethod
-    def fixed(*, micro: int, count: int, seed: int = 0, shares: str = "speed") -> FixedBatch:
+    def fixed(
+        *,
+        micro: int,
+        count: int,
+        seed: int = 0,
+        shares: str = "speed",
+        other_bits: str = "refuse",
+    ) -> FixedBatch:
         """`count` micro-batches of `micro` samples in every step, and the same weights, to the bit,
         in a world of any size. Pass the policy to `TorchState(policy=...)` as well.
 
         `seed` is that of the random numbers inside micro-batches. `shares` is "speed" (slower
-        workers run fewer micro-batches) or "equal".
+        workers run fewer micro-batches) or "equal". A worker that computes other bits than the
+        others is refused, or with `other_bits="warn"` admitted with a warning.
         """
         from torchelastic.data.fixed_batch import FixedBatch
 
         if shares not in ("speed", "equal"):
             raise ConfigError(f"shares is '{shares}': it must be speed or equal.")
-        return FixedBatch(micro, count, seed, by_speed=shares == "speed")
+        if other_bits not in ("refuse", "warn"):
+            raise ConfigError(f"other_bits is '{other_bits}': it must be refuse or warn.")
+        by_speed = shares == "speed"
+        return FixedBatch(micro, count, seed, by_speed=by_speed, other_bits=other_bits)
 
     @abstractmethod
     def batch(self, size: int) -> int:

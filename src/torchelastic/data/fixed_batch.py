@@ -155,6 +155,8 @@ class FixedBatch(BatchPolicy):
     seed: int = 0
     #: Whether a worker that is slower than others runs fewer micro-batches.
     by_speed: bool = True
+    #: What happens to a worker that computes other bits: "refuse" or "warn".
+    other_bits: str = "refuse"
     #: Runs the micro-batches of the state that this policy was passed to.
     steps: StepRunner | None = field(default=None, init=False, compare=False, repr=False)
 

@@ -88,7 +88,7 @@ def share(
     received, count = _receive(_Moving(link), holders, number, _destination(into))
     world.received += count
     took = time.monotonic() - began
-    log.info("Received %d bytes of state from %d peers in %.3f s.", count, len(holders), took)
+    log.info("Received %d bytes from %d peers in %.3f s.", count, len(holders), took)
     return received
 
 

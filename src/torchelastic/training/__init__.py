@@ -17,6 +17,7 @@ step_guard    Guard: judges every step before it is kept
 state_checks  copies and hashes of the state, compared between workers every few steps
 undo          roll back the step in flight
 fixed_steps   the loop over fixed micro-batches (`BatchPolicy.fixed`)
+audit         micro-batches that other workers repeat, to compare the bits
 fixed_sums    their gradients, added along one tree over all workers
 sharded/      models that are sharded over the workers of a replica
 group/        the process group of a world

@@ -2,6 +2,7 @@
 
     begin(step)      torch's, numpy's and Python's generators are seeded by (seed, step)
     accumulate
+      an audit           repeats micro-batches of other workers, now and then (`audit`)
       each micro-batch   generators seeded by (seed, step, loop, micro-batch), the step's buffers
                          the user's forward and backward
                          its gradients are taken out of `.grad` and added (`sums.add`)
@@ -26,9 +27,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchelastic import faults
+from torchelastic import faults, torch_private
 from torchelastic.data.accumulation import Cutter, Micro, check_length, cut_tree
-from torchelastic.data.batch_policy import MicroBatchSlice
 from torchelastic.data.fixed_batch import (
     Assignment,
     FixedBatch,
@@ -41,6 +41,7 @@ from torchelastic.data.fixed_batch import (
 from torchelastic.data.own_rank import OwnRank, own_rank
 from torchelastic.errors import ConfigError
 from torchelastic.tensors import rng
+from torchelastic.training.audit import Audits, LoopAudits
 from torchelastic.training.fixed_sums import Exchange, Gradients, Held, Round, StepSum, add
 from torchelastic.training.state_checks import Traces
 from torchelastic.worker_counters import milestones
@@ -83,13 +84,22 @@ class FixedSteps:
         self.loss: float | None = None
         #: Takes what each step gave, for the comparison of states.
         self.traces: Traces | None = None
+        self.audits = Audits(policy.seed, warns=policy.other_bits == "warn")
+        self._audited: LoopAudits | None = None
 
     def form(self) -> list[tuple[str, str]]:
         """What must be the same on all workers, or their bits differ."""
         policy = self._policy
         shape = f"fixed(micro={policy.micro}, count={policy.count}, seed={policy.seed})"
-        return [
+        same = [
             ("the batch policy", shape),
+            ("other bits", policy.other_bits),
+            ("the rate of audits", str(self.audits.rate)),
+        ]
+        if policy.other_bits == "warn":
+            return same
+        return [
+            *same,
             ("the number of threads", str(torch.get_num_threads())),
             ("the version of torch", str(torch.__version__)),
             ("the instruction set", torch.backends.cpu.get_cpu_capability()),
@@ -124,10 +134,13 @@ class FixedSteps:
             self.forget()
         own = [number for start, stop in self._held for number in range(start, stop)]
         took = round(1e6 * self._took())
-        said = tell_all([took, self._several, *_packed(own, self._policy.count)])
+        said = tell_all(
+            [took, self._several, self.audits.is_new, *_packed(own, self._policy.count)]
+        )
         self._speeds = _speeds([one[0] for one in said])
         self._several = any(one[1] for one in said)
-        known = [_unpacked(one[2:]) for one in said]
+        self.audits.enter([bool(one[2]) for one in said])
+        known = [_unpacked(one[3:]) for one in said]
         self._known = known if any(known) and not self._several else None
         if self._known is None:
             self.forget()
@@ -199,14 +212,15 @@ class FixedSteps:
             del held[subtree]
         around = _Loop((policy.seed, self._step(), loop), models, parameters, after)
         data = partial(cut or cut_tree, batch)
-        return self._run(around, tree, assigned, slices, data, here, exchange, held, parameters)
+        self._audited = self.audits.begin(self._step(), loop, assigned.again, here)
+        return self._run(around, tree, assigned, samples, data, here, exchange, held, parameters)
 
     def _run(
         self,
         loop: _Loop,
         tree: SumTree,
         assigned: Assignment,
-        slices: Sequence[MicroBatchSlice],
+        total: int,
         data: Callable[[int, int], Any],
         here: OwnRank,
         exchange: Exchange,
@@ -219,17 +233,33 @@ class FixedSteps:
             _in_order(tree.subtrees(one), again)
             for one, again in zip(whose, assigned.again, strict=True)
         ]
+        slices = dict(zip(own, self._policy.slices(own, total), strict=True))
+
+        def samples(number: int) -> Any:
+            return data(slices[number].start, slices[number].stop)
+
+        audited = self._audited
+        to_repeat = () if audited is None else audited.to_repeat(samples)
+        for number, given in to_repeat:
+            yield from self._repeat(loop, number, given, total)
         ending = exchange.begin(tree, held, plan) if not own else None
-        for number, (start, stop, scale) in zip(own, slices, strict=True):
+        for number, (start, stop, scale) in slices.items():
             if number == own[-1]:
                 ending = self._ending = exchange.begin(tree, held, plan)
             began = time.monotonic()
             loop.begin(number)
-            micro = _FixedMicro(data(start, stop), stop - start, scale, ending is not None)
+            micro = _FixedMicro(samples(number), stop - start, scale, ending is not None)
             # Of two workers that differ, only traces show which one was wrong.
             is_traced = number == own[0] and here.size == 2
             if ending is None:
+                launched = _launched()
                 yield micro
+                if launched != _launched():
+                    raise ConfigError(
+                        "The loop over micro-batches called a collective, such as all_reduce: "
+                        "workers run different numbers of micro-batches. Take policy.loss, or call "
+                        "it after the loop."
+                    )
                 add(
                     tree,
                     held,
@@ -238,12 +268,15 @@ class FixedSteps:
                 )
                 self._times.append(time.monotonic() - began)
             else:
-                object.__setattr__(micro, "before", partial(ending.follow, number, parameters))
+                if audited is None or number not in audited.own:
+                    object.__setattr__(micro, "before", partial(ending.follow, number, parameters))
                 yield micro
                 ending.add_last(number, self._taken(loop, micro, number, is_traced=is_traced))
                 self._times.append(time.monotonic() - began)
         assert ending is not None
         whole = ending.end()
+        if audited is not None:
+            yield from self._compare(loop, audited, samples, total)
         loop.end(whole, here, source=next(rank for rank, one in enumerate(whose) if 0 in one))
         if here.size == 1:
             held.clear()  # the user may change its tensors, the gradients
@@ -254,10 +287,36 @@ class FixedSteps:
         if is_time and self._policy.by_speed and here.size > 1:
             self._measure(here.size)
 
+    def _repeat(self, loop: _Loop, number: int, data: Any, total: int) -> Iterator[Micro]:
+        """Run a micro-batch for its hash alone."""
+        loop.begin(number)
+        ((start, stop),) = self._policy.spans([number], total)
+        micro = _FixedMicro(data, stop - start, (stop - start) / total, False)
+        yield micro
+        assert self._audited is not None
+        self._audited.note(number, loop.results(loop.take(micro)))
+
+    def _compare(
+        self, loop: _Loop, audited: LoopAudits, samples: Callable[[int], Any], total: int
+    ) -> Iterator[Micro]:
+        """Compare what workers got for the same micro-batches; if it differs, all repeat one."""
+        found = audited.differing()
+        if found is None:
+            self.audits.passed(audited)
+            return
+        audit, before = found
+        data = audited.to_repeat_by_all(audit, samples)
+        yield from self._repeat(loop, audit.number, data, total)
+        judgement = audited.judge(audit, before)
+        self.forget()  # sums of a wrong worker, or of others that were not compared
+        self.audits.failed(audited, audit, judgement)
+
     def _taken(self, loop: _Loop, micro: _FixedMicro, number: int, *, is_traced: bool) -> StepSum:
         taken, place = loop.take(micro), (self._step(), self._loops - 1, number)
         if self.traces is not None and self.traces.are_wanted(place, is_first=is_traced):
             self.traces.note(place, taken.gradients)
+        if self._audited is not None and number in self._audited.own:
+            self._audited.note(number, loop.results(taken))
         return taken
 
     def _exchange_of(self, models: Sequence[nn.Module]) -> tuple[list[nn.Parameter], Exchange]:
@@ -280,6 +339,11 @@ def trained(models: Sequence[nn.Module]) -> list[nn.Parameter]:
     """Return the parameters that need gradients, each once."""
     every = (one for model in models for one in model.parameters() if one.requires_grad)
     return list(dict.fromkeys(every))
+
+
+def _launched() -> int:
+    """Return how many collectives this worker has launched."""
+    return torch_private.launched_in(dist.group.WORLD) if dist.is_initialized() else 0
 
 
 def _in_order(subtrees: list[Subtree], again: Sequence[int]) -> list[Subtree]:
@@ -355,6 +419,10 @@ class _Loop:
             loss += micro.loss.to(loss)
         used = torch.tensor([float(one is not None) for one in gradients], device=first.device)
         return StepSum(gradients, loss, used)
+
+    def results(self, taken: StepSum) -> list[Any]:
+        """Return all that the micro-batch that just ran has computed."""
+        return [taken.gradients, taken.loss, self._buffers]
 
     @torch.no_grad()
     def end(self, whole: StepSum, here: OwnRank, *, source: int) -> None:

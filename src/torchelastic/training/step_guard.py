@@ -83,6 +83,7 @@ class GuardConfig:
     min_steps: int = 64
     limit: int = 10
     check_every: int | None = None
+    audit: float | None = None
 
     def __post_init__(self) -> None:
         if self.on_bad not in ACTIONS and not callable(self.on_bad):
@@ -97,6 +98,10 @@ class GuardConfig:
         if self.check_every is not None and self.check_every < 1:
             raise ConfigError(
                 f"check_every must be at least 1 step, or None for no check: {self.check_every}."
+            )
+        if self.audit is not None and not 0 < self.audit <= 1:
+            raise ConfigError(
+                f"audit is the part of micro-batches to repeat, above 0 and up to 1: {self.audit}."
             )
         if self.min_steps > self.window:
             raise ConfigError(
@@ -214,6 +219,9 @@ class Guard:
     others go back to the last step at which all were equal. Each worker keeps two copies of its
     state for that. In a script that uses `commit`, all processes are restarted, and nothing is
     undone. Sharded models are not compared.
+
+    `audit=0.001`, with `BatchPolicy.fixed`, lets another worker repeat one of 1000 micro-batches. A
+    worker that computed other gradients is replaced, and the step is taken again.
     """
 
     def __init__(
@@ -225,6 +233,7 @@ class Guard:
         min_steps: int = 64,
         limit: int = 10,
         check_every: int | None = None,
+        audit: float | None = None,
     ) -> None:
         self.config = GuardConfig(
             on_bad=on_bad,
@@ -233,6 +242,7 @@ class Guard:
             min_steps=min_steps,
             limit=limit,
             check_every=check_every,
+            audit=audit,
         )
         self.history = GuardHistory()
         #: Called with every bad step, on all ranks, when its state has been undone.

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchelastic import checkpoint
 from torchelastic.data.fixed_batch import FixedBatch
 from torchelastic.data.ledger import Ledger
+from torchelastic.errors import ConfigError
 from torchelastic.snapshot import agent_client
 from torchelastic.snapshot.keeper import Keeper
 from torchelastic.snapshot.own_checkpoints import steps_taken
@@ -159,6 +160,7 @@ class TorchState(State):
         self._ledger = ledger
         self._recorded = parts.recorded(self._stateful, ledger)
         self._state_checks = self._checks_of(more.get("guard"))
+        self._audit(more.get("guard"))
         solid = self._solid()
         #: The names of tensors that are sharded over ranks.
         self._sharded = take_out_shards(solid)
@@ -178,6 +180,16 @@ class TorchState(State):
         steps = FixedSteps(policy, lambda: self.step)
         policy.attach(steps)
         return steps
+
+    def _audit(self, guard: object) -> None:
+        if not isinstance(guard, Guard) or guard.config.audit is None:
+            return
+        if self._fixed is None:
+            raise ConfigError(
+                "Guard(audit=...) repeats micro-batches of a fixed batch: pass "
+                "policy=BatchPolicy.fixed(...) to TorchState, too."
+            )
+        self._fixed.audits.rate = guard.config.audit
 
     #: The objects, which cannot be replaced, and the names of the values, which can.
     _objects: Mapping[str, Any] = MappingProxyType({})

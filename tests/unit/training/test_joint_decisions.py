@@ -90,6 +90,12 @@ CALLERS = {
         "quick_group": SENDS,
     },
     "training/coordinator.py": {"_gather": STEP, "barrier": USER},
+    "training/audit.py": {
+        "_samples": "drawn from the step, who runs what, and who is new, which `enter` tells all",
+        "_wait_for_next_world": VOTE,
+        "differing": "at the end of a loop with audits",
+        "judge": VOTE,
+    },
     "training/fixed_steps.py": {
         "_measure": STEP,
         "end": "at the end of every loop over micro-batches, also of a rank without any",
