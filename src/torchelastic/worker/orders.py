@@ -128,7 +128,7 @@ class Dump:
 class StatusPage:
     """Carries the memory for this worker's progress and private state."""
 
-    kind: ClassVar[str] = "slate"
+    kind: ClassVar[str] = "status-page"
     #: Seconds after which a peer that does not answer counts as unreachable; 0: never.
     silence: float = 0.0
 

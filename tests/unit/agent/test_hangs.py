@@ -276,7 +276,7 @@ def test_worker_with_progress_during_inspection_is_spared():
 @pytest.mark.parametrize(
     "facts",
     [{"seen": None, "since": 0.0}, {"since": None}, {"seen": (1, 7, math.inf)}],
-    ids=["no slate", "it has told that it does not go there", "unhurried"],
+    ids=["no status page", "it has told that it does not go there", "unhurried"],
 )
 def test_of_whom_nothing_is_expected_is_not_asked(facts):
     workers, looks = OneWorker(**facts), []

@@ -220,7 +220,7 @@ def test_metrics_since_last_look_are_fresh(metric_tables, worker):
     [
         ({}, (4, 2)),
         ({0: (5, 1)}, (5, 1)),  # resident: in the next world, with another rank
-        ({0: (3, 7)}, (4, 2)),  # what a worker before this one has left on the slate
+        ({0: (3, 7)}, (4, 2)),  # what a worker before this one has left on the status page
         ({0: (-1, -1)}, (4, 2)),
         ({1: (9, 9)}, (4, 2)),
     ],

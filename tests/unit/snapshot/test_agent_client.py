@@ -146,7 +146,7 @@ def test_the_word_to_leave_may_come_before_an_answer(listening):
 
     def run():
         number = 0
-        while not number:  # the slate is asked for, too
+        while not number:  # the status page is asked for, too
             number = json.loads(theirs.recv(1 << 16)).get("request", 0)
         tell(theirs, orders.to_json(leave))
         tell(theirs, to_json(Refused(number, "No room.")))

@@ -150,7 +150,7 @@ def test_buffers_of_another_model_are_left_alone():
     assert not Buffers([large]).restore(Buffers([small]).capture())
 
 
-# --- the slate ------------------------------------------------------------------------------------
+# --- the status page ------------------------------------------------------------------------------
 
 
 def state(text):
@@ -188,7 +188,7 @@ def test_nothing_is_written_at_the_beginning_of_a_step_when_nothing_was_drawn_si
 
 
 class Dying:
-    """A slate whose worker is killed in the middle of a write."""
+    """A status page whose worker is killed in the middle of a write."""
 
     def __init__(self, status_page, at):
         self._status_page, self._left = status_page, at

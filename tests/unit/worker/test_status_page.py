@@ -1,4 +1,4 @@
-"""The slate: what is published is held whole or not at all, by whoever looks."""
+"""The status page: a reader gets a published state whole or not at all."""
 
 import math
 import os
