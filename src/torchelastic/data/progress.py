@@ -115,6 +115,11 @@ class DataProgress:
 
     # --- called by the state ---------------------------------------------------------------------
 
+    @property
+    def in_flight(self) -> tuple[Handed, ...]:
+        """The samples handed out since the last commit."""
+        return tuple(self._in_flight)
+
     def committed(self) -> None:
         """Commit all samples handed out for the step."""
         self._committed = self._handed

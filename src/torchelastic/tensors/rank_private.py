@@ -126,8 +126,11 @@ def unpack(data: bytes) -> Private:
     return Private(rng.Random(data[begin:end], data[_HEAD.size : begin]), data[end:])
 
 
-def left_behind(status_page: StatusPageBuffers, base: Version) -> Private | None:
-    """Return the private state that the previous worker of this status page saved for `base`.
+def left_behind(
+    status_page: StatusPageBuffers, base: Version, *, was_skipped: bool = False
+) -> Private | None:
+    """Return the private state that the previous worker of this status page saved for `base`. If
+    the step before was skipped, that is what it began with: what was in flight is void.
 
     If it died before the first step of a generation, that generation's number is on the same step,
     so the latest with this step is right. Of two, the one from the beginning of the step is exact.
@@ -135,6 +138,9 @@ def left_behind(status_page: StatusPageBuffers, base: Version) -> Private | None
     found = []
     for slot in (*_IN_FLIGHT, *_BEGIN):
         held = status_page.held(slot)
-        if held is not None and held[0][1] == base[1]:
+        if held is None:
+            continue
+        is_void = was_skipped and slot in _IN_FLIGHT and held[0][1] == base[1]
+        if base[1] - was_skipped <= held[0][1] <= base[1] and not is_void:
             found.append((held[0] == base, held[0], slot, held[1]))
     return unpack(max(found)[-1]) if found else None

@@ -82,6 +82,8 @@ class FixedSteps:
         self.turn = 0
         #: The loss of the last loop.
         self.loss: float | None = None
+        #: Called when the gradients of a loop are there, before anything can change them.
+        self.measure: Callable[[], None] | None = None
         #: Takes what each step gave, for the comparison of states.
         self.traces: Traces | None = None
         self.audits = Audits(policy.seed, warns=policy.other_bits == "warn")
@@ -281,6 +283,8 @@ class FixedSteps:
         if here.size == 1:
             held.clear()  # the user may change its tensors, the gradients
         self.loss = float(whole.loss)
+        if self.measure is not None:
+            self.measure()
         milestones.micro_batches = len(own)
         # By the number of the step, which all workers know, also new ones.
         is_time = self._loops == 1 and self._step() % MEASURE_EVERY == MEASURE_EVERY - 1

@@ -23,7 +23,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from torchelastic import checkpoint, faults
 from torchelastic.errors import (
@@ -390,6 +390,14 @@ class Loop:
             check_collectives(again=False)
             if before_commit is not None:
                 before_commit()
+            if (judged := self._state._judged()) is not None:
+                action, why = judged
+                if action == "stop":
+                    self._end_after_bad_step(here, why)
+                self._steps.restart(self._state)
+                if action == "retry":
+                    continue
+                stats = None
             if faults.planned:
                 faults.at("step.end")
             step += 1
@@ -398,6 +406,20 @@ class Loop:
             self._state._committed(self._version)
             if between.is_last(self._state, step, stats) and self._last_step == math.inf:
                 self._last_step = step
+
+    def _end_after_bad_step(self, here: Session, why: str) -> NoReturn:
+        """Store the state that the step began with, and end the job; on all ranks."""
+        step, has_store = self._version[1], checkpoint.get_checkpoint_manager() is not None
+        if here.status_page is not None:
+            here.status_page.unhurried()
+        if has_store and stored_state.is_writer(here):
+            stored_state.save_at_end(here, self._state, step)
+        here.group.tell_all([step])  # an error of a rank ends the others
+        kept = f"Step {step} is in the checkpoint." if has_store else "There is no checkpoint."
+        raise NonRetryableException(
+            f"Training ends: {why}. {kept} Look at the samples of the step (torchelastic skipped), "
+            "or raise limit= of the Guard."
+        )
 
     def _check(self, gate: Gate, checks: StateChecks) -> None:
         """Begin a check of the state, after the last one. Without a verdict on that one, the world

@@ -116,13 +116,28 @@ def refuse_names(more: Mapping[str, Any], kind: type) -> None:
 
 def recorded(stateful: Mapping[str, Any], ledger: Ledger | None) -> list[DataProgress]:
     """Return the parts that record the samples of a step; none without a ledger."""
-    found = [part for part in _told(stateful) if isinstance(part, DataProgress)]
+    found = progresses(stateful)
     if ledger is not None and not found:
         raise TypeError(
             "A ledger needs a sampler that records the samples of each step: pass an "
             "ElasticSampler or an ElasticStream as sampler."
         )
     return found if ledger is not None else []
+
+
+def progresses(stateful: Mapping[str, Any]) -> list[DataProgress]:
+    """Return the parts that know which samples they have handed out."""
+    return [part for part in _told(stateful) if isinstance(part, DataProgress)]
+
+
+def positions(stateful: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts that say where training is in its data, by name."""
+    return {
+        name: part
+        for name, part in stateful.items()
+        if name.partition(".")[0] == "sampler"
+        or isinstance(getattr(part, "progress", part), DataProgress)
+    }
 
 
 def listeners(stateful: Mapping[str, Any]) -> list[Callable[[], object]]:

@@ -10,6 +10,7 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchelastic.training.sharded.part_snapshots import PartSnapshots
     from torchelastic.training.state_checks import StateChecks
+    from torchelastic.training.step_guard import Action
 
 #: (generation, step): the world, and the number of steps committed. The freshest is the largest.
 Version = tuple[int, int]
@@ -100,6 +101,11 @@ class State(ABC):
         """Collective: complete the interrupted step if others have committed it. Return whether
         this worker did."""
         return False
+
+    def _judged(self) -> tuple[Action, str] | None:
+        """Judge the step before it is committed. If it is bad, undo it, and return what to do about
+        it, and why it is bad."""
+        return None
 
     def _committed(self, version: Version) -> None:  # noqa: B027, most states need not know
         """Note that the step is done and the state has this version."""

@@ -59,10 +59,12 @@ class Window(NamedTuple):
     norms: tuple[float, ...] = ()
     losses: tuple[float, ...] = ()
 
-    def with_values(self, norm: float, loss: float | None, size: int) -> Window:
-        """Return the window with the values of a good step."""
-        norms = (*self.norms, norm)[-size:]
-        return Window(norms, self.losses if loss is None else (*self.losses, loss)[-size:])
+    def with_values(self, norm: float | None, loss: float | None, size: int) -> Window:
+        """Return the window with the values of a good step, as far as they are known."""
+        return Window(
+            self.norms if norm is None else (*self.norms, norm)[-size:],
+            self.losses if loss is None else (*self.losses, loss)[-size:],
+        )
 
 
 class StepVerdict(NamedTuple):
@@ -109,19 +111,28 @@ class GuardConfig:
                 "would ever be found."
             )
 
+    def form(self) -> list[tuple[str, str]]:
+        """What must be the same on all workers, or they decide differently."""
+        on_bad = "a function" if callable(self.on_bad) else repr(self.on_bad)
+        names = ("spike", "window", "min_steps", "limit", "check_every")
+        values = ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        return [("the guard", f"on_bad={on_bad}, {values}")]
+
 
 GOOD = StepVerdict()
 
 
-def judge(window: Window, norm: float, loss: float | None, config: GuardConfig) -> StepVerdict:
-    """Return the verdict on the norm of a gradient, and on the loss if it is known."""
-    if not math.isfinite(norm):
+def judge(
+    window: Window, norm: float | None, loss: float | None, config: GuardConfig
+) -> StepVerdict:
+    """Return the verdict on the norm of a gradient and on the loss, as far as they are known."""
+    if norm is not None and not math.isfinite(norm):
         return StepVerdict("the gradient is not finite")
     if loss is not None and not math.isfinite(loss):
         return StepVerdict("the loss is not finite")
     if config.spike is None:
         return GOOD
-    if len(window.norms) >= config.min_steps and norm > max(window.norms):
+    if norm is not None and len(window.norms) >= config.min_steps and norm > max(window.norms):
         deviation = _log_deviation(window.norms, norm)
         if deviation > config.spike:
             return StepVerdict("the norm of the gradient is a spike", deviation)
@@ -249,6 +260,13 @@ class Guard:
         self.listeners: list[Callable[[BadStep], object]] = []
         #: Receives the losses; set by the state that this is a part of.
         self.take_loss: Callable[[Any], object] | None = None
+
+    @staticmethod
+    def number_of(action: object) -> int:
+        """Return the number of an action that a function has returned."""
+        if action not in ACTIONS:
+            raise ConfigError(f"on_bad must return one of {', '.join(ACTIONS)}, not {action!r}.")
+        return ACTIONS.index(action)
 
     def loss(self, value: Any) -> None:
         """Pass the loss of this rank: a number, or a tensor with one. Call it on all ranks, once

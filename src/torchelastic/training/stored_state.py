@@ -39,6 +39,12 @@ def save(here: Session, state: State, step: int) -> None:
         checkpoint.save_together(state, step, here.generation, own=b"")
 
 
+def save_at_end(here: Session, state: State, step: int) -> None:
+    """Write a checkpoint, on all writers; return when it is in storage."""
+    own = None if here.replica is None else b""
+    checkpoint.save_before_leaving(state, step, here.generation, own=own)
+
+
 def note_lost(here: Session) -> None:
     """Note which workers of this one's replica are new: the checkpoint that is being written does
     not wait for their predecessors."""

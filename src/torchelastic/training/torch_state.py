@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import IO, Any
@@ -12,18 +14,26 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchelastic import checkpoint
+from torchelastic import checkpoint, torch_private
 from torchelastic.data.fixed_batch import FixedBatch
 from torchelastic.data.ledger import Ledger
-from torchelastic.errors import ConfigError
+from torchelastic.errors import ConfigError, NonRetryableException
 from torchelastic.snapshot import agent_client
 from torchelastic.snapshot.keeper import Keeper
 from torchelastic.snapshot.own_checkpoints import steps_taken
 from torchelastic.snapshot.shards import Shards, put_in, shape_of
 from torchelastic.snapshot.state_tree import Tree
-from torchelastic.tensors import foreign_shards, module_state, rank_private, tensor_tree, transfer
+from torchelastic.tensors import (
+    agreement,
+    foreign_shards,
+    module_state,
+    rank_private,
+    tensor_tree,
+    transfer,
+)
 from torchelastic.tensors.buffers import Buffers
 from torchelastic.tensors.dtensors import is_sharded
+from torchelastic.tensors.module_state import parameters_of
 from torchelastic.tensors.rank_private import Private, Publisher
 from torchelastic.tensors.small_state import Hyperparameters, Saver, Value, saver_of
 from torchelastic.tensors.tensor_bytes import bytes_of, sha256_of
@@ -64,14 +74,23 @@ from torchelastic.training.state import (
     missing_parts,
 )
 from torchelastic.training.state_checks import StateChecks
-from torchelastic.training.step_guard import Guard
+from torchelastic.training.step_guard import ACTIONS, Action, BadStep, Guard, GuardHistory, response
+from torchelastic.training.step_judge import FoundBad, StepJudge
 from torchelastic.training.undo import Undo, UndoRecord
 from torchelastic.worker.backward_waits import BackwardWaits
 from torchelastic.worker.leaving import leaving
 from torchelastic.worker_counters import milestones
 
+log = logging.getLogger(__name__)
+
 #: Parts that may be several: a list, a tuple or a dict of them.
 _SEVERAL = ("model", "optimizer", "scheduler", "sampler", "scaler")
+#: What is said of a bad step.
+_DONE: dict[Action, str] = {
+    "skip": "it is undone, and its samples are skipped",
+    "retry": "it is undone and repeated",
+    "stop": "it is undone, and training ends",
+}
 
 
 class TorchState(State):
@@ -159,8 +178,9 @@ class TorchState(State):
         self._is_guarded = False
         self._ledger = ledger
         self._recorded = parts.recorded(self._stateful, ledger)
-        self._state_checks = self._checks_of(more.get("guard"))
-        self._audit(more.get("guard"))
+        self._guard = next((one for one in objects.values() if isinstance(one, Guard)), None)
+        self._state_checks = self._checks_of(self._guard)
+        self._audit(self._guard)
         solid = self._solid()
         #: The names of tensors that are sharded over ranks.
         self._sharded = take_out_shards(solid)
@@ -181,8 +201,8 @@ class TorchState(State):
         policy.attach(steps)
         return steps
 
-    def _audit(self, guard: object) -> None:
-        if not isinstance(guard, Guard) or guard.config.audit is None:
+    def _audit(self, guard: Guard | None) -> None:
+        if guard is None or guard.config.audit is None:
             return
         if self._fixed is None:
             raise ConfigError(
@@ -213,15 +233,51 @@ class TorchState(State):
     @cached_property
     def _undo(self) -> Undo:
         """Made when a world is entered: a script does not need its hooks and copies."""
-        copy = self._copy_before_write
-        return Undo(self._models, self._optimizers, self._savers(), copy=copy)
-
-    def _savers(self) -> list[Saver]:
-        return [
+        place = parts.positions(self._stateful)
+        savers = [
             *map(Hyperparameters, self._optimizers),
-            *(saver_of(part) for part in self._stateful.values()),
-            *(Value(self, name) for name in self._values),
+            *(saver_of(part) for name, part in self._stateful.items() if name not in place),
+            *(Value(self, name) for name in self._values[1:]),
         ]
+        position: list[Saver] = [Value(self, "epoch"), *map(saver_of, place.values())]
+        copy = self._copy_before_write
+        return Undo(self._models, self._optimizers, savers, position, copy=copy)
+
+    @cached_property
+    def _judge(self) -> StepJudge | None:
+        """Made with `_undo`."""
+        if self._guard is None:
+            return None
+        fixed, writes = self._fixed, self._undo.writes
+        scalers = [one for one in self._stateful.values() if isinstance(one, torch.amp.GradScaler)]
+        judge = writes.judge = StepJudge(
+            self._guard,
+            self._undo.gradients.of_this_step,
+            scalers,
+            fixed_loss=None if fixed is None else lambda: fixed.loss,
+        )
+        judge.after_write = partial(writes.collective, "backward")
+        judge.is_reduced = lambda: all(one.require_backward_grad_sync for one in self._reducing())
+        if fixed is not None:
+            fixed.measure = judge.measure
+        return judge
+
+    def _reducing(self) -> list[DistributedDataParallel]:
+        """The DDP models, ours or those of a script."""
+        given = members(self._objects.get("model"))
+        return self._ddps or [one for one in given if isinstance(one, DistributedDataParallel)]
+
+    def _has_local_gradients(self) -> bool:
+        """Whether optimizers write by gradients that neither DDP nor fixed micro-batches add up."""
+        if self._fixed is not None or self._sharded:
+            return False
+        reduced = {
+            id(one)
+            for model in self._reducing()
+            for one in torch_private.parameters_of_ddp(model)[0]
+        }
+        every = (one for optimizer in self._optimizers for one in parameters_of(optimizer))
+        return any(one.requires_grad and id(one) not in reduced for one in every)
 
     def digest(self) -> str:
         """Return the SHA-256 of the model, as it is in a checkpoint: what two runs can be compared
@@ -245,6 +301,8 @@ class TorchState(State):
         if self._sharding is not None:
             self._sharding.begin()
         record = self._undo.begin(self._version)
+        if self._judge is not None:
+            self._judge.begin()
         if self._fixed is not None:
             self._fixed.begin()
         return record
@@ -256,6 +314,63 @@ class TorchState(State):
         if self._sharding is not None:
             self._sharding.interrupted()
         self._undo.undo(snapshot)
+
+    def _judged(self) -> tuple[Action, str] | None:
+        judge, guard = self._judge, self._guard
+        if judge is None or guard is None or (found := judge.end(self.step + 1)) is None:
+            return None
+        bad = self._bad_step(found, session.current().rank)
+        action = self._response(guard, bad)
+        self._undo_bad(guard, judge, bad, action)
+        return action, bad.text
+
+    def _bad_step(self, found: FoundBad, rank: int) -> BadStep:
+        return BadStep(
+            step=self.step + 1,
+            rank=rank,
+            reason=found.verdict.reason,
+            norm=found.norm,
+            loss=found.loss,
+            deviation=found.verdict.deviation,
+            is_origin=found.is_origin,
+            samples=tuple(
+                one for part in parts.progresses(self._stateful) for one in part.in_flight
+            ),
+        )
+
+    def _response(self, guard: Guard, bad: BadStep) -> Action:
+        """Return what is done about a bad step, the same on all ranks."""
+        wanted, config = guard.config.on_bad, guard.config
+        if callable(wanted):
+            # Only this rank's samples are in `bad`, and a function may depend on anything.
+            number = guard.number_of(wanted(bad))
+            wanted = ACTIONS[agreement.gather(number)[0]]
+        earlier = guard.history.bad
+        if self._judge is not None and self._judge.retried == bad.step:
+            earlier = (*earlier, bad.step)
+        return response(wanted, earlier, bad.step, config)
+
+    def _undo_bad(self, guard: Guard, judge: StepJudge, bad: BadStep, action: Action) -> None:
+        try:
+            self._undo.undo_bad(moves_on=action == "skip")
+        except Torn as error:
+            raise NonRetryableException(
+                f"{bad.text}, and cannot be undone: {error} Pass copy_before_write=True to "
+                "TorchState."
+            ) from error
+        if self._fixed is not None:
+            self._fixed.committed()
+        for model in self._changeable:
+            ddp.adopt(model, ddp.layout(model))
+        judge.retried = bad.step if action == "retry" else -1
+        if action == "skip":
+            windows = guard.history.windows
+            guard.history = GuardHistory(windows, judge.with_bad(bad.step), bad.step)
+        judge.begin()
+        log.warning("%s: %s", bad.text, _DONE[action])
+        milestones.step_was_bad(**asdict(bad), action=action)
+        for tell in guard.listeners:
+            tell(bad)
 
     def _begins_at(self) -> Version:
         if any(
@@ -300,9 +415,7 @@ class TorchState(State):
 
     def _form(self) -> list[tuple[str, str]]:
         reduced = () if self._ddp is False else ddp.form_of(self._wrapped or self._models)
-        checks = self._checks()
-        every = [] if checks is None else [("the check of states", f"every {checks.every} steps")]
-        return [*self._form_of_parts(), *reduced, *every]
+        return [*self._form_of_parts(), *reduced]
 
     def _form_of_parts(self) -> list[tuple[str, str]]:
         return [
@@ -311,6 +424,7 @@ class TorchState(State):
             *((f"the part '{name}'", "an object") for name in self._stateful),
             *((f"the part '{name}'", "a value") for name in self._values),
             *(() if self._fixed is None else self._fixed.form()),
+            *(() if self._guard is None else self._guard.config.form()),
         ]
 
     def _committed(self, version: Version) -> None:
@@ -334,8 +448,9 @@ class TorchState(State):
         assert self._ledger is not None
         if self._sharding is not None and not self._sharding.replica.is_recorder:
             return
+        was_skipped = self._guard is not None and self._guard.history.skipped == version[1]
         for part in self._recorded:
-            self._ledger.record(*version, part.latest)
+            self._ledger.record(*version, part.latest, skipped=was_skipped)
 
     # --- a world ---------------------------------------------------------------------------------
 
@@ -373,6 +488,9 @@ class TorchState(State):
             self._undo.is_joint = True
         if self._fixed is not None:
             self._fixed.enter(world.group.tell_all)
+        if self._judge is not None:
+            self._judge.is_local = world.size > 1 and self._has_local_gradients()
+            self._judge.retried = -1
         self._version, self.step = world.version_after_sync, base[1]
         self._newborn = self._interrupted = False
 
@@ -421,12 +539,16 @@ class TorchState(State):
         kept, self._kept_private = self._kept_private, None
         if kept is not None:
             return kept
+        # A skipped step ends with the private state of its beginning.
+        was_skipped = self._guard is not None and self._guard.history.skipped == base[1]
         late = self._undo.late
         if late is not None and late[0][1] == base[1]:
+            if was_skipped:
+                return self._undo.at_beginning()
             self._undo.buffers.put_heavy(late[2])
             return late[1]
         if self._newborn and world.status_page is not None:
-            return rank_private.left_behind(world.status_page, base)
+            return rank_private.left_behind(world.status_page, base, was_skipped=was_skipped)
         return None
 
     # --- the shared state ------------------------------------------------------------------------
@@ -475,8 +597,8 @@ class TorchState(State):
 
     # --- the comparison of states ----------------------------------------------------------------
 
-    def _checks_of(self, guard: object) -> StateChecks | None:
-        if not isinstance(guard, Guard) or guard.config.check_every is None:
+    def _checks_of(self, guard: Guard | None) -> StateChecks | None:
+        if guard is None or guard.config.check_every is None:
             return None
         checks = StateChecks(guard.config.check_every, self._capture, self._load_copy)
         if self._fixed is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from operator import is_
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from torchelastic.tensors.small_state import Saver, copied, put_back
 from torchelastic.torch_private import version_of
 from torchelastic.training.group import backward
 from torchelastic.training.state import Torn, Version
+
+if TYPE_CHECKING:
+    from torchelastic.training.step_judge import StepJudge
 
 log = logging.getLogger(__name__)
 
@@ -45,16 +48,20 @@ class Undo:
         modules: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         savers: Sequence[Saver],
+        position: Sequence[Saver] = (),
         *,
         copy: bool | None = None,
     ) -> None:
+        """`position` saves where training is in its data."""
         self.buffers = Buffers(modules)
         #: Returns the private state of this rank.
         self.private = rank_private.PrivateStateReader(self.buffers).read
         self.gradients = Gradients(_all_parameters(modules, optimizers))
         self.writes = Writes(optimizers, self.gradients, copy=copy)
-        self._savers = list(savers)
-        self._saves = [saver.save for saver in savers]
+        self._savers = [*savers, *position]
+        self._saves = [saver.save for saver in self._savers]
+        #: The number of savers without those of the position.
+        self._placeless = len(savers)
         self._publisher: Publisher | None = None
         self._latest: UndoRecord | None = None
         #: The version at the end of this step; None outside of a step.
@@ -128,7 +135,26 @@ class Undo:
             self.late = self._next, self.private(), self.buffers.heavy_changes()
         self.outside()
         self._generation = None
-        self._restore_small(snapshot)
+        self._undo(snapshot, len(self._savers))
+
+    def undo_bad(self, *, moves_on: bool) -> None:
+        """Undo the latest step, which is bad, in its world; with `moves_on` all but the position in
+        the data. Raise Torn if that is impossible."""
+        assert self._latest is not None
+        self.outside()
+        self._undo(self._latest, self._placeless if moves_on else len(self._savers))
+
+    def at_beginning(self) -> Private:
+        """Return the private state that the latest step began with, and put heavy buffers back."""
+        assert self._latest is not None
+        self.buffers.restore_heavy()
+        return self._latest.private
+
+    def _undo(self, snapshot: UndoRecord, savers: int) -> None:
+        for saver, saved in zip(self._savers[:savers], snapshot.small, strict=False):
+            saver.restore(saved)
+        rank_private.restore(snapshot.private, self.buffers)
+        self.buffers.restore_heavy()
         why = self.writes.undo()
         if self._overwritten:
             why = "Another state was loaded since the undo record was made."
@@ -136,12 +162,6 @@ class Undo:
             why = why or "Gradients were changed in place; their old values are lost."
         if why is not None:
             raise Torn(why)
-
-    def _restore_small(self, snapshot: UndoRecord) -> None:
-        for saver, saved in zip(self._savers, snapshot.small, strict=True):
-            saver.restore(saved)
-        rank_private.restore(snapshot.private, self.buffers)
-        self.buffers.restore_heavy()
 
 
 def _all_parameters(
@@ -237,6 +257,8 @@ class Gradients:
             elif parameter.grad is None:
                 # Its values are not needed, but optimizers skip parameters whose gradient is None.
                 parameter.grad = zeros_like(parameter)
+            elif not self._pending[index]:
+                parameter.grad.detach().zero_()  # they may not be finite
         return not self._lost
 
     def zeroed(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -271,6 +293,14 @@ class Gradients:
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
         return self._parameters
+
+    def of_this_step(self) -> list[torch.Tensor]:
+        """Return the gradients that this step has computed; a new worker has no older ones."""
+        return [
+            one.grad
+            for one, is_old in zip(self._parameters, self._pending, strict=True)
+            if one.grad is not None and not is_old
+        ]
 
     def _install(self) -> None:
         """Install the copying hooks when a backward begins that may add to old values."""
@@ -363,6 +393,8 @@ class Writes:
         self.check_collectives: Callable[[], None] | None = None
         #: Whether the next collective is ours: its failure is not undone, but completed.
         self.joining = False
+        #: Keeps the optimizers of a bad step from writing.
+        self.judge: StepJudge | None = None
         #: Called before the first write of a step.
         self.before_first: Callable[[Optimizer], None] | None = None
         for optimizer in optimizers:
@@ -399,16 +431,20 @@ class Writes:
         """Whether this job copies before it writes; None while not known."""
         return None if self.learning else self.copying
 
-    def collective(self) -> None:
-        """Note that a collective is about to be launched in a step."""
+    def collective(self, what: str = "collective") -> None:
+        """Note that a collective is about to be launched in a step, or that a backward has begun:
+        a guard may find its gradients bad."""
         if not self.begun or (self.copying and not self.learning) or self._fixed or self.joining:
             return
         self.learned(copying=True)
         log.warning(
-            "A collective runs %s optimizer.step: from now on parameters and optimizer state are "
-            "copied before each write, so that a failure of the collective can be undone. To avoid "
-            "the copy, run the collective before optimizer.step.",
+            "A %s runs %s optimizer.step: from now on parameters and optimizer state are copied "
+            "before each write, so that it can be undone if the %s goes wrong. To avoid the copy, "
+            "run the %s before optimizer.step.",
+            what,
             "in" if self._open else "after",
+            what,
+            what,
         )
 
     def undo(self) -> str | None:
@@ -428,6 +464,8 @@ class Writes:
             self.check_collectives()
         if self.before_first is not None and not self.begun:
             self.before_first(optimizer)
+        if self.judge is not None and self.judge.before_write(optimizer):
+            return
         key = id(optimizer)
         if self._gradients.pending:
             self._gradients.before_write(parameters_of(optimizer), copy=self.copying)
@@ -441,6 +479,8 @@ class Writes:
 
     def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self._open.discard(id(optimizer))
+        if self.judge is not None:
+            self.judge.after_step()
         if faults.planned:
             faults.at("optimizer.after")
 

@@ -115,11 +115,19 @@ CALLERS = {
         "all_gather": SENDS,
         "run": FACTS,
     },
+    "training/loop.py": {"_end_after_bad_step": VOTE},
     "training/state_checks.py": {"compare": STEP},
+    "training/step_judge.py": {
+        "_global_norm": "once for each backward of a step, if the form has local gradients",
+        "_take_loss": USER,
+    },
     "training/session.py": {"exchange": ENTRY},
     "training/sharded/between.py": {"average": "in every backward that reduces gradients"},
     "training/sharded/sharding.py": {"_join_all": "once in every step", "complete": FACTS},
-    "training/torch_state.py": {"_receive": FACTS},
+    "training/torch_state.py": {
+        "_receive": FACTS,
+        "_response": "after a bad step, which all judge alike by equal numbers",
+    },
     "training/stored_state.py": {
         "is_wanted_by_any": "after every step, if user code may ask for checkpoints",
         "must_save_together": "at the end of a world that ends between two steps",

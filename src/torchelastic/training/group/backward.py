@@ -1,7 +1,8 @@
-"""Hooks into backwards: calls before one begins, and waits before its C++ code waits.
+"""Hooks into backwards: calls before one begins and after it, and waits before its C++ code waits.
 
-`before_next` holds functions to call when the next backward that adds to gradients begins. When
-first needed, we wrap autograd's engine, as Python knows it, in our own class.
+`before_next` holds functions to call when the next backward that adds to gradients begins, `after`
+those to call after each. When first needed, we wrap autograd's engine, as Python knows it, in our
+own class.
 
 DDP's reducer launches its collectives in a backward, and waits for them in a callback that the
 engine runs at the end of the backward: in C++, on whatever future it was given. Callbacks run in
@@ -19,15 +20,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakMethod
 
 from torchelastic import torch_private
 from torchelastic.torch_private import at_end_of_backward as at_end
 from torchelastic.torch_private import current_node
 
-__all__ = ["asks", "at_end", "before_next", "watch"]
+__all__ = ["after_each", "asks", "at_end", "before_next", "watch"]
 
 #: Functions to call once, when the next backward begins, by the key of the caller.
 before_next: dict[int, Callable[[], object]] = {}
+#: Methods to call when a backward has ended without an error, as long as their objects live.
+_after: list[WeakMethod[Callable[[], object]]] = []
 
 
 class _Watched(torch_private.Engine):  # type: ignore[misc]
@@ -38,13 +42,24 @@ class _Watched(torch_private.Engine):  # type: ignore[misc]
             for call in [*before_next.values()]:
                 call()
             before_next.clear()
-        return super().run_backward(*args, **kwargs)
+        found = super().run_backward(*args, **kwargs)
+        if _after and kwargs.get("accumulate_grad", True) and current_node() is None:
+            for known in _after:
+                if (ended := known()) is not None:
+                    ended()
+        return found
 
 
 def watch(key: int, call: Callable[[], object]) -> None:
     """Call this when the next backward begins, unless it is removed from `before_next`."""
     torch_private.use_engine(_Watched)
     before_next[key] = call
+
+
+def after_each(method: Callable[[], object]) -> None:
+    """Call a method after each backward that adds to gradients; their reduction is done then."""
+    torch_private.use_engine(_Watched)
+    _after[:] = [*(one for one in _after if one() is not None), WeakMethod(method)]
 
 
 def asks() -> bool:

@@ -1,0 +1,213 @@
+"""The work of a `Guard` in each step: measure, judge, keep optimizers from writing, remember.
+
+    guard.loss(value)      an all-reduce of 16 bytes begins
+    a backward has ended   its norm is computed, not waited for (with fixed micro-batches: a loop)
+    optimizer.step         the first one after it reads norm and loss, and judges them. Of a bad
+                           step it sees no gradients
+    the end of the step    what was not judged yet is; a good step's values are remembered
+
+What a bad step has changed is undone by the state that it belongs to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from torchelastic import torch_backends, torch_private
+from torchelastic.tensors.dtensors import local_or_whole
+from torchelastic.tensors.module_state import parameters_of
+from torchelastic.torch_private import SCALER_TENSORS
+from torchelastic.training.group import backward
+from torchelastic.training.step_guard import Guard, GuardHistory, StepVerdict, Window, judge
+
+
+class FoundBad(NamedTuple):
+    """Why a step is bad."""
+
+    verdict: StepVerdict
+    norm: float
+    loss: float | None
+    is_origin: bool
+
+
+class _Loss(NamedTuple):
+    """A loss on its way: this rank's, the sum over ranks and their number, and the all-reduce."""
+
+    own: torch.Tensor
+    total: torch.Tensor
+    work: Any
+
+
+class StepJudge:
+    """Judges the steps of one state, one after the other."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        gradients: Callable[[], Sequence[torch.Tensor]],
+        scalers: Iterable[torch.amp.GradScaler],
+        *,
+        fixed_loss: Callable[[], float | None] | None = None,
+    ) -> None:
+        """`gradients` returns those that the step has computed so far. `fixed_loss` returns the
+        loss of the whole batch; then `measure` is called when gradients are there, otherwise it is
+        after each backward."""
+        self._guard, self._gradients = guard, gradients
+        self._scaler: Any = next((one for one in scalers if one.is_enabled()), None)
+        self._fixed_loss = fixed_loss
+        #: Whether the gradients are what optimizers will see: not in the middle of accumulating.
+        self.is_reduced: Callable[[], bool] = lambda: True
+        #: Whether ranks have different gradients, so that their norms must be added up.
+        self.is_local = False
+        #: Called when a backward begins to change what optimizers have read in this step.
+        self.after_write: Callable[[], None] = lambda: None
+        self._norm: torch.Tensor | None = None
+        self._losses: list[_Loss] = []
+        self._windows: list[Window] = []
+        #: The gradients that optimizers do not see, while they step.
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._found: FoundBad | None = None
+        #: The step that is repeated because it was bad; -1: none.
+        self.retried = -1
+        guard.take_loss = self._take_loss
+        if fixed_loss is None:
+            backward.after_each(self._after_backward)
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._norm, self._found = None, None
+        self._losses, self._windows = [], []
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether this step is known to be bad."""
+        return self._found is not None
+
+    # --- what is judged --------------------------------------------------------------------------
+
+    def _after_backward(self) -> None:
+        self.after_write()
+        if self.is_reduced():
+            self.measure()
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Compute the norm of the gradients, which are not clipped yet."""
+        found = map(local_or_whole, self._gradients())
+        dense = [one.coalesce().values() if one.is_sparse else one for one in found]
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for one in dense:
+            by_device.setdefault(one.device, []).append(one)
+        norms = [
+            torch.linalg.vector_norm(torch.stack([*torch_private.norms_of(some)]).double())
+            for some in by_device.values()
+        ]
+        if not norms:
+            return
+        norm = norms[0] if len(norms) == 1 else torch.stack([one.cpu() for one in norms]).norm()
+        if self._scaler is not None:
+            scale = vars(self._scaler)[SCALER_TENSORS[0]]
+            norm = norm if scale is None else norm / scale.to(norm.device)
+        self._norm = norm
+
+    @torch.no_grad()
+    def _take_loss(self, value: Any) -> None:
+        if self._fixed_loss is not None:
+            return
+        self.after_write()
+        size = _size()
+        device = torch_backends.here() if size > 1 else "cpu"
+        own = torch.as_tensor(value).detach().reshape(()).to(device, torch.float64, copy=True)
+        total = torch.stack([own, torch.ones_like(own)])
+        work = dist.all_reduce(total, async_op=True) if size > 1 else None
+        self._losses.append(_Loss(own, total, work))
+
+    def _loss(self) -> tuple[float | None, float | None]:
+        """Return the mean loss over ranks, and this rank's."""
+        if self._fixed_loss is not None:
+            return self._fixed_loss(), None
+        if not self._losses:
+            return None, None
+        for one in self._losses:
+            if one.work is not None:
+                one.work.wait()
+        own = fmean(float(one.own) for one in self._losses)
+        total = fmean(float(one.total[0] / one.total[1]) for one in self._losses)
+        self._losses = []
+        return total, own
+
+    def _global_norm(self) -> float | None:
+        if self._norm is None and not self.is_local:
+            return None
+        norm, self._norm = self._norm, None
+        if norm is not None and not self.is_local:
+            return float(norm)
+        device = torch_backends.here()
+        square = torch.zeros((), dtype=torch.float64, device=device)
+        if norm is not None:
+            square += norm.to(device).square()
+        dist.all_reduce(square)
+        return math.sqrt(square) if square >= 0 else math.nan
+
+    # --- the verdict -----------------------------------------------------------------------------
+
+    def before_write(self, optimizer: Optimizer) -> bool:
+        """Judge what was not judged yet; return whether the step is bad. Then the optimizer has no
+        gradients until `after_step`."""
+        if self._found is None and (self._norm is not None or not self._windows):
+            self._judge()
+        if self._found is None:
+            return False
+        self._hidden = [(one, one.grad) for one in parameters_of(optimizer)]
+        for parameter, _ in self._hidden:
+            parameter.grad = None
+        return True
+
+    def after_step(self) -> None:
+        """Put the gradients back that an optimizer was not to see."""
+        for parameter, grad in self._hidden:
+            parameter.grad = grad
+        self._hidden = []
+
+    def _judge(self) -> None:
+        config, place = self._guard.config, len(self._windows)
+        known = self._guard.history.windows
+        window = known[place] if place < len(known) else Window()
+        norm, (loss, own) = self._global_norm(), self._loss()
+        is_skipped_by_scaler = self._scaler is not None and not math.isfinite(norm or 0.0)
+        judged = None if is_skipped_by_scaler else norm
+        verdict = judge(window, judged, loss, config)
+        if verdict.reason:
+            is_origin = own is not None and bool(judge(window, None, own, config).reason)
+            self._found = FoundBad(verdict, math.nan if norm is None else norm, loss, is_origin)
+        else:
+            self._windows.append(window.with_values(judged, loss, config.window))
+
+    def end(self, step: int) -> FoundBad | None:
+        """End the step with this number; return why it is bad, or remember its values."""
+        if self._found is None and (self._norm is not None or self._losses or not self._windows):
+            self._judge()
+        found = self._found
+        if found is None:
+            windows, bad, skipped = self._guard.history
+            if self.retried == step:
+                bad = self.with_bad(step)
+            windows = (*self._windows, *windows[len(self._windows) :])
+            self._guard.history = GuardHistory(windows, bad, skipped)
+        return found
+
+    def with_bad(self, step: int) -> tuple[int, ...]:
+        """Return the latest bad steps, with this one."""
+        first = step - self._guard.config.window
+        return (*(one for one in self._guard.history.bad if first < one < step), step)
+
+
+def _size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
