@@ -9,7 +9,7 @@ measure (steps between two comparisons of speeds), differs=1 (each rank has anot
 check (steps between two comparisons of states), flip (RANK:STEP:KIND:TENSOR:BIT:ELEMENT..., with
 spaces between several: after that step, a bit of a `parameter`, or of its optimizer's `state`),
 audit (rate), bits (refuse, warn), wrong (RANK:STEP:HOW: gradients are 1 + 2**-12 times as large,
-`once`, or of one process from that step `on`). The order `last` has another number of steps.
+`once`, or of one process from that step `on`; `raise` an error in its last micro-batch). The order `last` has another number of steps.
 """
 
 from __future__ import annotations
@@ -111,16 +111,24 @@ state = torchelastic.TorchState(
 batches = iter(loader)
 
 
+#: Whether this worker runs the last micro-batch of its share.
+is_last = False
+
+
 def is_wrong() -> bool:
     """Whether the gradient that is computed now is wrong."""
     rank, step, how = KEYS["wrong"].split(":")
     if os.environ["RANK"] != rank or state.step < int(step):
+        return False
+    if how == "raise" and not is_last:
         return False
     try:
         (worker_side.ORDERS / "wrong").open("x").write(str(os.getpid()))
     except FileExistsError:
         return how == "on" and (worker_side.ORDERS / "wrong").read_text() == str(os.getpid())
     write("wrong", step=state.step, rank=int(rank))
+    if how == "raise":
+        raise ValueError("in a backward")
     return True
 
 
@@ -140,9 +148,11 @@ def next_batch() -> torch.Tensor:
 
 
 def micro_batches(batch: torch.Tensor, model: nn.Module, step: int):
+    global is_last
     for micro in policy.accumulate(batch, model, total=loader.total):
         slow = 2 if os.environ["RANK"] in KEYS["slow"].split() else 1
         time.sleep(KEYS["wait"] * slow)
+        is_last = micro.last
         yield micro
         write("ran", step=step)
 

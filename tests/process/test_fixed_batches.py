@@ -48,7 +48,7 @@ def test_weights_of_train_are_those_of_one_worker_after_kills_at_many_places(tmp
         for number, place in enumerate(places)
     ]
     monkeypatch.setenv("TORCHELASTIC_FAULTS", ";".join(kills))
-    killed, made = digests(tmp_path / "killed", 3, "--world-sizes=3", **keys)
+    killed, made = digests(tmp_path / "killed", 3, "--world-sizes=3", audit=0.5, **keys)
     ended = [event for event in made.nodes[0].events("worker-exited") if event["exitcode"] == -9]
     assert len(ended) >= len(kills), made.said()
     assert len(alone) == 1
@@ -99,6 +99,16 @@ def test_survivors_run_only_the_micro_batches_of_the_lost_worker(tmp_path, monke
     ran = made.lines(event="ran", step=3)
     # 16, and the one that was lost with its worker.
     assert len(ran) == 17, made.said()
+
+
+def test_error_in_the_last_backward_is_undone(tmp_path):
+    """Buckets are on their way then. Starts two jobs: about 10 s."""
+    keys = {"bucket": BUCKET}
+    alone, _ = digests(tmp_path / "alone", 1, **keys)
+    found, made = digests(tmp_path / "error", 3, wrong="1:4:raise", **keys)
+    assert found == alone
+    (told,) = made.lines(event="wrong")
+    assert [line["pid"] for line in made.lines(event="done")].count(told["pid"]) == 1
 
 
 def test_job_with_another_number_of_micro_batches_is_refused(tmp_path):

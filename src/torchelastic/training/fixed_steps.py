@@ -206,6 +206,7 @@ class FixedSteps:
         if cut is None:
             check_length(batch, expected=max(slices[-1].stop if slices else 0, 1))
         parameters, exchange = self._exchange_of(models)
+        exchange.abandon()
         loop, self._loops = self._loops, self._loops + 1
         tree = tree_of(-(-samples // policy.micro))
         held, after = (self._held, self._after) if loop == 0 else ({}, [])
@@ -331,6 +332,12 @@ class FixedSteps:
             )
         if any(isinstance(model, DistributedDataParallel) for model in models):
             raise ConfigError("BatchPolicy.fixed adds gradients itself: do not wrap models in DDP.")
+        every = (module for model in models for module in model.modules())
+        if any(isinstance(module, nn.SyncBatchNorm) for module in every):
+            raise ConfigError(
+                "SyncBatchNorm computes its statistics over all workers, whose number must not "
+                "matter with BatchPolicy.fixed: use BatchNorm."
+            )
         key = tuple(map(id, models))
         parameters = trained(models)
         found = self._exchanges.get(key)

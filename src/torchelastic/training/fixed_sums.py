@@ -125,6 +125,7 @@ class Exchange:
         #: Memory for what is sent and received.
         self._rooms: dict[tuple[object, ...], torch.Tensor] = {}
         self._round: Round | None = None
+        self._has_begun = False
         for number, parameter in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 self._hook(number)
@@ -140,6 +141,7 @@ class Exchange:
     def begin(self, tree: SumTree, held: Held, plan: Sequence[Sequence[Subtree]]) -> Round:
         """Begin to add the sums of all workers: when only this worker's last micro-batch is
         missing, or none. `plan` has the subtrees of each worker. Collective."""
+        self._has_begun = len(plan) > 1
         return Round(self, tree, held, plan)
 
     def room(self, key: object, like: _Bucket, count: int) -> torch.Tensor:
@@ -152,6 +154,16 @@ class Exchange:
     @property
     def buckets(self) -> list[_Bucket]:
         return self._buckets
+
+    def ended(self) -> None:
+        """Note that all collectives of a round have ended."""
+        self._has_begun = False
+
+    def abandon(self) -> None:
+        """Forget a round that an error has interrupted, as in the last backward."""
+        if self._has_begun:
+            self.forget()
+        self._has_begun = False
 
     def watch(self, ending: Round | None) -> None:
         """Tell a round which gradients become ready in the backward that begins; None: it ends."""
@@ -303,6 +315,7 @@ class Round:
             (whole,) = self._held.values()
             return whole
         result: StepSum = self._guarded(self._end)
+        self._exchange.ended()
         return result
 
     def _end(self) -> StepSum:

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torchelastic import TorchState
@@ -136,6 +137,25 @@ def test_loop_without_models_is_refused():
     _, policy, _ = made()
     with pytest.raises(ConfigError, match=r"accumulate\(batch, model\)"):
         policy.accumulate(DATA)
+
+
+def test_model_with_statistics_over_all_workers_is_refused():
+    model, policy, _ = made(nn.Sequential(nn.Linear(3, 2), nn.SyncBatchNorm(2)))
+    with pytest.raises(ConfigError, match="SyncBatchNorm"):
+        policy.accumulate(DATA, model)
+
+
+def test_collective_in_the_loop_is_refused():
+    model, policy, _ = made()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match="called a collective"):
+            for micro in policy.accumulate(DATA, model):
+                loss = model(micro.data).mean()
+                dist.all_reduce(loss.detach())
+                micro.backward(loss)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_other_policies_are_refused_as_part_of_a_state():
