@@ -9,7 +9,9 @@ measure (steps between two comparisons of speeds), differs=1 (each rank has anot
 check (steps between two comparisons of states), flip (RANK:STEP:KIND:TENSOR:BIT:ELEMENT..., with
 spaces between several: after that step, a bit of a `parameter`, or of its optimizer's `state`),
 audit (rate), bits (refuse, warn), wrong (RANK:STEP:HOW: gradients are 1 + 2**-12 times as large,
-`once`, or of one process from that step `on`; `raise` an error in its last micro-batch). The order `last` has another number of steps.
+`once`, or of one process from that step `on`; `raise`: an error in its last micro-batch).
+
+The order `last` has another number of steps.
 """
 
 from __future__ import annotations

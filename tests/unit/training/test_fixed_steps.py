@@ -145,15 +145,19 @@ def test_model_with_statistics_over_all_workers_is_refused():
         policy.accumulate(DATA, model)
 
 
+def reduced_loop(model, policy):
+    for micro in policy.accumulate(DATA, model):
+        loss = model(micro.data).mean()
+        dist.all_reduce(loss.detach())
+        micro.backward(loss)
+
+
 def test_collective_in_the_loop_is_refused():
     model, policy, _ = made()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(ConfigError, match="called a collective"):
-            for micro in policy.accumulate(DATA, model):
-                loss = model(micro.data).mean()
-                dist.all_reduce(loss.detach())
-                micro.backward(loss)
+            reduced_loop(model, policy)
     finally:
         dist.destroy_process_group()
 
