@@ -249,10 +249,14 @@ def whole(given: str) -> int:
     raise ConfigError(f"'{given}' is not a valid number: write a whole number, 0 or more.")
 
 
-def seconds(given: str) -> float:
+def seconds(given: str, name: str = "") -> float:
+    """Parse a time; an error names the setting that has it, if it is not a flag."""
     value = _number(given)
     if value is None or value < 0:
-        raise ConfigError(f"'{given}' is not a valid time: write a number of seconds, 0 or more.")
+        where = f"{name}: " if name else ""
+        raise ConfigError(
+            f"{where}'{given}' is not a valid time: write a number of seconds, 0 or more."
+        )
     return value
 
 

@@ -18,6 +18,7 @@ from torchelastic.config import (
     parse_endpoints,
     parse_truth,
 )
+from torchelastic.config.values import seconds
 from torchelastic.errors import ConfigError
 from torchelastic.rendezvous.etcd.settings import KEYS, EtcdSettings
 
@@ -138,16 +139,7 @@ def _whole(key: str, value: Any) -> int:
 
 
 def _seconds(conf: Mapping[str, Any], key: str) -> float:
-    try:
-        value = float(conf[key])
-    except (TypeError, ValueError):
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise ConfigError(
-            f"Rendezvous key {key}: {conf[key]!r} is not a valid duration: write a number of "
-            "seconds, 0 or more."
-        )
-    return value
+    return seconds(str(conf[key]), f"Rendezvous key {key}")
 
 
 # --- a URL ---------------------------------------------------------------------------------------
@@ -294,15 +286,4 @@ def _quorum(url: str, given: Mapping[str, str]) -> Literal["majority", "none"]:
 
 
 def _time(url: str, given: Mapping[str, str], name: str) -> float | None:
-    if name not in given:
-        return None
-    try:
-        seconds = float(given[name])
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise ConfigError(
-            f"{name}='{given[name]}' in '{url}' is not a valid duration: write a number of "
-            "seconds, 0 or more."
-        )
-    return seconds
+    return seconds(given[name], f"{name} in '{url}'") if name in given else None

@@ -259,8 +259,8 @@ def test_etcd_settings_read_all_keys(conf, settings):
     ("conf", "sentence"),
     [
         ({"etcd_prefix": "//"}, "must be a key"),
-        ({"etcd_outage": "soon"}, "not a valid duration"),
-        ({"etcd_outage": "-1"}, "not a valid duration"),
+        ({"etcd_outage": "soon"}, "not a valid time"),
+        ({"etcd_outage": "-1"}, "not a valid time"),
         ({"protocol": "ftp"}, "use http or https"),
         ({"protocol": "http", "cacert": "ca"}, "cacert cannot be used"),
         ({"key": "k"}, "cert=FILE"),

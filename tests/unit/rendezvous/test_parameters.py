@@ -82,7 +82,7 @@ def test_torchruns_keys_set_our_fields(conf, fields):
 
 @pytest.mark.parametrize("value", ["soon", "-1", "nan", "inf", None])
 def test_a_time_must_be_one(value):
-    with pytest.raises(ConfigError, match=r"last_call_timeout.*is not a valid duration"):
+    with pytest.raises(ConfigError, match=r"last_call_timeout.*is not a valid time"):
         fields_from_conf({"last_call_timeout": value})
 
 
@@ -169,8 +169,8 @@ def test_url_is_read(url, read):
         ("etcd://h/r?min_workers=0", "not a valid range"),
         ("etcd://h/r?min_workers=3&max_workers=2", "not a valid range"),
         ("etcd://h/r?min_workers=1&min_workers=2", "'min_workers' appears twice"),
-        ("etcd://h/r?min_workers=1&timeout=soon", "timeout='soon' in .* is not a valid duration"),
-        ("etcd://h/r?min_workers=1&last_call_timeout=inf", "'inf' in .* is not a valid duration"),
+        ("etcd://h/r?min_workers=1&timeout=soon", "timeout in .*: 'soon' is not a valid time"),
+        ("etcd://h/r?min_workers=1&last_call_timeout=inf", "in .*: 'inf' is not a valid time"),
         ("etcd://h/r?min_workers=1&max_worker=2", "Unknown parameter 'max_worker' in"),
         ("tcp://h/r?min_workers=1&etcd_prefix=/x", "Unknown parameter 'etcd_prefix' in"),
     ],

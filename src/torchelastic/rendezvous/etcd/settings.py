@@ -3,12 +3,12 @@ use."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchelastic import env
+from torchelastic.config.values import seconds
 from torchelastic.errors import ConfigError
 
 #: All setting names.
@@ -69,7 +69,7 @@ class EtcdSettings:
         given = {key: str(conf[key]) for key in KEYS if conf.get(key) not in (None, "")}
         return cls(
             prefix=_prefix(given.get("etcd_prefix", cls.prefix)),
-            outage=_outage(given["etcd_outage"]) if "etcd_outage" in given else cls.outage,
+            outage=seconds(given.get("etcd_outage", str(cls.outage)), "etcd_outage"),
             login=_login(given),
             tls=_tls(given),
         )
@@ -79,19 +79,6 @@ def _prefix(text: str) -> str:
     if not text.strip("/"):
         raise ConfigError("etcd_prefix must be a key such as /torchelastic.")
     return "/" + text.strip("/")
-
-
-def _outage(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise ConfigError(
-            f"etcd_outage={text} is not a valid duration: write the number of seconds etcd may "
-            "be unavailable."
-        )
-    return seconds
 
 
 def _login(given: Mapping[str, str]) -> Login | None:

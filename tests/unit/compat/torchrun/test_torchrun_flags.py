@@ -46,6 +46,6 @@ def test_invalid_flags_are_reported_before_join():
         ({"endpoint": ""}, "--rdzv-endpoint"),
         ({"quorum": "some"}, "must be majority or none"),
         ({"two_node_takeover": "maybe"}, "neither yes nor no"),
-        ({"last_call_timeout": "soon"}, "'soon' is not a valid duration"),
+        ({"last_call_timeout": "soon"}, "'soon' is not a valid time"),
     ]
     assert not_refused(lambda given: made(**given), cases) == []
