@@ -18,8 +18,7 @@ from torchelastic.rendezvous.world import World
 from torchelastic.worker import orders
 
 _WIDTH = 60
-#: Most nodes and failures that are listed: a job may have thousands.
-_NAMES_SHOWN = 8
+#: Most failures that are listed: a job may have thousands.
 _FAILURES_SHOWN = 16
 #: Characters of an error message that are shown in one line.
 _LINE_LENGTH = 200
@@ -124,8 +123,8 @@ def with_hint(words: str, hint: str) -> str:
 
 def world_sentence(world: World) -> str:
     """`generation 4: 4 workers on 2 nodes (node-a, node-b): rank 2 …; 1 of 3 restarts used`."""
-    names = listed([node.name for node in world.nodes], world.count)
-    spares = f", spare: {listed(world.spares, world.spare_count)}" if world.spares else ""
+    names = words.listed([node.name for node in world.nodes], world.count)
+    spares = f", spare: {words.listed(world.spares, world.spare_count)}" if world.spares else ""
     who = words.worker_count(world.size, world.replica)
     return (
         f"generation {world.generation}: {who} on {words.counted(world.count, 'node')} "
@@ -220,10 +219,3 @@ def _others(failures: Sequence[Failure]) -> list[str]:
     lines = [f"  {one_line(failure.sentence())}" for failure in failures[:_FAILURES_SHOWN]]
     more = len(failures) - _FAILURES_SHOWN
     return [*lines, f"  and {more} more"] if more > 0 else lines
-
-
-def listed(names: Sequence[str], count: int) -> str:
-    """`node-a, node-b and 4,080 more`: the first few of `count` names."""
-    shown = names[:_NAMES_SHOWN]
-    more = count - len(shown)
-    return ", ".join(shown) + (f" and {more:,} more" if more > 0 else "")

@@ -36,11 +36,11 @@ def first_line(text: str) -> str:
     return first if len(first) <= _LINE_LENGTH else first[: _LINE_LENGTH - 1] + "…"
 
 
-def listed(items: Sequence[Any]) -> str:
-    """`a, b and 40 more`."""
-    shown = ", ".join(str(item) for item in items[:_NAMES_LIMIT])
-    more = len(items) - _NAMES_LIMIT
-    return f"{shown} and {more} more" if more > 0 else shown
+def listed(items: Sequence[Any], count: int | None = None) -> str:
+    """`a, b and 4,080 more`: the first few of `count` items, if there are more than these."""
+    shown = items[:_NAMES_LIMIT]
+    more = (len(items) if count is None else count) - len(shown)
+    return ", ".join(map(str, shown)) + (f" and {more:,} more" if more > 0 else "")
 
 
 def counted(number: int, noun: str) -> str:

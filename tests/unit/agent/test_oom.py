@@ -27,7 +27,7 @@ LOADER = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. "
         # The kernel's counts, of a worker that was killed.
         (-9, {"in_container": 1}, f"{KILLED} it ({COUNTED})"),
         (-9, {"in_container": 2, "limit": 2 << 30}, f"{KILLED} it (limit 2.0 GiB; {COUNTED})"),
-        (137, {"in_container": 1, "limit": 300 << 20}, f"{KILLED} it (limit 300 MiB; {COUNTED})"),
+        (137, {"in_container": 1, "limit": 300 << 20}, f"{KILLED} it (limit 300.0 MiB; {COUNTED})"),
         (-9, {"in_container": 0, "named": True}, f"{KILLED} it (the kernel log names the process)"),
         (-9, {"in_container": 0, "on_machine": 0}, OUTSIDE),
         (-9, {"on_machine": 0}, OUTSIDE),

@@ -331,7 +331,7 @@ class Reporter:
     def _waits(self, world: World) -> None:
         if self._config.min_nodes == 1 and not world.count:
             return  # a job that needs one node waits for no other
-        missing = failure_report.listed(world.missing, world.missing_count)
+        missing = words.listed(world.missing, world.missing_count)
         missing = f"; missing: {missing}" if missing else ""
         what = world.reason.removesuffix(time_limit(world.patience))
         if not self.line.show(f"{what}{missing}", world.patience):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchelastic.system import cgroup
+from torchelastic.system.memory_limit import in_words
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ def memory_hint(facts: Facts) -> str:
 
 
 def _of_kill(facts: Facts, whom: str) -> str:
-    limit = f"limit {_size(facts.limit)}; " if facts.limit is not None else ""
+    limit = f"limit {in_words(facts.limit)}; " if facts.limit is not None else ""
     if facts.named and whom == "it":
         return f"out of memory: the kernel killed it ({limit}the kernel log names the process)"
     if facts.in_container:
@@ -102,15 +103,6 @@ def _not_counted(facts: Facts) -> str:
             "have sent SIGKILL"
         )
     return ""
-
-
-def _size(number: int) -> str:
-    """
-    >>> _size(2 << 30), _size(300 << 20)
-    ('2.0 GiB', '300 MiB')
-    """
-    gigabytes = number / (1 << 30)
-    return f"{gigabytes:.1f} GiB" if gigabytes >= 1 else f"{number / (1 << 20):.0f} MiB"
 
 
 # --- what the kernel says ------------------------------------------------------------------------
