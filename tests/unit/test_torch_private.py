@@ -69,6 +69,12 @@ def test_add_all_adds_in_place():
     assert [one.sum() for one in sums] == [4, 6]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_norms_of_large_values_do_not_overflow(dtype):
+    norms = torch_private.norms_of([torch.full((4,), 60000.0, dtype=dtype), torch.zeros(2)])
+    assert [round(float(one), -3) for one in norms] == [120000, 0]
+
+
 def test_version_of_a_tensor_grows_with_each_write():
     tensor = torch.zeros(2)
     seen = [version_of(tensor)]
