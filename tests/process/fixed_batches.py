@@ -179,16 +179,14 @@ def one_step(step: int) -> None:
 def play(batch: torch.Tensor, step: int) -> None:
     """The critic's loop, and then the generator's."""
     generator, critic = models
+    critic.requires_grad_(True)  # an interrupted step may have left it off
     for micro in micro_batches(batch, critic, step):
         real, made = micro.data.float() / 50, generator(noise(micro.samples)).detach()
         micro.backward(critic(made).mean() - critic(real).mean() + critic(real).pow(2).mean())
     optimizers[1].step()
-    for parameter in critic.parameters():
-        parameter.requires_grad_(False)
+    critic.requires_grad_(False)
     for micro in micro_batches(batch, generator, step):
         micro.backward(-critic(generator(noise(micro.samples))).mean())
-    for parameter in critic.parameters():
-        parameter.requires_grad_(True)
     optimizers[0].step()
 
 
