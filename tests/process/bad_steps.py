@@ -146,7 +146,9 @@ def digest() -> str:
 
 
 if is_kept:
-    for step in range(state.restore(), KEYS["steps"]):
+    first = state.restore()
+    write("restored", step=first)
+    for step in range(first, KEYS["steps"]):
         one_step(step)
         state.commit()
 else:

@@ -94,3 +94,26 @@ def test_stop_leaves_a_checkpoint_of_the_good_state(tmp_path, keys):
     assert "a restart cannot help" in made.said()
     again, made = run(tmp_path / "again", known=known, steps=6, store=store)
     assert again[0] == given[0], made.said()
+
+
+@pytest.mark.parametrize("keys", [{}, {"model": "gan"}, {"model": "fixed"}])
+def test_commit_of_a_bad_step_keeps_the_state_of_the_one_before(tmp_path, monkeypatch, keys):
+    """A worker of a script is killed in the step after the bad one. Starts two jobs: about 15 s."""
+    given, _ = run(tmp_path / "known", mode="keep", known="5", **keys)
+    monkeypatch.setenv(
+        "TORCHELASTIC_FAULTS", "kill@rank=1,step=6,place=optimizer.before,generation=0"
+    )
+    found, made = run(tmp_path / "bad", mode="keep", bad="1:5:nan", **keys)
+    assert found == given, made.said()
+    assert {step for step, _ in skipped(made)} == {6}
+    assert_every_sample_is_used_once_or_skipped(made)
+
+
+def test_stop_in_a_script_leaves_a_checkpoint_of_the_good_state(tmp_path):
+    """Starts two jobs: about 10 s."""
+    keys = {"mode": "keep", "store": tmp_path / "store", "on_bad": "stop"}
+    _, made = run(tmp_path / "bad", flags="--max-restarts=0", code=1, bad="0:6:nan", **keys)
+    assert "Training ends: step 7 is bad: the gradient is not finite" in made.said()
+    again, made = run(tmp_path / "again", **keys)
+    assert len(again) == 3
+    assert {line["step"] for line in made.lines(event="restored")} == {6}

@@ -161,6 +161,16 @@ class Keeper:
         own, grace = rank_private.pack(self._private()), self._leave.grace
         checkpoint.save_before_leaving(self._state, step, self.generation, grace, own=own)
 
+    def save_at_end(self, step: int) -> None:
+        """Collective: store the state before the job ends."""
+        own = None
+        if self._shards.any:
+            self._shards.reshard()
+            own = rank_private.pack(self._private())
+        if self._shards.any or self.rank == 0:
+            checkpoint.save_before_leaving(self._state, step, self.generation, own=own)
+        agreement.all_of_them(True)  # an error of a rank ends the others
+
     def _keep(self, writer: Writer, version: Version) -> None:
         if self._restored is not None:
             self._restored.check(writer)

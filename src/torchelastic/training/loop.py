@@ -56,6 +56,7 @@ from torchelastic.training.session import Session
 from torchelastic.training.sharded import mesh
 from torchelastic.training.state import FIRST, TORN, State, Torn, Version, call_sync
 from torchelastic.training.state_checks import NONE, StateChecks
+from torchelastic.training.step_guard import why_it_ends
 from torchelastic.worker import bootstrap, error_file, optimizer_steps
 from torchelastic.worker.leaving import leaving, left_to_agent
 from torchelastic.worker.orders import (
@@ -409,17 +410,13 @@ class Loop:
 
     def _end_after_bad_step(self, here: Session, why: str) -> NoReturn:
         """Store the state that the step began with, and end the job; on all ranks."""
-        step, has_store = self._version[1], checkpoint.get_checkpoint_manager() is not None
+        step = self._version[1]
         if here.status_page is not None:
             here.status_page.unhurried()
-        if has_store and stored_state.is_writer(here):
+        if stored_state.is_writer(here):
             stored_state.save_at_end(here, self._state, step)
         here.group.tell_all([step])  # an error of a rank ends the others
-        kept = f"Step {step} is in the checkpoint." if has_store else "There is no checkpoint."
-        raise NonRetryableException(
-            f"Training ends: {why}. {kept} Look at the samples of the step (torchelastic skipped), "
-            "or raise limit= of the Guard."
-        )
+        raise NonRetryableException(why_it_ends(why, step))
 
     def _check(self, gate: Gate, checks: StateChecks) -> None:
         """Begin a check of the state, after the last one. Without a verdict on that one, the world

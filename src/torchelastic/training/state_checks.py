@@ -188,6 +188,7 @@ class StateChecks:
     def compare(self, tree: Mapping[str, Any], step: int, rank: int) -> None:
         """Collective: raise `OtherBitsError` on ranks whose state is wrong. The others then wait
         until all processes are restarted."""
+        self._is_urgent = False
         if self._has_ended:
             return
         pinned = self.last[1]

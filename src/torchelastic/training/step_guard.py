@@ -38,6 +38,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
+from torchelastic import checkpoint
 from torchelastic.data.progress import Handed
 from torchelastic.errors import ConfigError
 
@@ -200,6 +201,16 @@ class BadStep:
         return f"step {self.step} is bad: {self.reason} (norm {self.norm:.6g}{loss}{above})"
 
 
+def why_it_ends(why: str, step: int) -> str:
+    """Return the message of a job that a bad step ends; `step` is the one before it."""
+    stored = checkpoint.get_checkpoint_manager() is not None
+    kept = f"Step {step} is in the checkpoint." if stored else "There is no checkpoint."
+    return (
+        f"Training ends: {why}. {kept} Look at the samples of the step (torchelastic skipped), or "
+        "change on_bad or limit of the Guard."
+    )
+
+
 class GuardHistory(NamedTuple):
     """What a guard remembers: equal on all ranks. It never changes, so keeping it costs nothing."""
 
@@ -221,8 +232,8 @@ class Guard:
     `BatchPolicy.fixed` it is known.
 
     `on_bad`: "skip" makes the step an empty one, and its samples are listed as skipped; "retry"
-    repeats it once first, which helps against passing faults of a machine; "stop" ends the
-    training. A function gets a `BadStep` and returns one of these, the same on all ranks. The
+    repeats it once first (in `train`), which helps against passing faults of a machine; "stop" ends
+    the training. A function gets a `BadStep` and returns one of these, the same on all ranks. The
     `limit`-th bad step within `window` steps ends the training.
 
     `check_every=100` also compares the states of all workers every 100 steps: parameters and

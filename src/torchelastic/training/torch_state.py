@@ -59,6 +59,7 @@ from torchelastic.training.parts import (
 )
 from torchelastic.training.session import Session
 from torchelastic.training.sharded import mesh
+from torchelastic.training.sharded.between import FullyShardedModels
 from torchelastic.training.sharded.part_snapshots import PartSnapshots, PartTree
 from torchelastic.training.sharded.rehearsal import rehearse
 from torchelastic.training.sharded.shard_tree import from_shards, to_shards
@@ -74,7 +75,15 @@ from torchelastic.training.state import (
     missing_parts,
 )
 from torchelastic.training.state_checks import StateChecks
-from torchelastic.training.step_guard import ACTIONS, Action, BadStep, Guard, GuardHistory, response
+from torchelastic.training.step_guard import (
+    ACTIONS,
+    Action,
+    BadStep,
+    Guard,
+    GuardHistory,
+    response,
+    why_it_ends,
+)
 from torchelastic.training.step_judge import FoundBad, StepJudge
 from torchelastic.training.undo import Undo, UndoRecord
 from torchelastic.worker.backward_waits import BackwardWaits
@@ -257,7 +266,10 @@ class TorchState(State):
             fixed_loss=None if fixed is None else lambda: fixed.loss,
         )
         judge.after_write = partial(writes.collective, "backward")
-        judge.is_reduced = lambda: all(one.require_backward_grad_sync for one in self._reducing())
+        sharded = FullyShardedModels(self._models)
+        judge.is_reduced = lambda: (
+            all(one.require_backward_grad_sync for one in self._reducing()) and sharded.reduces
+        )
         if fixed is not None:
             fixed.measure = judge.measure
         return judge
@@ -268,8 +280,9 @@ class TorchState(State):
         return self._ddps or [one for one in given if isinstance(one, DistributedDataParallel)]
 
     def _has_local_gradients(self) -> bool:
-        """Whether optimizers write by gradients that neither DDP nor fixed micro-batches add up."""
-        if self._fixed is not None or self._sharded:
+        """Whether optimizers write by gradients that neither DDP nor fixed micro-batches make equal
+        on all ranks."""
+        if self._fixed is not None or self._sharding is not None:
             return False
         reduced = {
             id(one)
@@ -316,17 +329,20 @@ class TorchState(State):
         self._undo.undo(snapshot)
 
     def _judged(self) -> tuple[Action, str] | None:
+        return self._judge_step(self.step + 1, session.current().rank)
+
+    def _judge_step(self, step: int, rank: int) -> tuple[Action, str] | None:
         judge, guard = self._judge, self._guard
-        if judge is None or guard is None or (found := judge.end(self.step + 1)) is None:
+        if judge is None or guard is None or (found := judge.end(step)) is None:
             return None
-        bad = self._bad_step(found, session.current().rank)
+        bad = self._bad_step(found, step, rank)
         action = self._response(guard, bad)
         self._undo_bad(guard, judge, bad, action)
         return action, bad.text
 
-    def _bad_step(self, found: FoundBad, rank: int) -> BadStep:
+    def _bad_step(self, found: FoundBad, step: int, rank: int) -> BadStep:
         return BadStep(
-            step=self.step + 1,
+            step=step,
             rank=rank,
             reason=found.verdict.reason,
             norm=found.norm,
@@ -345,6 +361,8 @@ class TorchState(State):
             # Only this rank's samples are in `bad`, and a function may depend on anything.
             number = guard.number_of(wanted(bad))
             wanted = ACTIONS[agreement.gather(number)[0]]
+            if self._keeper is not None:
+                _refuse_retry(wanted)
         earlier = guard.history.bad
         if self._judge is not None and self._judge.retried == bad.step:
             earlier = (*earlier, bad.step)
@@ -669,6 +687,8 @@ class TorchState(State):
                 "Do not call this under torchelastic.train, which restores and commits itself."
             )
         if self._keeper is None:
+            if self._guard is not None:
+                _refuse_retry(self._guard.config.on_bad)
             start = start if start is not None else self.step or None
             tree = Tree(
                 self._models, self._optimizers, self._rest, self._load_rest, self._form_of_parts()
@@ -702,7 +722,15 @@ class TorchState(State):
             if step is None:
                 self._fixed.same_beginning(self._models)
             self._fixed.begin()
+        if self._judge is not None:
+            self._judge.is_local = self._keeper.size > 1 and self._has_local_gradients()
+            self._begin_judged(self._judge)
         return self.step
+
+    def _begin_judged(self, judge: StepJudge) -> None:
+        """Begin a step of a script that may have to be undone."""
+        self._undo.begin((self._version[0], self.step))
+        judge.begin()
 
     def commit(self, step: int | None = None) -> None:
         """Commit a step and keep the state in memory. Call in a script, after each step.
@@ -717,9 +745,13 @@ class TorchState(State):
             self._commit(self._keeper, self.step + 1 if step is None else step)
 
     def _commit(self, keeper: Keeper, done: int) -> None:
+        judged = self._judge_step(done, keeper.rank)
+        if judged is not None and judged[0] == "stop":
+            keeper.save_at_end(self.step)
+            raise NonRetryableException(why_it_ends(judged[1], self.step))
         checks = None if self._sharded or keeper.size == 1 else self._state_checks
         # First: it also knows which rank is wrong.
-        if checks is not None and (done % checks.every == 0 or keeper.is_comparing):
+        if checks is not None and (checks.is_due((0, done)) or keeper.is_comparing):
             checks.compare(self._solid(), done, keeper.rank)
         keeper.check(done)  # before anything has changed
         for tell in self._listeners:
@@ -733,6 +765,9 @@ class TorchState(State):
         if self._fixed is not None:
             self._fixed.committed()
             self._fixed.begin()
+        if self._judge is not None:
+            self._undo.committed()
+            self._begin_judged(self._judge)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -814,6 +849,14 @@ class TorchState(State):
             module_state.load_optimizer(optimizer, state)
         self._load_rest(rest)
         self._version, self.step = (FIRST[0], saved["step"]), saved["step"]
+
+
+def _refuse_retry(on_bad: object) -> None:
+    if on_bad == "retry":
+        raise ConfigError(
+            "on_bad='retry' needs torchelastic.train: a script takes its steps itself. Use 'skip' "
+            "or 'stop'."
+        )
 
 
 def _before_write(*_: object) -> None:

@@ -67,6 +67,7 @@ CALLERS = {
         "_all_settled": VOTE,
         "_keep_for_others": VOTE,
         "_restore": ENTRY,
+        "save_at_end": VOTE,
     },
     "snapshot/pieces.py": {"_tell_each_other": VOTE, "find_shards": VOTE},
     "snapshot/plain_parameters.py": {"check": STEP},
