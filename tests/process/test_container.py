@@ -18,7 +18,6 @@ from tests.light import PLACE
 from tests.support import poll_for
 
 ROOT = Path(__file__).parents[2]
-BIN = Path(sys.executable).parent
 
 
 def instructions() -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ import pytest
 from tests import late_backend
 from tests.etcd import FAST, running
 from tests.ports import free_port
-from tests.process.test_etcd_cluster import PASSWORD, want_logins
+from tests.process.test_etcd import PASSWORD, want_logins
 from tests.process.test_rendezvous_serve import Server
 from torchelastic.config import LaunchConfig
 from torchelastic.doctor import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.ports import free_port as unused_port
 from tests.unit.agent.cast import place
 from tests.unit.rendezvous.cast import JOB, run, story, within
@@ -23,6 +25,7 @@ from torchelastic.rendezvous.embedded.client import EmbeddedStore
 from torchelastic.rendezvous.embedded.election import Poll
 from torchelastic.rendezvous.embedded.failover_state import FailoverState
 from torchelastic.rendezvous.embedded.node import EmbeddedNode
+from torchelastic.rendezvous.embedded.own_endpoint import OwnEndpoint
 from torchelastic.rendezvous.embedded.server import RECONNECT_GRACE
 from torchelastic.rendezvous.embedded.voter_file import VoterFile
 from torchelastic.rendezvous.leader import CONFIRMED_KEY, ROLL_KEY
@@ -800,3 +803,31 @@ async def test_restarted_agent_keeps_the_witness_vote_only_in_the_same_run(run, 
         assert again.is_host
         assert again.witness.votes(again.term) == {"after-0"}
         assert again.witness.token == token
+
+
+# --- the endpoint an agent takes for its own ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("own", "taken", "ours"), [(None, None, 0), (None, 0, 1), (1, None, 1), (1, 0, 1), (1, 1, None)]
+)
+def test_an_agent_listens_at_its_own_endpoint_or_at_the_first_free_one(own, taken, ours):
+    """Both are of this machine; `own` and `taken` are their numbers, None for none."""
+    places = [Endpoint("127.0.0.1", free_port(), "job") for _ in range(2)]
+    named = None if own is None else (places[own].host, places[own].port)
+
+    async def found() -> Endpoint | None:
+        listener = Listener("job")
+        made = OwnEndpoint(places, listener, clock=SystemClock(), is_host=None, own=named)
+        try:
+            await made.listen()
+            assert listener.port
+            return made.ours
+        finally:
+            await listener.close()
+
+    with socket.socket() as other:
+        if taken is not None:
+            other.bind((places[taken].host, places[taken].port))
+            other.listen()
+        assert asyncio.run(found()) == (None if ours is None else places[ours])

@@ -1,8 +1,9 @@
-"""Milestones: whoever achieves something says so, and whoever listens hears it."""
+"""Counters of a worker: milestones, which a listener hears, and stalls, by kind."""
 
 import json
 import math
 import os
+import time
 from dataclasses import asdict, replace
 from unittest.mock import create_autospec
 
@@ -17,7 +18,7 @@ from torchelastic.data import BatchPolicy, ElasticSampler
 from torchelastic.data.progress import Handed
 from torchelastic.training.step_guard import BadStep
 from torchelastic.worker import orders, status_page
-from torchelastic.worker_counters import milestones
+from torchelastic.worker_counters import milestones, stalls
 
 
 @pytest.fixture
@@ -155,3 +156,44 @@ def test_numbers_go_to_the_status_page_with_a_step(monkeypatch):
     finally:
         shown.close()
         os.close(descriptor)
+
+
+# --- stalls ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def counted_afresh():
+    before = list(stalls.seconds)
+    yield
+    stalls.seconds[:] = type(stalls.seconds)("d", before)
+
+
+def counted() -> dict[str, float]:
+    return dict(zip(stalls.COUNTED, stalls.seconds, strict=True))
+
+
+def test_seconds_are_added_to_their_kind_and_no_other():
+    before = counted()
+    stalls.add("data", 1.5)
+    stalls.add("data", 0.25)
+    stalls.add("restore", 3.0)
+    after = {kind: seconds - before[kind] for kind, seconds in counted().items()}
+    assert {kind: more for kind, more in after.items() if more} == {"data": 1.75, "restore": 3.0}
+    with pytest.raises(KeyError):
+        stalls.add("coffee", 1.0)
+
+
+def test_stall_is_counted_if_block_fails(monkeypatch):
+    times = iter([10.0, 12.5, 20.0, 20.5])
+    monkeypatch.setattr(time, "monotonic", lambda: next(times))
+    before = counted()["checkpoint"]
+    with stalls.Counted("checkpoint"):
+        pass
+    with pytest.raises(KeyError), stalls.Counted("checkpoint"):
+        raise KeyError
+    assert counted()["checkpoint"] - before == 3.0
+
+
+def test_all_but_data_is_apart_from_what_a_worker_does_itself():
+    each = [float(2**place) for place in range(len(stalls.COUNTED))]
+    assert stalls.apart(each) == sum(each) - each[stalls.COUNTED.index("data")]
