@@ -234,6 +234,34 @@ def native_group(
     return group
 
 
+def begin_all_to_all(
+    group: Any,
+    into: torch.Tensor,
+    out: torch.Tensor,
+    received: Sequence[int],
+    sent: Sequence[int],
+) -> Any:
+    """Launch an all-to-all of parts of these lengths, by rank; also in a group that
+    torch.distributed does not know. Return its work."""
+    options = _c10d.AllToAllOptions()
+    options.asyncOp = True
+    return group.alltoall_base(into, out, list(received), list(sent), options)
+
+
+def begin_all_gather(group: Any, into: torch.Tensor, part: torch.Tensor) -> Any:
+    """The same for an all-gather of one part of each rank."""
+    options = _c10d.AllgatherOptions()
+    options.asyncOp = True
+    return group._allgather_base(into, part, options)
+
+
+def begin_broadcast(group: Any, tensor: torch.Tensor, source: int) -> Any:
+    """The same for a broadcast."""
+    options = _c10d.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.asyncOp = source, 0, True
+    return group.broadcast([tensor], options)
+
+
 def device_types_of(group: Any) -> list[str]:
     """Return the kinds of devices that a group has a backend for."""
     return [device.type for device in group._device_types]

@@ -6,6 +6,7 @@ Keys: model (transformer, conv, lstm, gan), mode (train, keep), steps, count, dt
 bucket (bytes of a bucket), wait (seconds that a micro-batch takes at least), slow (ranks that take
 twice as long), shares (speed, equal), samples, loaders (loading processes),
 measure (steps between two comparisons of speeds), differs=1 (each rank has another count),
+shard, tensor (the mesh of a replica over which the model is sharded; 0: it is not),
 check (steps between two comparisons of states), flip (RANK:STEP:KIND:TENSOR:BIT:ELEMENT..., with
 spaces between several: after that step, a bit of a `parameter`, or of its optimizer's `state`),
 audit (rate), bits (refuse, warn), wrong (RANK:STEP:HOW: gradients are 1 + 2**-12 times as large,
@@ -22,7 +23,14 @@ import time
 import torch
 import torch.distributed as dist
 import worker_side
+from sharded_model import by_mesh
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from worker_side import write
 
 import torchelastic
@@ -30,11 +38,20 @@ from torchelastic.data import BatchPolicy, DataLoader, ElasticSampler, Ledger
 from torchelastic.p2p import CoordinatorP2P
 from torchelastic.training import fixed_steps as steps
 from torchelastic.training import fixed_sums as sums
+from torchelastic.training import session
 
 KEYS = {"model": "transformer", "mode": "train", "steps": 12, "count": 8, "dtype": "fp32"}
 KEYS |= {"bucket": sums.BUCKET_BYTES, "wait": 0.0, "samples": 150, "loaders": 0, "shares": ""}
 KEYS |= {"slow": "", "measure": steps.MEASURE_EVERY, "differs": 0}
-KEYS |= {"check": 0, "flip": "", "audit": 0.0, "bits": "refuse", "wrong": ""}
+KEYS |= {
+    "shard": 0,
+    "tensor": 0,
+    "check": 0,
+    "flip": "",
+    "audit": 0.0,
+    "bits": "refuse",
+    "wrong": "",
+}
 KEYS["ledger"] = ""
 KEYS |= {name: type(KEYS[name])(value) for name, value in worker_side.KEYS.items()}
 sums.BUCKET_BYTES, steps.MEASURE_EVERY = KEYS["bucket"], KEYS["measure"]
@@ -82,6 +99,19 @@ class Lstm(nn.Module):
         return self.head(self.lstm(self.embedding(tokens))[0])
 
 
+def sharded(model: Transformer) -> Transformer:
+    sizes = {name: KEYS[name] for name in ("shard", "tensor") if KEYS[name]}
+    mesh = torchelastic.mesh(sizes)
+    layer = model.body.layers[0]
+    if "tensor" in sizes:
+        plan = {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()}
+        parallelize_module(layer, mesh["tensor"], plan, src_data_rank=None)
+    if "shard" in sizes:
+        for part in (layer, model):
+            fully_shard(part, mesh=mesh["shard"])
+    return model
+
+
 def noise(size: int) -> torch.Tensor:
     return torch.randn(size, 6)
 
@@ -94,6 +124,8 @@ if KEYS["model"] == "gan":
     ]
 else:
     models = [MODELS[KEYS["model"]]()]
+if KEYS["shard"] or KEYS["tensor"]:
+    models = [sharded(models[0])]
 optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
 data = torch.randint(50, (KEYS["samples"], 64), generator=torch.Generator().manual_seed(1))
 sampler = ElasticSampler(len(data), seed=3)
@@ -172,7 +204,8 @@ def one_step(step: int) -> None:
         targets = micro.data.roll(1, 1) if found.dim() == 3 else micro.data[:, 0]
         found, targets = found.float().flatten(0, -2), targets.flatten()
         micro.backward(nn.functional.cross_entropy(found, targets))
-    nn.utils.clip_grad_norm_(models[0].parameters(), 0.5)
+    for some in by_mesh(list(models[0].parameters())):
+        nn.utils.clip_grad_norm_(some, 0.5)
     optimizers[0].step()
 
 
@@ -211,6 +244,8 @@ if KEYS["mode"] == "train":
     def train_step(state: torchelastic.TorchState) -> None:
         last = worker_side.ORDERS / "last"
         if state.step == (int(last.read_text()) if last.exists() else KEYS["steps"]):
+            write("done", digest=state.digest(), loss=policy.loss)
+            session.current().group.tell_all([0])  # the first that ends would end all
             raise StopIteration
         one_step(state.step)
         flip_bits(state.step)
@@ -222,5 +257,4 @@ else:
         one_step(step)
         flip_bits(step)
         state.commit()
-
-write("done", digest=state.digest(), loss=policy.loss)
+    write("done", digest=state.digest(), loss=policy.loss)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from torch.distributed.fsdp import FSDPModule
 
 from tests.process.jobs import HERE, Job, job
 from torchelastic.data import checker
@@ -56,6 +58,49 @@ def test_weights_of_train_are_those_of_one_worker_after_kills_at_many_places(tmp
     found = checker.read([made.directory / "ledger"])
     verdict = check(found.lines, expected=set(range(150)), epochs=3, lost=found.lost)
     assert verdict.ok, str(verdict)
+
+
+#: Of a replica: two workers that read different samples, or also split a layer.
+SHARD, BOTH = {"shard": 2}, {"shard": 2, "tensor": 2}
+sharded = pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="needs torch 2.13")
+
+
+@sharded
+def test_weights_of_replicas_are_those_of_one_replica_after_kills(tmp_path, monkeypatch):
+    """Two jobs one after the other, whose zygotes import torch. One of two replicas is lost in a
+    micro-batch, in a collective, and before the last all-reduce of a step; the partial step has a
+    micro-batch with a sample for one worker only."""
+    keys = {"bucket": BUCKET, "steps": 12, "samples": 149, **SHARD}
+    alone, _ = digests(tmp_path / "alone", 2, **keys)
+    kills = [
+        "kill@rank=3,step=2,place=micro_batch.begin,n=2,generation=0",
+        "kill@rank=0,step=5,place=collective.launched,n=20,generation=2",
+        "kill@rank=2,step=9,place=joint.before,generation=4",
+    ]
+    monkeypatch.setenv("TORCHELASTIC_FAULTS", ";".join(kills))
+    killed, made = digests(tmp_path / "killed", 4, "--world-sizes=2,4", **keys)
+    ended = [event for event in made.nodes[0].events("worker-exited") if event["exitcode"] == -9]
+    assert len(ended) >= len(kills), made.said()
+    # A replica that comes back after the last step has not seen its loss.
+    assert {digest for digest, _ in killed} == {digest for digest, _ in alone}
+    found = checker.read([made.directory / "ledger"])
+    verdict = check(found.lines, expected=set(range(149)), epochs=2, lost=found.lost)
+    assert verdict.ok, str(verdict)
+
+
+@sharded
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("replica", "dtype", "replicas"),
+    [(SHARD, "bf16", 3), ({"tensor": 2}, "fp32", 3), (BOTH, "fp32", 2)],
+    ids=["three-replicas-bf16", "tensor", "both"],
+)
+def test_weights_do_not_depend_on_the_number_of_replicas(tmp_path, replica, dtype, replicas):
+    keys = {"bucket": BUCKET, "steps": 8, "dtype": dtype, **replica}
+    size = math.prod(replica.values())
+    alone, _ = digests(tmp_path / "alone", size, **keys)
+    assert len(alone) == 1
+    assert digests(tmp_path / "several", size * replicas, loaders=1, **keys)[0] == alone
 
 
 @pytest.mark.slow

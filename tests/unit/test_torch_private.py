@@ -53,6 +53,11 @@ def test_each_name_has_a_test():
 # --- tensors and modules --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_norms_of_half_precision_do_not_overflow(dtype):
+    assert torch_private.norms_of([torch.full((4,), 60000, dtype=dtype)])[0] == 120000
+
+
 def test_copy_all_copies_and_tells_of_what_does_not_fit():
     rooms = [torch.zeros(2), torch.zeros(3)]
     torch_private.copy_all(rooms, [torch.ones(2), torch.ones(3)])
@@ -305,6 +310,23 @@ def test_a_gloo_serves_a_group_of_cpp_and_tells_its_timeout():
     room = [torch.zeros(1)]
     made.allgather_into_tensor_coalesced(room, [torch.ones(1)]).wait()
     assert room[0] == 1
+
+
+def test_collectives_run_in_a_group_that_torch_distributed_does_not_know():
+    store, soon = dist.HashStore(), timedelta(seconds=20)
+
+    def rank(number):
+        gloo = torch_private.Gloo(store, number, 2, timeout=soon)
+        group = torch_private.group_of_backend(store, gloo, number, 2)
+        parts, whole, told = torch.zeros(2), torch.zeros(2), torch.tensor([float(number)])
+        own = torch.tensor([10.0 * number, 10.0 * number + 1])
+        torch_private.begin_all_to_all(group, parts, own, [1, 1], [1, 1]).wait()
+        torch_private.begin_all_gather(group, whole, parts.sum().view(1)).wait()
+        torch_private.begin_broadcast(group, told, 1).wait()
+        return [*parts.tolist(), *whole.tolist(), *told.tolist()]
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(rank, range(2))) == [[0, 10, 10, 12, 1], [1, 11, 10, 12, 1]]
 
 
 def test_a_receive_from_anybody_tells_the_source():

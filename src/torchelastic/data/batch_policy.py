@@ -178,8 +178,9 @@ class BatchPolicy(ABC):
         cuts = self.cuts(here.rank, here.size, total)
         return in_micro_batches(batch, cuts, models, cut)
 
-    def resumed(self, rank: int, size: int, batch: int) -> Any:
-        """What a rank loads for an interrupted step, if not its share (`data.fixed_batch`)."""
+    def to_load(self, rank: int, size: int, batch: int, *, is_next: bool) -> Any:
+        """What a rank loads for a step, if that is not its share (`data.fixed_batch`). `is_next` is
+        False for later steps."""
         return None
 
     def _batch(self, size: int, batch: int | None) -> int:

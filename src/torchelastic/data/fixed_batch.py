@@ -10,6 +10,9 @@ them. Gradients are added along one binary tree over the micro-batches, whoever 
       /   \\    /  \\
    [0,2) [2,4) 4   5
 
+With a sharded model, a replica takes the place of a worker: a micro-batch belongs to one replica,
+and its samples are divided among the workers of it that read different samples.
+
 This module is pure: the tree, which worker runs what, and what the samples weigh.
 `training.fixed_sums` adds the gradients.
 """
@@ -118,11 +121,12 @@ def _pieces(start: int, stop: int, first: int, last: int) -> int:
     return _pieces(start, stop, first, middle) + _pieces(start, stop, middle, last)
 
 
-class Resumed(NamedTuple):
-    """A rank's samples of a step that was interrupted, by their positions in the step."""
+class ToLoad(NamedTuple):
+    """What a rank loads for a step, by positions in the step, if that is not one run of samples."""
 
     to_load: list[tuple[int, int]]
-    #: Also those of sums that it holds already.
+    #: The samples that it has used in the end: also those of sums that it holds already, but not
+    #: placeholders.
     credited: list[tuple[int, int]]
 
 
@@ -131,6 +135,9 @@ class StepRunner(Protocol):
 
     loss: float | None
     turn: int
+
+    @property
+    def readers(self) -> int: ...
 
     def speeds(self, size: int) -> tuple[float, ...]: ...
 
@@ -199,8 +206,21 @@ class FixedBatch(BatchPolicy):
         """The micro-batches of each rank. The last step of an epoch has fewer, and the last of
         them may have fewer samples."""
         at_least_1("The size of a world", size)
-        speeds = (1.0,) * size if self.steps is None else self.steps.speeds(size)
-        return ranges(-(-self._batch(size, batch) // self.micro), speeds)
+        replicas, more = divmod(size, self.readers)
+        if more:
+            raise ConfigError(
+                f"A world of {size} is not whole: in each replica {self.readers} workers read "
+                "different samples."
+            )
+        speeds = (1.0,) * replicas if self.steps is None else self.steps.speeds(replicas)
+        every = ranges(-(-self._batch(size, batch) // self.micro), speeds)
+        return tuple(own for own in every for _ in range(self.readers))
+
+    @property
+    def readers(self) -> int:
+        """The number of workers that divide the samples of a micro-batch among them: those of a
+        replica, if a model is sharded."""
+        return 1 if self.steps is None else self.steps.readers
 
     @property
     def turn(self) -> int:
@@ -209,12 +229,22 @@ class FixedBatch(BatchPolicy):
 
     def shares(self, size: int, batch: int | None = None) -> tuple[int, ...]:
         total = self._batch(size, batch)
-        every = self.micro_batches_of(size, batch)
-        return tuple(sum(stop - start for start, stop in self.spans(own, total)) for own in every)
+        return tuple(
+            sum(stop - start for start, stop in self.spans(own, total, rank))
+            for rank, own in enumerate(self.micro_batches_of(size, batch))
+        )
 
-    def spans(self, micro_batches: Iterable[int], total: int) -> list[tuple[int, int]]:
-        """The samples of micro-batches, by their positions in a step of this many samples."""
-        return [(one * self.micro, min(total, (one + 1) * self.micro)) for one in micro_batches]
+    def spans(
+        self, micro_batches: Iterable[int], total: int, rank: int = 0
+    ) -> list[tuple[int, int]]:
+        """A rank's part of micro-batches, by positions in a step of this many samples; it may be
+        empty."""
+        reader, found = rank % self.readers, []
+        for one in micro_batches:
+            start, stop = one * self.micro, min(total, (one + 1) * self.micro)
+            cuts = [start + (stop - start) * cut // self.readers for cut in (reader, reader + 1)]
+            found.append((cuts[0], cuts[1]))
+        return found
 
     def micro_batches(self, size: int, batch: int | None = None) -> int:
         raise ConfigError(
@@ -224,14 +254,22 @@ class FixedBatch(BatchPolicy):
 
     def cuts(self, rank: int, size: int, batch: int | None = None) -> tuple[MicroBatchSlice, ...]:
         """A rank's micro-batches, each with its part of all samples of the step."""
-        return self.slices(self.micro_batches_of(size, batch)[rank], self._batch(size, batch))
+        own = self.micro_batches_of(size, batch)[rank]
+        return self.slices(own, self._batch(size, batch), rank)
 
-    def slices(self, micro_batches: Iterable[int], total: int) -> tuple[MicroBatchSlice, ...]:
-        """Where these micro-batches are in a batch that has only their samples."""
+    def slices(
+        self, micro_batches: Iterable[int], total: int, rank: int = 0
+    ) -> tuple[MicroBatchSlice, ...]:
+        """Where a rank's part of these micro-batches is in a batch that has only that.
+
+        An empty part has a placeholder of weight 0: all workers of a replica run a micro-batch
+        together. Weights make up for the mean over them that `fully_shard` computes.
+        """
         at, found = 0, []
-        for start, stop in self.spans(micro_batches, total):
-            found.append(MicroBatchSlice(at, at + stop - start, (stop - start) / total))
-            at += stop - start
+        for start, stop in self.spans(micro_batches, total, rank):
+            length, weight = max(stop - start, 1), self.readers * (stop - start) / total
+            found.append(MicroBatchSlice(at, at + length, weight))
+            at += length
         return tuple(found)
 
     def weight(self, rank: int, size: int, batch: int | None = None) -> float:
@@ -240,13 +278,23 @@ class FixedBatch(BatchPolicy):
             "micro-batch has its own. Use policy.accumulate."
         )
 
-    def resumed(self, rank: int, size: int, batch: int) -> Resumed | None:
-        """What this rank loads for the step in flight, if workers hold sums of its beginning."""
-        assigned = None if self.steps is None else self.steps.resumed(size, batch)
-        if assigned is None:
+    def to_load(self, rank: int, size: int, batch: int, *, is_next: bool) -> ToLoad | None:
+        """See `BatchPolicy.to_load`. The next step may be an interrupted one, of which workers hold
+        sums."""
+        steps = self.steps if is_next else None
+        assigned = None if steps is None else steps.resumed(size, batch)
+        if assigned is not None:
+            kept, again = assigned.kept[rank], assigned.again[rank]
+            return ToLoad(self.spans(again, batch), self.spans(sorted({*kept, *again}), batch))
+        if self.readers == 1:
             return None
-        kept, again = assigned.kept[rank], assigned.again[rank]
-        return Resumed(self.spans(again, batch), self.spans(sorted({*kept, *again}), batch))
+        own = self.micro_batches_of(size, batch)[rank]
+        parts = self.spans(own, batch, rank)
+        placed = [
+            (start, stop) if stop > start else (one * self.micro, one * self.micro + 1)
+            for one, (start, stop) in zip(own, parts, strict=True)
+        ]
+        return ToLoad(placed, parts)
 
 
 class Assignment(NamedTuple):

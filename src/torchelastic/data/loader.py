@@ -82,17 +82,15 @@ class SampledFeed:
 
     def _load(self, plan: Plan) -> Iterator[list[Any]]:
         order, epoch = self.progress.order, self.progress.epoch
-        # Only the next step can be one that was interrupted.
-        resumed: Callable[..., Any] | None = self._policy.resumed
-        for share in plan:
+        for number, share in enumerate(plan):
             begin, end = share.begin, share.end
             ids = to_load = order.at(share.start, share.stop)
-            if resumed is not None and (found := resumed(plan.rank, plan.size, end - begin)):
+            found = self._policy.to_load(plan.rank, plan.size, end - begin, is_next=number == 0)
+            if found is not None:
                 to_load, ids = (
                     [one for start, stop in spans for one in order.at(begin + start, begin + stop)]
                     for spans in found
                 )
-            resumed = None
             self._ahead.append(Handed(epoch, plan.rank, plan.size, (begin, end), tuple(ids)))
             # A rank without a share gets a placeholder sample: the others wait for its collectives.
             to_load = to_load or order.at(begin, begin + 1)

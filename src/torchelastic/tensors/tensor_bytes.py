@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from torchelastic import torch_private
+from torchelastic.tensors.dtensors import local_or_whole
 from torchelastic.torch_private import version_of
 
 #: Tensors below this many bytes are small: copying one is cheaper than watching it for writes.
@@ -67,11 +68,12 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def sha256_of(tree: Any) -> str:
-    """Hash all tensors in dicts and lists, by the paths to them, whatever their order."""
+    """Hash all tensors in dicts and lists, by the paths to them, whatever their order; of a DTensor
+    this rank's part."""
     found = hashlib.sha256()
     for name, tensor in sorted(_named(tree), key=lambda item: item[0]):
         found.update(name.encode())
-        content = tensor.detach().cpu().contiguous()
+        content = local_or_whole(tensor.detach()).cpu().contiguous()
         found.update((ctypes.c_char * content.nbytes).from_address(content.data_ptr()))
     return found.hexdigest()
 

@@ -11,6 +11,11 @@
 
 So a micro-batch is a function of the parameters, the step and its number, whoever runs it. A worker
 without micro-batches joins only the end.
+
+If a model is sharded, a replica takes the place of a worker (`sharded`). Its workers run each of
+its micro-batches together, and FSDP2 reduces the gradients among them as ever; then each adds its
+parts to those of its peers in the other replicas. Random numbers also depend on which samples of
+the micro-batch a worker reads. Bits depend on the shape of a replica, not on how many there are.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,10 +46,23 @@ from torchelastic.data.fixed_batch import (
 from torchelastic.data.own_rank import OwnRank, own_rank
 from torchelastic.errors import ConfigError
 from torchelastic.tensors import rng
+from torchelastic.tensors.dtensors import is_sharded, local_or_whole, shard_like
 from torchelastic.training.audit import Audits, LoopAudits
-from torchelastic.training.fixed_sums import Exchange, Gradients, Held, Round, StepSum, add
+from torchelastic.training.fixed_sums import (
+    Adders,
+    Exchange,
+    Held,
+    Round,
+    StepSum,
+    add,
+    own_gradient,
+)
+from torchelastic.training.group.replica import Replica
 from torchelastic.training.state_checks import Traces
 from torchelastic.worker_counters import milestones
+
+if TYPE_CHECKING:
+    from torchelastic.training.group.group import Group
 
 #: StepRunner between two comparisons of the workers' speeds.
 MEASURE_EVERY = 16
@@ -54,12 +72,22 @@ PAYS = 0.95
 _TIMES = 16
 
 
+class InReplica(NamedTuple):
+    """The work of a step that is different if models are sharded over a replica."""
+
+    replica: Replica
+    #: Whether FSDP2 reduces gradients.
+    reduces: Callable[[], bool]
+    #: Shards the parameters again that an evaluation may have left whole.
+    reshard: Callable[[], None]
+
+
 class FixedSteps:
     """The steps of one state with one policy.
 
     When a worker is lost, the others keep the sums of the micro-batches that they have run, and the
     next world runs only those that nobody holds (`enter`). A step with several loops is taken again
-    from its beginning: its batch has to be there for all of them.
+    from its beginning: its batch has to be there for all of them. So is a step of a sharded model.
     """
 
     def __init__(self, policy: FixedBatch, step: Callable[[], int]) -> None:
@@ -88,6 +116,16 @@ class FixedSteps:
         self.traces: Traces | None = None
         self.audits = Audits(policy.seed, warns=policy.other_bits == "warn")
         self._audited: LoopAudits | None = None
+        #: Of sharded models: the replica, the workers in it that read different samples, and the
+        #: group of this world between the workers with the same part.
+        self.sharded: InReplica | None = None
+        self._between: dist.ProcessGroup | None = None
+        self.tell_all: Callable[[list[int]], list[list[int]]] = _tell_group
+
+    @property
+    def readers(self) -> int:
+        """The number of workers that divide the samples of a micro-batch among them."""
+        return 1 if self.sharded is None else self.sharded.replica.data_size
 
     def form(self) -> list[tuple[str, str]]:
         """What must be the same on all workers, or their bits differ."""
@@ -112,7 +150,8 @@ class FixedSteps:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         tensors = [*dict.fromkeys(t for m in models for t in (*m.parameters(), *m.buffers()))]
-        values = sent(tensors, tensors if dist.get_rank() == 0 else None, source=0)
+        everyone = Adders(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+        values = sent(tensors, tensors if everyone.rank == 0 else None, 0, everyone)
         with torch.no_grad():
             for one, value in zip(tensors, values, strict=True):
                 one.copy_(value)
@@ -120,7 +159,7 @@ class FixedSteps:
     def begin(self) -> None:
         """Begin a step, or begin it again."""
         self._loops = 0
-        rng.seed(self._policy.seed, self._step())
+        rng.seed(self._policy.seed, self._step(), *self._reader)
 
     def committed(self) -> None:
         """End the step."""
@@ -130,16 +169,22 @@ class FixedSteps:
         """Forget the sums: the parameters that they were computed with are replaced."""
         self._held, self._after, self._ending = {}, [], None
 
-    def enter(self, tell_all: Callable[[list[int]], list[list[int]]]) -> None:
+    @property
+    def _reader(self) -> tuple[int, ...]:
+        """Which samples of a micro-batch this worker reads; nothing if all."""
+        return () if self.sharded is None else (self.sharded.replica.data_rank,)
+
+    def enter(self, world: Group) -> None:
         """Enter a world: all workers tell each other which micro-batches of the step they hold."""
-        if self._ending is not None and self._ending.is_adding:
+        self.tell_all, self._between = world.tell_all, world.between
+        if self.sharded is not None or (self._ending is not None and self._ending.is_adding):
             self.forget()
         own = [number for start, stop in self._held for number in range(start, stop)]
         took = round(1e6 * self._took())
-        said = tell_all(
+        said = self.tell_all(
             [took, self._several, self.audits.is_new, *_packed(own, self._policy.count)]
         )
-        self._speeds = _speeds([one[0] for one in said])
+        self._speeds = _speeds(self._by_replica([one[0] for one in said]))
         self._several = any(one[1] for one in said)
         self.audits.enter([bool(one[2]) for one in said])
         known = [_unpacked(one[3:]) for one in said]
@@ -157,13 +202,16 @@ class FixedSteps:
         """The seconds of a micro-batch of this worker; 0.0 if not known yet."""
         return median(self._times) if self._times else 0.0
 
+    def _by_replica(self, took: Sequence[int]) -> list[int]:
+        """The longest time of each replica, from those of all workers."""
+        size = 1 if self.sharded is None else self.sharded.replica.size
+        return [max(took[first : first + size]) for first in range(0, len(took), size)]
+
     def _measure(self, size: int) -> None:
         """Share out the next steps by the workers' speeds, if that pays; collective. All loading
         processes begin anew then, so this is rare."""
-        own = torch.tensor([self._took()], dtype=torch.float64)
-        every = [torch.empty_like(own) for _ in range(size)]
-        dist.all_gather(every, own)
-        found, count = _speeds([float(one) for one in every]), self._policy.count
+        took = [one[0] for one in self.tell_all([round(1e6 * self._took())])]
+        found, count = _speeds(self._by_replica(took)), self._policy.count
         before = ranges(count, self.speeds(size))
         if _slowest(ranges(count, found), found) < PAYS * _slowest(before, found):
             self._speeds = found
@@ -196,27 +244,39 @@ class FixedSteps:
                 )
         policy = self._policy
         samples = policy.batch(here.size) if total is None else total
+        adders = self._adders(here)
         assigned = self.resumed(here.size, samples)
         if assigned is None:
             if self._loops == 0:
                 self._held, self._after = {}, []
-            shares = policy.micro_batches_of(here.size, samples)
-            assigned = Assignment([frozenset()] * here.size, shares)
-        slices = policy.slices(assigned.again[here.rank], samples)
+            shares = policy.micro_batches_of(here.size, samples)[:: self.readers]
+            assigned = Assignment([frozenset()] * adders.size, shares)
+        slices = policy.slices(assigned.again[adders.rank], samples, *self._reader)
         if cut is None:
             check_length(batch, expected=max(slices[-1].stop if slices else 0, 1))
+        if self.sharded is not None:
+            self.sharded.reshard()
         parameters, exchange = self._exchange_of(models)
         exchange.abandon()
         loop, self._loops = self._loops, self._loops + 1
         tree = tree_of(-(-samples // policy.micro))
         held, after = (self._held, self._after) if loop == 0 else ({}, [])
-        kept = assigned.kept[here.rank]
+        kept = assigned.kept[adders.rank]
         for subtree in [one for one in held if kept.isdisjoint(range(*one))]:
             del held[subtree]
-        around = _Loop((policy.seed, self._step(), loop), models, parameters, after)
+        key = policy.seed, self._step(), loop
+        around = _Loop(key, self._reader, models, parameters, after)
         data = partial(cut or cut_tree, batch)
-        self._audited = self.audits.begin(self._step(), loop, assigned.again, here)
-        return self._run(around, tree, assigned, samples, data, here, exchange, held, parameters)
+        self._audited = None
+        if self.sharded is None:
+            self._audited = self.audits.begin(self._step(), loop, assigned.again, here)
+        return self._run(around, tree, assigned, samples, data, adders, exchange, held, parameters)
+
+    def _adders(self, here: OwnRank) -> Adders:
+        """The workers, or those with this one's part of a sharded model."""
+        if self.sharded is None:
+            return Adders(*here, dist.group.WORLD if here.size > 1 else None)
+        return Adders(here.rank // self.readers, here.size // self.readers, self._between)
 
     def _run(
         self,
@@ -225,18 +285,19 @@ class FixedSteps:
         assigned: Assignment,
         total: int,
         data: Callable[[int, int], Any],
-        here: OwnRank,
+        adders: Adders,
         exchange: Exchange,
         held: Held,
         parameters: Sequence[nn.Parameter],
     ) -> Iterator[Micro]:
-        own = assigned.again[here.rank]
+        own = assigned.again[adders.rank]
         whose = [{*kept, *again} for kept, again in zip(*assigned, strict=True)]
         plan = [
             _in_order(tree.subtrees(one), again)
             for one, again in zip(whose, assigned.again, strict=True)
         ]
-        slices = dict(zip(own, self._policy.slices(own, total), strict=True))
+        cuts = self._policy.slices(own, total, *self._reader)
+        slices = dict(zip(own, cuts, strict=True))
 
         def samples(number: int) -> Any:
             return data(slices[number].start, slices[number].stop)
@@ -245,19 +306,21 @@ class FixedSteps:
         to_repeat = () if audited is None else audited.to_repeat(samples)
         for number, given in to_repeat:
             yield from self._repeat(loop, number, given, total)
-        ending = exchange.begin(tree, held, plan) if not own else None
+        ending = exchange.begin(tree, held, plan, adders) if not own else None
         for number, (start, stop, scale) in slices.items():
             if number == own[-1]:
-                ending = self._ending = exchange.begin(tree, held, plan)
+                ending = self._ending = exchange.begin(tree, held, plan, adders)
             began = time.monotonic()
             loop.begin(number)
-            micro = _FixedMicro(samples(number), stop - start, scale, ending is not None)
+            length = stop - start if scale else 0
+            micro = _FixedMicro(samples(number), length, scale, ending is not None)
             # Of two workers that differ, only traces show which one was wrong.
-            is_traced = number == own[0] and here.size == 2
+            is_traced = number == own[0] and adders.size == 2
             if ending is None:
                 launched = _launched()
                 yield micro
-                if launched != _launched():
+                # A replica runs its micro-batches together, with its own collectives.
+                if self.sharded is None and launched != _launched():
                     raise ConfigError(
                         "The loop over micro-batches called a collective, such as all_reduce: "
                         "workers run different numbers of micro-batches. Take policy.loss, or call "
@@ -280,17 +343,26 @@ class FixedSteps:
         whole = ending.end()
         if audited is not None:
             yield from self._compare(loop, audited, samples, total)
-        loop.end(whole, here, source=next(rank for rank, one in enumerate(whose) if 0 in one))
-        if here.size == 1:
+        source = next(rank for rank, one in enumerate(whose) if 0 in one)
+        loop.end(whole, adders, source=source)
+        if adders.size == 1:
             held.clear()  # the user may change its tensors, the gradients
-        self.loss = float(whole.loss)
+        self.loss = self._loss_of(whole)
         if self.measure is not None:
             self.measure()
         milestones.micro_batches = len(own)
         # By the number of the step, which all workers know, also new ones.
         is_time = self._loops == 1 and self._step() % MEASURE_EVERY == MEASURE_EVERY - 1
-        if is_time and self._policy.by_speed and here.size > 1:
-            self._measure(here.size)
+        if is_time and self._policy.by_speed and adders.size > 1:
+            self._measure(adders.size)
+
+    def _loss_of(self, whole: StepSum) -> float:
+        loss = whole.loss
+        if self.sharded is not None and self.sharded.replica.size > 1:
+            loss = loss.clone()
+            dist.all_reduce(loss)
+            loss /= self.sharded.replica.size
+        return float(loss)
 
     def _repeat(self, loop: _Loop, number: int, data: Any, total: int) -> Iterator[Micro]:
         """Run a micro-batch for its hash alone."""
@@ -317,6 +389,11 @@ class FixedSteps:
         self.audits.failed(audited, audit, judgement)
 
     def _taken(self, loop: _Loop, micro: _FixedMicro, number: int, *, is_traced: bool) -> StepSum:
+        if self.sharded is not None and not self.sharded.reduces():
+            raise ConfigError(
+                "set_requires_gradient_sync(False) is not for BatchPolicy.fixed: each micro-batch "
+                "is reduced within its replica, so that the sum of all has the same bits."
+            )
         taken, place = loop.take(micro), (self._step(), self._loops - 1, number)
         if self.traces is not None and self.traces.are_wanted(place, is_first=is_traced):
             self.traces.note(place, taken.gradients)
@@ -389,13 +466,16 @@ class _Loop:
     def __init__(
         self,
         key: tuple[int, int, int],
+        reader: tuple[int, ...],
         models: Sequence[nn.Module],
         parameters: Sequence[nn.Parameter],
         after: list[torch.Tensor],
     ) -> None:
         """`after` takes, or has already, the buffers after micro-batch 0, if this worker ran it."""
-        self._key, self._parameters, self._after = key, parameters, after
-        self._buffers = list(dict.fromkeys(one for model in models for one in model.buffers()))
+        self._key, self._reader = key, reader
+        self._parameters, self._after = parameters, after
+        buffers = dict.fromkeys(one for model in models for one in model.buffers())
+        self._buffers = [local_or_whole(one) for one in buffers]
         self._number = -1
         if any(parameter.grad is not None for parameter in parameters):
             raise ConfigError(
@@ -414,20 +494,21 @@ class _Loop:
         if self._number >= 0:
             self._restore_buffers()
         self._number = number
-        rng.seed(*self._key, number)
+        rng.seed(*self._key, number, *self._reader)
 
     @torch.no_grad()
     def take(self, micro: _FixedMicro) -> StepSum:
         """Take the gradients of the micro-batch that just ran."""
         if self._number == 0:
             self._after[:] = [one.detach().clone() for one in self._buffers]
-        gradients: Gradients = [parameter.grad for parameter in self._parameters]
+        gradients = [own_gradient(parameter) for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
         first = self._parameters[0]
         loss = torch.zeros((), device=first.device)
         if micro.loss is not None:
-            loss += micro.loss.to(loss)
+            value: Any = micro.loss
+            loss += (value.full_tensor() if is_sharded(value) else value).to(loss)
         used = torch.tensor([float(one is not None) for one in gradients], device=first.device)
         return StepSum(gradients, loss, used)
 
@@ -436,7 +517,7 @@ class _Loop:
         return [taken.gradients, taken.loss, self._buffers]
 
     @torch.no_grad()
-    def end(self, whole: StepSum, here: OwnRank, *, source: int) -> None:
+    def end(self, whole: StepSum, adders: Adders, *, source: int) -> None:
         """Give all workers the gradients, and the buffers of micro-batch 0.
 
         A loop that fails does not get here: undoing its step restores what it changed. Doing that
@@ -444,12 +525,14 @@ class _Loop:
         """
         rng.restore(self._generators)
         for parameter, gradient in zip(self._parameters, whole.gradients, strict=True):
+            if gradient is not None and is_sharded(parameter):
+                gradient = shard_like(parameter, gradient)
             parameter.grad = gradient
         if not self._buffers:
             return
         values = self._after
-        if here.size > 1:
-            values = sent(self._buffers, values if here.rank == source else None, source)
+        if adders.size > 1:
+            values = sent(self._buffers, values if adders.rank == source else None, source, adders)
         for one, value in zip(self._buffers, values, strict=True):
             one.copy_(value)
 
@@ -460,20 +543,31 @@ class _Loop:
 
 @torch.no_grad()
 def sent(
-    like: Sequence[torch.Tensor], values: Sequence[torch.Tensor] | None, source: int
+    like: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor] | None,
+    source: int,
+    adders: Adders,
 ) -> list[torch.Tensor]:
     """Send tensors like these to all workers; collective. `values` are those of the source."""
     if values is None:
         flat = torch.empty(sum(one.nbytes for one in like), dtype=torch.uint8).to(like[0].device)
     else:
         flat = torch.cat([one.contiguous().flatten().view(torch.uint8) for one in values])
-    dist.broadcast(flat, source)
+    torch_private.begin_broadcast(adders.group, flat, source).wait()
     pieces = torch.split(flat, [one.nbytes for one in like])
     # A copy is aligned to any type.
     return [
         piece.clone().view(one.dtype).view(one.shape)
         for piece, one in zip(pieces, like, strict=True)
     ]
+
+
+def _tell_group(numbers: list[int]) -> list[list[int]]:
+    """Tell all workers of the default group these numbers; return what all have told, by rank."""
+    own = torch.tensor(numbers)
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, own)
+    return [one.tolist() for one in every]
 
 
 def _speeds(took: Sequence[float]) -> tuple[float, ...]:

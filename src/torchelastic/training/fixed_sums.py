@@ -11,6 +11,9 @@ All subtrees but a worker's last are complete before its last micro-batch, and a
 bucket of the last one is sent during the last backward, when its gradients are ready. All workers
 launch the same collectives in the same order.
 
+Of a sharded model, this worker's parts of gradients are added, and the workers are those with its
+coordinates in the other replicas, in a group of ours between them.
+
 A parameter that a micro-batch did not use has no gradient there. It is sent as -0.0, which changes
 no other number when it is added; how many micro-batches used it is summed as well.
 """
@@ -18,7 +21,7 @@ no other number when it is added; how many micro-batches used it is summed as we
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +29,7 @@ import torch.distributed as dist
 from torchelastic import torch_private
 from torchelastic.data.fixed_batch import Subtree, SumTree
 from torchelastic.errors import ConfigError
+from torchelastic.tensors.dtensors import is_sharded, local_of, local_or_whole
 
 #: The gradients of all parameters, None where there is none.
 Gradients = list[torch.Tensor | None]
@@ -33,9 +37,6 @@ Gradients = list[torch.Tensor | None]
 #: Bytes of a bucket at most. A single piece of 100 MB took 2.6 to 3.3 times as long as an
 #: all-reduce, four pieces of 25 MB 1.06 to 1.7 times.
 BUCKET_BYTES = 25 << 20
-#: The name of torch 2.13, and the one before.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 
 #: The place of the first gradient among what is summed: the loss and the counts come before.
 _FIRST = 2
@@ -54,6 +55,15 @@ class StepSum(NamedTuple):
 Held = dict[Subtree, StepSum]
 
 
+class Adders(NamedTuple):
+    """The workers whose sums are added: this one's rank among them, and their group."""
+
+    rank: int
+    size: int
+    #: None if there is only this one.
+    group: dist.ProcessGroup | None
+
+
 @torch.no_grad()
 def add(tree: SumTree, held: Held, subtree: Subtree, value: StepSum) -> None:
     """Put in the sum of a subtree. `value` may be changed, and so may those held."""
@@ -63,6 +73,17 @@ def add(tree: SumTree, held: Held, subtree: Subtree, value: StepSum) -> None:
         value = StepSum(gradients, one.loss + other.loss, one.used + other.used)
         subtree = found[1]
     held[subtree] = value
+
+
+def own_gradient(parameter: Any) -> torch.Tensor | None:
+    """Return this worker's part of a gradient, sharded as the parameter is: tensor parallelism may
+    give one that is not yet added over its workers."""
+    gradient = parameter.grad
+    if gradient is None or not is_sharded(gradient):
+        return cast("torch.Tensor | None", gradient)
+    if gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return local_of(gradient)
 
 
 def added(ours: Gradients, theirs: Gradients) -> Gradients:
@@ -89,8 +110,9 @@ class _Bucket:
         self.whole = torch.empty(0)
 
     def part(self, workers: int) -> int:
-        """The number of elements that each worker owns."""
-        return -(-self.length // workers)
+        """The number of elements that each worker owns. (A worker may have nothing of a sharded
+        parameter.)"""
+        return max(-(-self.length // workers), 1)
 
     def views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
         pieces = torch.split(flat[: self.length], [one.numel() for one in self._like])
@@ -117,7 +139,7 @@ class Exchange:
         device = parameters[0].device if parameters else torch.device("cpu")
         loss, used = torch.zeros((), device=device), torch.zeros(len(parameters), device=device)
         #: What is summed: these two, which are known last, and the gradients.
-        self._like = [loss, used, *parameters]
+        self._like = [loss, used, *map(local_or_whole, parameters)]
         self._buckets = [
             _Bucket(numbers, [self._like[number] for number in numbers])
             for numbers in _buckets(self._like)
@@ -138,11 +160,13 @@ class Exchange:
 
         return ready
 
-    def begin(self, tree: SumTree, held: Held, plan: Sequence[Sequence[Subtree]]) -> Round:
+    def begin(
+        self, tree: SumTree, held: Held, plan: Sequence[Sequence[Subtree]], adders: Adders
+    ) -> Round:
         """Begin to add the sums of all workers: when only this worker's last micro-batch is
         missing, or none. `plan` has the subtrees of each worker. Collective."""
         self._has_begun = len(plan) > 1
-        return Round(self, tree, held, plan)
+        return Round(self, tree, held, plan, adders)
 
     def room(self, key: object, like: _Bucket, count: int) -> torch.Tensor:
         found = self._rooms.get((key, like.kind))
@@ -180,11 +204,15 @@ class Round:
     """The addition over all workers, in one step."""
 
     def __init__(
-        self, exchange: Exchange, tree: SumTree, held: Held, plan: Sequence[Sequence[Subtree]]
+        self,
+        exchange: Exchange,
+        tree: SumTree,
+        held: Held,
+        plan: Sequence[Sequence[Subtree]],
+        adders: Adders,
     ) -> None:
         self._exchange, self._tree, self._held, self._plan = exchange, tree, held, plan
-        self._size = len(plan)
-        self._rank = dist.get_rank() if self._size > 1 else 0
+        self._rank, self._size, self._group = adders
         self._own = list(plan[self._rank])
         #: All-to-alls for each bucket. Who sends less often begins later.
         self._turns = max(map(len, plan))
@@ -261,7 +289,7 @@ class Round:
         bucket = self._exchange.buckets[self._sent]
         numbers = [number - _FIRST for number in bucket.numbers]
         self.is_adding = True
-        value = self._chained(numbers, [self._parameters[number].grad for number in numbers])
+        value = self._chained(numbers, [own_gradient(self._parameters[one]) for one in numbers])
         out = self._exchange.room(
             ("out", self._sent, self._turns - 1), bucket, bucket.part(self._size) * self._size
         )
@@ -358,7 +386,8 @@ class Round:
             if bucket.whole.numel() != part * size:
                 bucket.whole = torch.empty(part * size, dtype=out.dtype, device=out.device)
             into = bucket.whole[: sum(sizes)]
-        work = dist.all_to_all_single(into, out, sizes, [sizes[self._rank]] * size, async_op=True)
+        own = [sizes[self._rank]] * size
+        work = torch_private.begin_all_to_all(self._group, into, out, sizes, own)
         subtrees = [
             own[turn - first]
             for own, first in zip(self._plan, firsts, strict=True)
@@ -377,7 +406,7 @@ class Round:
                 _put(self._tree, own, subtree, piece)
         (root,) = own.values()
         root = self._exchange.room(("root", place), bucket, part).copy_(root)
-        return _all_gather(bucket.whole, root, async_op=True)
+        return torch_private.begin_all_gather(self._group, bucket.whole, root)
 
 
 def _put(

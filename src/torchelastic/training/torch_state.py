@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ from torchelastic.tensors.rank_private import Private, Publisher
 from torchelastic.tensors.small_state import Hyperparameters, Saver, Value, saver_of
 from torchelastic.tensors.tensor_bytes import bytes_of, sha256_of
 from torchelastic.training import parts, session
-from torchelastic.training.fixed_steps import FixedSteps
+from torchelastic.training.fixed_steps import FixedSteps, InReplica
 from torchelastic.training.group import ddp
 from torchelastic.training.parts import (
     FORMAT,
@@ -193,6 +194,11 @@ class TorchState(State):
         solid = self._solid()
         #: The names of tensors that are sharded over ranks.
         self._sharded = take_out_shards(solid)
+        if self._sharded and self._fixed is not None and mesh.current() is None:
+            raise TypeError(
+                f"{self._sharded[0]} is sharded over ranks: BatchPolicy.fixed works with sharded "
+                "models only in torchelastic.train, over torchelastic.mesh."
+            )
         for name, tree in solid.items():
             tensor_tree.check(name, tree)
 
@@ -294,8 +300,20 @@ class TorchState(State):
 
     def digest(self) -> str:
         """Return the SHA-256 of the model, as it is in a checkpoint: what two runs can be compared
-        by."""
-        return sha256_of(self._model_tree())
+        by.
+
+        Of a sharded model: the SHA-256 of those of the parts of all workers in the default group,
+        which in `torchelastic.train` is the replica. Then it is a collective.
+        """
+        own = sha256_of(self._model_tree())
+        if not self._sharded:
+            return own
+        if mesh.current() is not None and not session.is_entered():
+            raise RuntimeError(
+                "digest() of a sharded model asks the other workers of the replica: call it in "
+                "train_step."
+            )
+        return hashlib.sha256("".join(agreement.gather(own)).encode()).hexdigest()
 
     @property
     def _is_hashed(self) -> bool:
@@ -397,12 +415,24 @@ class TorchState(State):
         ):
             raise TypeError("Pass the plain module as model: TorchState wraps it in DDP itself.")
         replica = mesh.current()
-        if replica is not None and self._fixed is not None:
-            raise TypeError("BatchPolicy.fixed does not work with a model over torchelastic.mesh.")
         if replica is not None:
             self._copy_before_write = copies(self._copy_before_write, len(self._optimizers))
-            snapshots = self._snapshots_of_part()
-            self._sharding = Sharding(replica, self._models, self._optimizers, snapshots)
+            self._sharding = Sharding(
+                replica,
+                self._models,
+                self._optimizers,
+                self._snapshots_of_part(),
+                averages=self._fixed is None,
+            )
+            if self._fixed is not None:
+                if self._fixed.audits.rate:
+                    raise ConfigError(
+                        "Guard(audit=...) repeats micro-batches on single workers: leave it out "
+                        "with a model over torchelastic.mesh."
+                    )
+                reduces, reshard = self._sharding.reduces, self._shards.reshard
+                self._fixed.sharded = InReplica(replica, reduces, reshard)
+                self._fixed.traces = None
             self._ddp = False
         elif self._sharded:
             raise TypeError(
@@ -505,7 +535,7 @@ class TorchState(State):
             self._sharding.enter(world, self._undo.writes)
             self._undo.is_joint = True
         if self._fixed is not None:
-            self._fixed.enter(world.group.tell_all)
+            self._fixed.enter(world.group)
         if self._judge is not None:
             self._judge.is_local = world.size > 1 and self._has_local_gradients()
             self._judge.retried = -1

@@ -1,6 +1,7 @@
 """`BatchPolicy.fixed`: the tree of additions, who runs what, and what samples weigh."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,6 +99,55 @@ def test_shares_and_weights_add_up_at_the_end_of_an_epoch_too(count, micro, size
     for own, share in zip(cuts, policy.shares(size, total), strict=True):
         assert all(one.stop == other.start for one, other in pairwise(own))
         assert (own[-1].stop if own else 0) == share
+
+
+def sharded(policy, readers):
+    """The policy in a training whose replicas have as many workers that read different samples."""
+    steps = SimpleNamespace(
+        readers=readers, turn=0, speeds=lambda size: (1.0,) * size, resumed=lambda *_: None
+    )
+    policy.attach(steps)
+    return policy
+
+
+@examples(30)
+@given(st.integers(1, 9), st.integers(1, 7), st.integers(2, 3), st.integers(1, 3), st.data())
+def test_replica_divides_the_samples_of_its_micro_batches(count, micro, readers, replicas, data):
+    policy = sharded(BatchPolicy.fixed(micro=micro, count=count), readers)
+    size, total = replicas * readers, data.draw(st.integers(1, micro * count))
+    to_load = [policy.to_load(rank, size, total, is_next=True) for rank in range(size)]
+    used = [one for own in to_load for span in own.credited for one in range(*span)]
+    assert sorted(used) == list(range(total))
+    every = policy.micro_batches_of(size, total)
+    for rank, own in enumerate(to_load):
+        slices = policy.cuts(rank, size, total)
+        assert len(slices) == len(every[rank]) == len(every[rank - rank % readers])
+        assert [cut.stop - cut.start for cut in slices] == [b - a for a, b in own.to_load]
+        # What fully_shard divides by, and the samples: a placeholder weighs nothing.
+        weights = [readers * (b - a) / total for a, b in own.credited]
+        assert [cut.scale for cut in slices] == weights
+        assert policy.shares(size, total)[rank] == sum(b - a for a, b in own.credited)
+
+
+def test_world_with_a_part_of_a_replica_is_refused():
+    policy = sharded(BatchPolicy.fixed(micro=2, count=4), readers=2)
+    with pytest.raises(ConfigError, match="3 is not whole"):
+        policy.shares(3)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_loaders_of_a_sharded_training_hand_out_each_sample_once(replicas):
+    found, size = [], 2 * replicas
+    for rank in range(size):
+        policy = sharded(BatchPolicy.fixed(micro=2, count=3), readers=2)
+        sampler = ElasticSampler(13, seed=1, rank=rank, size=size)
+        loader = DataLoader(range(13), sampler=sampler, policy=policy)
+        for batch in loader:
+            slices = policy.cuts(rank, size, loader.total)
+            assert len(batch) == max(slices[-1].stop if slices else 0, 1)
+            assert set(loader.handed.ids) <= set(batch.tolist())
+            found += loader.handed.ids
+    assert sorted(found) == list(range(13))
 
 
 @pytest.mark.parametrize("settings", [{"micro": 0}, {"count": 0}, {"shares": "some"}])

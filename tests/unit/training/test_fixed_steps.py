@@ -1,12 +1,15 @@
 """One worker's loop over fixed micro-batches: gradients, generators, buffers, refusals."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from tests.unit.fake_mesh import mesh_at
 from torchelastic import TorchState
 from torchelastic.data import BatchPolicy
 from torchelastic.data.fixed_batch import SumTree
@@ -125,6 +128,21 @@ def test_second_backward_of_a_micro_batch_is_refused():
         with pytest.raises(ConfigError, match="twice"):
             micro.backward(model(micro.data).mean())
         break
+
+
+def test_gradients_that_fsdp_does_not_reduce_are_refused():
+    model, policy, state = made()
+    replica = SimpleNamespace(size=1, data_rank=0, data_size=1)
+    state._fixed.sharded = fixed_steps.InReplica(replica, lambda: False, lambda: None)
+    with pytest.raises(ConfigError, match="set_requires_gradient_sync"):
+        loop(model, policy)
+
+
+def test_sharded_model_of_a_script_is_refused():
+    with mesh_at(0, (2,)) as mesh:
+        model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+        with pytest.raises(TypeError, match=r"torchelastic\.train, over torchelastic\.mesh"):
+            TorchState(model=model, policy=BatchPolicy.fixed(micro=2, count=2))
 
 
 def test_batch_of_another_length_is_refused():

@@ -32,7 +32,7 @@ PACKAGE = Path(torchelastic.__file__).parent
 COLLECTIVES = {
     *("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "barrier", "new_group"),
     *("allreduce", "allgather", "tell_all", "gather", "least", "all_of_them", "extremes"),
-    *("all_to_all_single", "sent"),
+    *("begin_all_to_all", "begin_all_gather", "begin_broadcast", "full_tensor", "sent"),
     *("largest", "of_rank_0", "share", "quick_group", "search_together", "tell_each_other"),
 }
 
@@ -98,13 +98,16 @@ CALLERS = {
         "judge": VOTE,
     },
     "training/fixed_steps.py": {
+        "_loss_of": "at the end of every loop over micro-batches, by all of a replica",
         "_measure": STEP,
+        "_tell_group": SENDS,
         "end": "at the end of every loop over micro-batches, also of a rank without any",
         "enter": ENTRY,
         "same_beginning": "in `restore` of a script, if no rank has a state",
         "sent": SENDS,
+        "take": "after every micro-batch, by all of a replica, which run the same ones",
     },
-    "training/fixed_sums.py": {"_launch": SENDS},
+    "training/fixed_sums.py": {"_gather": SENDS, "_launch": SENDS},
     "training/group/ddp.py": {
         "_broadcast": "once in every world, and in the forward after the first backward"
     },
@@ -127,6 +130,7 @@ CALLERS = {
     "training/sharded/sharding.py": {"_join_all": "once in every step", "complete": FACTS},
     "training/torch_state.py": {
         "_receive": FACTS,
+        "digest": USER,
         "_response": "after a bad step, which all judge alike by equal numbers",
     },
     "training/stored_state.py": {

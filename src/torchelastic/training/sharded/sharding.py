@@ -85,15 +85,21 @@ class Sharding:
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         snapshots: PartSnapshots,
+        *,
+        averages: bool,
     ) -> None:
+        """`averages`: whether gradients are averaged between replicas in each backward. A fixed
+        batch adds them itself (`training.fixed_sums`)."""
         self.replica, self.snapshots = replica, snapshots
         self._optimizers = optimizers
         self._between = Between()
         self._fsdp = FullyShardedModels(models)
-        self._fsdp.hook(self._between.average)
-        managed = self._fsdp.parameters
-        rest = [one for model in models for one in model.parameters() if id(one) not in managed]
-        self._buckets = Buckets(rest, self._between.average, lambda: self._fsdp.reduces)
+        rest: list[nn.Parameter] = []
+        if averages:
+            self._fsdp.hook(self._between.average)
+            managed, every = self._fsdp.parameters, (one.parameters() for one in models)
+            rest = [one for some in every for one in some if id(one) not in managed]
+        self._buckets = Buckets(rest, self._between.average, self.reduces)
         self._joint: OwnedGloo | None = None
         self._writes: Writes | None = None
         self._flag = torch.zeros(1, dtype=torch.int32)
@@ -103,6 +109,10 @@ class Sharding:
         #: The way to complete the step that was interrupted in its last all-reduce.
         self.completion: Completion | None = None
         self._generation = -1
+
+    def reduces(self) -> bool:
+        """Return whether the next backward reduces gradients in this replica."""
+        return self._fsdp.reduces
 
     @property
     def ready_in(self) -> int:
@@ -174,7 +184,7 @@ class Sharding:
     def _before_commit(self) -> None:
         """End a step: join all workers if they have not joined yet, because its writes are copied,
         and can still be undone, or because there were none."""
-        if not self._fsdp.reduces:
+        if not self.reduces():
             raise ConfigError(
                 "The step ended with set_requires_gradient_sync(False): its gradients are on this "
                 "worker only. Take all microbatches of an optimizer step in one train_step, and "
