@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from tests.unit.rendezvous.cast import a_few_examples
 from torchelastic.events.failure import Failure
-from torchelastic.rendezvous.restart_policy import RestartHistory
 from torchelastic.rendezvous.world import (
     FAILOVER_CANDIDATES_LIMIT,
     PART_NODES,
@@ -150,14 +149,6 @@ def test_another_phase_has_the_same_list_and_another_list_another_digest():
     assert over.with_list_of(world).nodes == world.nodes
     assert not world_of(5).has_list_of(world)
     assert not world_of(4, leavers=1).has_list_of(world)
-
-
-def test_a_world_as_an_agent_holds_it_survives_json():
-    restarts = RestartHistory(used=2)
-    told = {"cause": FAILURE, "consequences": (FAILURE,), "restarts": restarts}
-    world = world_of(3, after=7, spares=("s",), **told)
-    assert World.from_json(sent(world.to_json())) == world
-    assert World.from_json({**sent(world.to_json()), "from_a_newer_release": 1}) == world
 
 
 def test_record_with_unknown_fields_is_read():

@@ -554,25 +554,6 @@ def test_replicator_close_leaves_no_thread():
     assert threading.active_count() == before
 
 
-def test_a_header_survives_its_journey():
-    full = Header(
-        kind=stream.GIVE,
-        piece=own(999_999_999),
-        version=(1, 2),
-        origin="0123456789ab",
-        rank=3,
-        size=8,
-        room=1 << 40,
-        skeleton_room=1 << 20,
-        used=12345,
-        skeleton=77,
-        checksum=0xFFFFFFFF,
-        before=(1, 1),
-    )
-    for header in (full, Header(kind=stream.WANT, piece=SHARED, version=(3, 4))):
-        assert Header.unpack(header.pack()) == header
-
-
 # --- the stream -----------------------------------------------------------------------------------
 
 

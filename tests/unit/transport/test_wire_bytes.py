@@ -25,7 +25,7 @@ from torchelastic.rendezvous.embedded.state_file import KeptJob, RecordedTable, 
 from torchelastic.rendezvous.embedded.voter_file import VoterFile
 from torchelastic.rendezvous.majority import Elector, Electorate, Roll
 from torchelastic.rendezvous.world import Member, World
-from torchelastic.snapshot.node.stream import GIVE, Header
+from torchelastic.snapshot.node.stream import GIVE, WANT, Header
 from torchelastic.transport import frames
 from torchelastic.transport.codec import Codec, Count
 from torchelastic.transport.frames import Row
@@ -123,11 +123,25 @@ def records() -> Iterator[Sample]:
     yield "World summary", frames.encode_value("key", sample(World).summary())
     for key, part in dataclasses.replace(sample(World), part_count=1).parts().items():
         yield f"World {key}", frames.encode_value(key, part)
-    header = Header(
-        kind=GIVE, piece="own:3", version=(4, 5), origin="node", rank=3, size=6, room=9, used=8
-    )
-    assert Header.unpack(header.pack()) == header
-    yield "stream header", header.pack().hex()
+    for which, header in {
+        "full": Header(
+            kind=GIVE,
+            piece="own:999999999",
+            version=(4, 5),
+            origin="0123456789ab",
+            rank=3,
+            size=6,
+            room=1 << 40,
+            skeleton_room=1 << 20,
+            used=8,
+            skeleton=77,
+            checksum=0xFFFFFFFF,
+            before=(4, 4),
+        ),
+        "least": Header(kind=WANT, piece="shared", version=(3, 4)),
+    }.items():
+        assert Header.unpack(header.pack()) == header
+        yield f"stream header {which}", header.pack().hex()
 
 
 def files(directory: Path) -> Iterator[Sample]:
