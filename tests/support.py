@@ -1,4 +1,4 @@
-"""What tests share: waiting for a condition, never for a time."""
+"""Shared by all tests: waiting for a condition, never for a time; and a clock that tests move."""
 
 from __future__ import annotations
 
@@ -36,3 +36,16 @@ def poll_for(probe: Callable[[], T], *, what: str, timeout: float = 60.0) -> T:
             raise AssertionError(f"not seen within {timeout:g} s: {what}")
         # What takes long is looked for less often: most probes read files, on a busy machine.
         time.sleep(0.005 if waited < 0.5 else 0.02)
+
+
+class FakeClock:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self._now = now
+
+    def now(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        self._now += seconds

@@ -1,4 +1,4 @@
-"""Time, as something that can be handed in: decisions get `now`, tests hand in a `FakeClock`."""
+"""Time as an argument: decisions get `now`, objects a `Clock`, which tests set by hand."""
 
 from __future__ import annotations
 
@@ -17,16 +17,3 @@ class SystemClock:
 
     def now(self) -> float:
         return time.monotonic()
-
-
-class FakeClock:
-    """A clock that stands still until it is moved."""
-
-    def __init__(self, now: float = 0.0) -> None:
-        self._now = now
-
-    def now(self) -> float:
-        return self._now
-
-    def advance(self, seconds: float) -> None:
-        self._now += seconds

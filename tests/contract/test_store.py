@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from tests.etcd import Etcd
+from tests.support import FakeClock
 from tests.unit.rendezvous.cast import JOB, run, serving, within
-from torchelastic.clock import Clock, FakeClock, SystemClock
+from torchelastic.clock import Clock, SystemClock
 from torchelastic.errors import LeaseExpired, RendezvousLost
 from torchelastic.rendezvous.embedded import EmbeddedStore
 from torchelastic.rendezvous.etcd.etcd_store import EtcdStore

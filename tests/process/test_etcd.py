@@ -13,9 +13,9 @@ import pytest
 
 from tests.certificates import Authority
 from tests.etcd import FAST, Etcd, cluster, running
-from tests.support import poll_for
+from tests.support import FakeClock, poll_for
 from tests.unit.rendezvous.cast import Proxy, proxied, story, within
-from torchelastic.clock import FakeClock, SystemClock
+from torchelastic.clock import SystemClock
 from torchelastic.errors import LeaseExpired, RendezvousLost, RendezvousRefused, WireError
 from torchelastic.rendezvous.etcd.etcd_store import (
     EtcdStore,

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support import FakeClock
 from tests.unit.agent.cast import in_loop
 from torchelastic.agent.output import console
 from torchelastic.agent.output.console import Console, WaitingLine, sentence
 from torchelastic.agent.output.terminal_text import plain
-from torchelastic.clock import FakeClock
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support import FakeClock
 from tests.unit.agent.cast import place
 from tests.unit.worker import entering
 from torchelastic.agent.lifecycle.node_state import WorkerSucceeded
@@ -16,7 +17,6 @@ from torchelastic.agent.workers import pool as module
 from torchelastic.agent.workers.oom import OomKills, Sources
 from torchelastic.agent.workers.supervisor import WorkerExit
 from torchelastic.agent.workers.worker_record import WorkerRecord
-from torchelastic.clock import FakeClock
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.rendezvous.world import World
 from torchelastic.worker import collective_log, optimizer_steps, orders, status_page

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support import FakeClock
 from torchelastic.agent.telemetry.progress_sampler import ProgressSampler, interval, progress_of
 from torchelastic.agent.workers.handed_memory import MetricTables, Reported
-from torchelastic.clock import FakeClock
 from torchelastic.events.types import CheckpointStored, Progress, WeightsHashed
 from torchelastic.metrics.metric_table import MetricTable
 from torchelastic.worker.orders import Hashed, Stored

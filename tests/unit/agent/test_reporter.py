@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support import FakeClock
 from tests.unit.agent.cast import in_loop
 from tests.unit.events.stories import Story, failure
 from torchelastic.agent.telemetry.bad_step_watch import BadStepWatch
 from torchelastic.agent.telemetry.job_events import JobEvents
 from torchelastic.agent.telemetry.reporter import Reporter
 from torchelastic.agent.telemetry.straggler_watch import StragglerWatch
-from torchelastic.clock import FakeClock
 from torchelastic.config import LaunchConfig
 from torchelastic.events import types as events
 from torchelastic.events.log import COLLECTED_FILE, EventLog, read_files

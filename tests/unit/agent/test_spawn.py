@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support import FakeClock
 from tests.unit.agent.cast import Workers, in_loop
 from torchelastic.agent.lifecycle.in_process import InProcessState, Status, Worker
 from torchelastic.agent.lifecycle.script import ScriptState
@@ -25,7 +26,6 @@ from torchelastic.agent.spawn.helper_processes import (
 )
 from torchelastic.agent.spawn.processes import WorkerSpawn, command_line, spawn_plain
 from torchelastic.agent.spawn.zygote_client import unlike
-from torchelastic.clock import FakeClock
 from torchelastic.config import Entry, LaunchConfig
 from torchelastic.errors import SpawnError
 from torchelastic.rendezvous.world import World

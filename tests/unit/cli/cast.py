@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from torchelastic.clock import FakeClock
+from tests.support import FakeClock
 from torchelastic.events import job_registry
 from torchelastic.events import types as events
 from torchelastic.events.failure import Failure

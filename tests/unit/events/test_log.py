@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchelastic.clock import FakeClock
+from tests.support import FakeClock
 from torchelastic.events import log as events_log
 from torchelastic.events import types as events
 from torchelastic.events.log import EventLog, Record, read, read_files

@@ -2,8 +2,8 @@ import random
 
 import pytest
 
+from tests.support import FakeClock
 from tests.unit.events.stories import record
-from torchelastic.clock import FakeClock
 from torchelastic.errors import ConfigError
 from torchelastic.events.log import EventLog, read_job
 from torchelastic.events.merge import last_run, merged

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.support import FakeClock
 from tests.unit.rendezvous.cast import (
     JOB,
     connected,
@@ -19,7 +20,6 @@ from tests.unit.rendezvous.cast import (
     story,
     within,
 )
-from torchelastic.clock import FakeClock
 from torchelastic.errors import ConfigError, LeaseExpired, RendezvousLost, RendezvousRefused
 from torchelastic.rendezvous.embedded import EmbeddedStore
 from torchelastic.rendezvous.embedded.table import Table

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support import FakeClock
 from tests.unit.rendezvous.cast import story
-from torchelastic.clock import FakeClock
 from torchelastic.errors import ConfigError, WireError
 from torchelastic.rendezvous.etcd import connection_pool, etcd_messages
 from torchelastic.rendezvous.etcd.connection_pool import client_context

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.support import FakeClock
 from tests.unit.agent.cast import in_loop, place
 from tests.unit.rendezvous.cast import connected, run, serving, soon, story
-from torchelastic.clock import FakeClock, SystemClock
+from torchelastic.clock import SystemClock
 from torchelastic.config import LaunchConfig
 from torchelastic.errors import RendezvousLost, RendezvousRefused
 from torchelastic.rendezvous import majority
