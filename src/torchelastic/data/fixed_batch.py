@@ -224,7 +224,7 @@ class FixedBatch(BatchPolicy):
 
     @property
     def turn(self) -> int:
-        """Counts changes of the shares between steps of one world."""
+        """Counts changes of the shares, which the size of the world does not show."""
         return 0 if self.steps is None else self.steps.turn
 
     def shares(self, size: int, batch: int | None = None) -> tuple[int, ...]:

@@ -106,7 +106,7 @@ class FixedSteps:
         #: Seconds of this worker's latest micro-batches; and by rank, how fast workers are.
         self._times: deque[float] = deque(maxlen=_TIMES)
         self._speeds: tuple[float, ...] = ()
-        #: Counts changes of the shares between steps of one world.
+        #: Counts changes of the shares, which the size of the world does not show.
         self.turn = 0
         #: The loss of the last loop.
         self.loss: float | None = None
@@ -179,6 +179,7 @@ class FixedSteps:
         self.tell_all, self._between = world.tell_all, world.between
         if self.sharded is not None or (self._ending is not None and self._ending.is_adding):
             self.forget()
+        before = self._speeds, self._known
         own = [number for start, stop in self._held for number in range(start, stop)]
         took = round(1e6 * self._took())
         said = self.tell_all(
@@ -191,6 +192,8 @@ class FixedSteps:
         self._known = known if any(known) and not self._several else None
         if self._known is None:
             self.forget()
+        if (self._speeds, self._known) != before:
+            self.turn += 1  # a batch that was loaded ahead is for other shares
 
     def speeds(self, size: int) -> tuple[float, ...]:
         """How fast the workers are, relative to each other."""

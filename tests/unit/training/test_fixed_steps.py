@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.unit.fake_mesh import mesh_at
 from torchelastic import TorchState
-from torchelastic.data import BatchPolicy
+from torchelastic.data import BatchPolicy, DataLoader, ElasticSampler
 from torchelastic.data.fixed_batch import SumTree
 from torchelastic.errors import ConfigError
 from torchelastic.training import fixed_steps
@@ -74,6 +74,22 @@ def test_random_numbers_depend_on_the_step_and_not_on_what_was_drawn_before():
     vars(state)["step"] = 1
     loop(model, policy)
     assert not torch.equal(found[0][0], gradients(model)[0])
+
+
+def test_loader_follows_shares_that_change_with_a_world_of_the_same_size(monkeypatch):
+    """A batch that the loader has begun, but nobody has taken, is for the world before."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    _, policy, _ = made()
+    dataset = torch.arange(32.0)
+    batches = iter(DataLoader(dataset, sampler=ElasticSampler(dataset), policy=policy))
+    assert len(next(batches)) == policy.shares(2)[0] == 4
+
+    def tell_all(own):
+        return [[1_000_000, *own[1:]], [9_000_000, *own[1:]]]
+
+    policy.steps.enter(SimpleNamespace(tell_all=tell_all, between=None))
+    assert len(next(batches)) == policy.shares(2)[0] == 8
 
 
 def test_buffers_are_those_after_the_first_micro_batch():
