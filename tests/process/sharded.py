@@ -6,11 +6,13 @@ Keys: those of `sharded_model.py`; slow (seconds in each step), first (those of 
 (worlds smaller than this are slow), every (write a checkpoint every so many steps), due (the store
 decides, with this interval), stored (wait for it in the next), beside (a group is made in the first
 step of each process), late (STEP:RANK,RANK: the last all-reduce of the step fails on these ranks
-although it has succeeded on the others).
+although it has succeeded on the others), guard, bad (RANK:STEP, the loss there is NaN), known (a
+step whose samples are taken and not used).
 """
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
@@ -55,6 +57,9 @@ def train_step(state) -> None:
         if not beside:
             beside.append(dist.new_group())
         dist.all_reduce(torch.zeros(1), group=beside[0])
+    training.factor = math.nan if KEYS.get("bad") == f"{here.rank}:{state.step}" else 1.0
+    if KEYS.get("known") == str(state.step):
+        return
     training.step(taken, loader.weight, lambda: be_late(state, here), state.step)
     write("step", hash=training.fingerprint(), at=time.monotonic(), **who)
 
@@ -83,14 +88,16 @@ def be_late(state, here) -> None:
         state._sharding._joint = Late(state._sharding._joint)
 
 
-scaler = {"scaler": training.scaler} if training.scaler.is_enabled() else {}
+more = {"scaler": training.scaler} if training.scaler.is_enabled() else {}
+if "guard" in KEYS:
+    more["guard"] = torchelastic.Guard()
 state = torchelastic.TorchState(
     model=training.model,
     optimizer=training.optimizers,
     scheduler=training.schedulers,
     sampler=sampler,
     ledger=Ledger(KEYS["ledger"]),
-    **scaler,
+    **more,
 )
 every, due = int(KEYS.get("every", "0")), KEYS.get("due")
 if every or due:

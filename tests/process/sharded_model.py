@@ -74,6 +74,8 @@ class Training:
         self.layout = keys.get("layout", "fsdp")
         self.size, self.steps = int(keys.get("size", "2")), int(keys.get("steps", "12"))
         self.micro = int(keys.get("micro", "1"))
+        #: What the loss is multiplied by.
+        self.factor = 1.0
         self.batch = int(keys.get("batch", "8")) * self.micro
         torch.set_num_threads(1)
         torch.manual_seed(5)
@@ -131,6 +133,7 @@ class Training:
                 self.model.set_requires_gradient_sync(turn == self.micro - 1)
             part = inputs(taken[turn :: self.micro])
             loss = self.model(part).float().square().mean() * weight / self.micro
+            loss = loss * self.factor
             self.scaler.scale(loss).backward()
         before_write()
         if "clip" in self.keys:

@@ -141,6 +141,21 @@ def test_a_step_is_completed_whatever_it_wrote(tmp_path, keys):
     assert missed.keys() < {(4, rank) for rank in range(4)}
 
 
+@pytest.mark.parametrize("keys", [["dropout="], ["twice=", "schedule="]])
+def test_bad_step_is_skipped_also_by_a_worker_interrupted_in_its_last_all_reduce(tmp_path, keys):
+    """Rank 1 learns the verdict from the others. Starts two jobs: about 15 s."""
+    keys = [*keys, "steps=10", "guard="]
+    run("sharded.py", tmp_path, 4, *places(tmp_path / "calm"), *keys, "known=4")
+    late = [*places(tmp_path / "late"), *keys, "bad=2:4", "late=4:1"]
+    run("sharded.py", tmp_path, 4, *late, flags=FIXED)
+    assert lines(tmp_path / "late/lines", event="took", generation=1), "nothing was late"
+    expected, found = (
+        {(line["step"], line["hash"]) for line in lines(tmp_path / name / "lines", event="done")}
+        for name in ("calm", "late")
+    )
+    assert found == expected
+
+
 def kept(directory: Path, size: int) -> int:
     """The step of the newest snapshot that all workers have reported; -1 if there is none."""
     last = {line["rank"]: line["step"] for line in lines(directory, event="kept")}

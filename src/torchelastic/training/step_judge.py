@@ -6,6 +6,9 @@
                            step it sees no gradients
     the end of the step    what was not judged yet is; a good step's values are remembered
 
+In a sharded training norm and loss are added up in the joint all-reduce of the step (`own`,
+`joined`), and there is one verdict, after it.
+
 What a bad step has changed is undone by the state that it belongs to.
 """
 
@@ -66,6 +69,9 @@ class StepJudge:
         self.is_reduced: Callable[[], bool] = lambda: True
         #: Whether ranks have different gradients, so that their norms must be added up.
         self.is_local = False
+        #: Whether all workers add up their numbers in one all-reduce in each step.
+        self.is_joint = False
+        self._joined: tuple[float, float | None, float | None] | None = None
         #: Called when a backward begins to change what optimizers have read in this step.
         self.after_write: Callable[[], None] = lambda: None
         self._norm: torch.Tensor | None = None
@@ -82,13 +88,8 @@ class StepJudge:
 
     def begin(self) -> None:
         """Begin a step."""
-        self._norm, self._found = None, None
+        self._norm, self._found, self._joined = None, None, None
         self._losses, self._windows = [], []
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether this step is known to be bad."""
-        return self._found is not None
 
     # --- what is judged --------------------------------------------------------------------------
 
@@ -115,6 +116,8 @@ class StepJudge:
         if self._scaler is not None:
             scale = vars(self._scaler)[SCALER_TENSORS[0]]
             norm = norm if scale is None else norm / scale.to(norm.device)
+        if self.is_joint and self._norm is not None:
+            norm = torch.hypot(self._norm, norm)
         self._norm = norm
 
     @torch.no_grad()
@@ -122,15 +125,34 @@ class StepJudge:
         if self._fixed_loss is not None:
             return
         self.after_write()
-        size = _size()
+        size = 1 if self.is_joint else _size()
         device = torch_backends.here() if size > 1 else "cpu"
         own = torch.as_tensor(value).detach().reshape(()).to(device, torch.float64, copy=True)
         total = torch.stack([own, torch.ones_like(own)])
         work = dist.all_reduce(total, async_op=True) if size > 1 else None
         self._losses.append(_Loss(own, total, work))
 
+    def own(self) -> tuple[float, float, float]:
+        """Return this worker's square of the norm, its loss, and the number of losses."""
+        norm = 0.0 if self._norm is None else float(self._norm)
+        loss = self._loss()[0]
+        self._norm, self._joined = None, (norm, loss, loss)
+        return norm * norm, loss or 0.0, float(loss is not None)
+
+    def joined(self, square: float, loss: float, losses: float, replicas: int) -> None:
+        """Take in the sum of what all workers have; all replicas have the same gradients."""
+        assert self._joined is not None
+        norm = _root(square / replicas)
+        self._joined = norm, loss / losses if losses else None, self._joined[2]
+
+    def _numbers(self) -> tuple[float | None, float | None, float | None]:
+        """Return the norm, the mean loss over ranks, and the loss of this rank."""
+        if self.is_joint:
+            assert self._joined is not None
+            return self._joined
+        return self._global_norm(), *self._loss()
+
     def _loss(self) -> tuple[float | None, float | None]:
-        """Return the mean loss over ranks, and this rank's."""
         if self._fixed_loss is not None:
             return self._fixed_loss(), None
         if not self._losses:
@@ -154,14 +176,14 @@ class StepJudge:
         if norm is not None:
             square += norm.to(device).square()
         dist.all_reduce(square)
-        return math.sqrt(square) if square >= 0 else math.nan
+        return _root(float(square))
 
     # --- the verdict -----------------------------------------------------------------------------
 
     def before_write(self, optimizer: Optimizer) -> bool:
         """Judge what was not judged yet; return whether the step is bad. Then the optimizer has no
         gradients until `after_step`."""
-        if self._found is None and (self._norm is not None or not self._windows):
+        if self._found is None and self._is_due:
             self._judge()
         if self._found is None:
             return False
@@ -169,6 +191,12 @@ class StepJudge:
         for parameter, _ in self._hidden:
             parameter.grad = None
         return True
+
+    @property
+    def _is_due(self) -> bool:
+        if self.is_joint:
+            return self._joined is not None and not self._windows
+        return self._norm is not None or not self._windows
 
     def after_step(self) -> None:
         """Put the gradients back that an optimizer was not to see."""
@@ -180,7 +208,7 @@ class StepJudge:
         config, place = self._guard.config, len(self._windows)
         known = self._guard.history.windows
         window = known[place] if place < len(known) else Window()
-        norm, (loss, own) = self._global_norm(), self._loss()
+        norm, loss, own = self._numbers()
         is_skipped_by_scaler = self._scaler is not None and not math.isfinite(norm or 0.0)
         judged = None if is_skipped_by_scaler else norm
         verdict = judge(window, judged, loss, config)
@@ -192,7 +220,7 @@ class StepJudge:
 
     def end(self, step: int) -> FoundBad | None:
         """End the step with this number; return why it is bad, or remember its values."""
-        if self._found is None and (self._norm is not None or self._losses or not self._windows):
+        if self._found is None and (self._is_due or (self._losses and not self.is_joint)):
             self._judge()
         found = self._found
         if found is None:
@@ -207,6 +235,10 @@ class StepJudge:
         """Return the latest bad steps, with this one."""
         first = step - self._guard.config.window
         return (*(one for one in self._guard.history.bad if first < one < step), step)
+
+
+def _root(square: float) -> float:
+    return math.sqrt(square) if square >= 0 else math.nan
 
 
 def _size() -> int:

@@ -378,13 +378,23 @@ class TorchState(State):
         if callable(wanted):
             # Only this rank's samples are in `bad`, and a function may depend on anything.
             number = guard.number_of(wanted(bad))
-            wanted = ACTIONS[agreement.gather(number)[0]]
             if self._keeper is not None:
+                wanted = ACTIONS[agreement.gather(number)[0]]
                 _refuse_retry(wanted)
+            else:
+                wanted = ACTIONS[session.current().group.tell_all([number])[0][0]]
         earlier = guard.history.bad
         if self._judge is not None and self._judge.retried == bad.step:
             earlier = (*earlier, bad.step)
         return response(wanted, earlier, bad.step, config)
+
+    def _was_skipped(self, step: int) -> bool:
+        return self._guard is not None and self._guard.history.skipped == step
+
+    def _says_skipped(self, rest: Mapping[str, Any], step: int) -> bool:
+        """Return whether the state of another worker says that a step was skipped."""
+        names = [name for name, part in self._stateful.items() if part is self._guard]
+        return any(rest["objects"][name]["skipped"] == step for name in names)
 
     def _undo_bad(self, guard: Guard, judge: StepJudge, bad: BadStep, action: Action) -> None:
         try:
@@ -454,8 +464,9 @@ class TorchState(State):
     def _complete(self) -> bool:
         if self._sharding is None:
             return False
-        completed = self._sharding.complete(session.current(), self._rest, self._load_rest)
-        if completed and self._undo.late is not None:
+        here = session.current()
+        completed = self._sharding.complete(here, self._rest, self._load_rest, self._says_skipped)
+        if completed and self._undo.late is not None and not self._was_skipped(here.version[1]):
             # Before `sync`, in which this worker may send its buffers to one that has none.
             self._undo.buffers.put_heavy(self._undo.late[2])
             rank_private.restore(self._undo.late[1], self._undo.buffers)
@@ -496,9 +507,8 @@ class TorchState(State):
         assert self._ledger is not None
         if self._sharding is not None and not self._sharding.replica.is_recorder:
             return
-        was_skipped = self._guard is not None and self._guard.history.skipped == version[1]
         for part in self._recorded:
-            self._ledger.record(*version, part.latest, skipped=was_skipped)
+            self._ledger.record(*version, part.latest, skipped=self._was_skipped(version[1]))
 
     # --- a world ---------------------------------------------------------------------------------
 
@@ -534,10 +544,12 @@ class TorchState(State):
         if self._sharding is not None:
             self._sharding.enter(world, self._undo.writes)
             self._undo.is_joint = True
+            self._sharding.judge = self._judge
         if self._fixed is not None:
             self._fixed.enter(world.group)
         if self._judge is not None:
             self._judge.is_local = world.size > 1 and self._has_local_gradients()
+            self._judge.is_joint = self._sharding is not None
             self._judge.retried = -1
         self._version, self.step = world.version_after_sync, base[1]
         self._newborn = self._interrupted = False
@@ -588,7 +600,7 @@ class TorchState(State):
         if kept is not None:
             return kept
         # A skipped step ends with the private state of its beginning.
-        was_skipped = self._guard is not None and self._guard.history.skipped == base[1]
+        was_skipped = self._was_skipped(base[1])
         late = self._undo.late
         if late is not None and late[0][1] == base[1]:
             if was_skipped:

@@ -1,7 +1,7 @@
 """The sharded parts of a `TorchState`: averages between replicas, and the joint all-reduce.
 
 Nothing in a sharded step joins all workers: a replica reduces its gradients, and workers with the
-same coordinates average theirs. So each step has one all-reduce of 4 bytes over all workers. It
+same coordinates average theirs. So each step has one all-reduce of 56 bytes over all workers. It
 runs before the first write; if writes are copied (and can be undone), or there are none, at the end
 of the step.
 """
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from torchelastic import faults
 from torchelastic.errors import ConfigError
+from torchelastic.snapshot.writer import ShardStatus
 from torchelastic.tensors import transfer
 from torchelastic.tensors.module_state import parameters_of
 from torchelastic.tensors.small_state import Hyperparameters
@@ -34,6 +35,7 @@ from torchelastic.training.undo import OptimizerCopy, Writes
 
 if TYPE_CHECKING:
     from torchelastic.training.session import Session
+    from torchelastic.training.step_judge import StepJudge
 
 
 @dataclass
@@ -102,7 +104,8 @@ class Sharding:
         self._buckets = Buckets(rest, self._between.average, self.reduces)
         self._joint: OwnedGloo | None = None
         self._writes: Writes | None = None
-        self._flag = torch.zeros(1, dtype=torch.int32)
+        #: Judges the steps, if there is a guard.
+        self.judge: StepJudge | None = None
         #: Whether this step has had its joint all-reduce, and whether a world's first write was
         #: looked at: it makes optimizer state.
         self._has_joined = self._is_checked = False
@@ -120,11 +123,16 @@ class Sharding:
         return -1 if self.completion is None else self._generation
 
     def complete(
-        self, world: Session, rest: Callable[[], Any], load: Callable[[Any], None]
+        self,
+        world: Session,
+        rest: Callable[[], Any],
+        load: Callable[[Any], None],
+        was_skipped: Callable[[Any, int], bool],
     ) -> bool:
         """Collective: complete the step that was interrupted here if others have committed it.
 
-        `rest` returns the state that is not sharded. Return whether this worker completed a step.
+        `rest` returns the state that is not sharded; `was_skipped` whether a step was skipped,
+        according to that of others. Return whether this worker completed a step.
         """
         completion, self.completion = self.completion, None
         base = world.freshest
@@ -146,8 +154,9 @@ class Sharding:
         if world.rank not in late:
             return False
         assert completion is not None
-        with self._unwatched():
-            completion.complete()
+        if not was_skipped(received[0], base[1]):
+            with self._unwatched():
+                completion.complete()
         for group, values in zip(groups, received[1], strict=True):
             group.load(values)
         load(received[0])
@@ -204,7 +213,9 @@ class Sharding:
         self._buckets.forget()
 
     def _before_first_write(self, optimizer: Optimizer) -> None:
-        if self._writes is not None and not self._writes.copying:
+        is_copied = self._writes is not None and self._writes.copying
+        # The write of a bad step has not begun, and so may be the first once more.
+        if not is_copied and not self._has_joined:
             self._join_all(optimizer)
         self.snapshots.before_write()
 
@@ -225,30 +236,38 @@ class Sharding:
         return FromCopies(self._optimizers) if writes.begun else Unwritten(self._optimizers)
 
     def _join_all(self, optimizer: Optimizer | None) -> None:
-        """Wait until all workers are here: each has all the gradients of its part. The value that
-        is reduced is their vote on a snapshot."""
+        """Wait until all workers are here: each has all the gradients of its part. The values that
+        are added up are their votes on a snapshot, and their numbers for the guard."""
         self._between.release()
         assert self._joint is not None
         assert self._writes is not None
         if faults.planned:
             faults.at("joint.before")
-        op = dist.ReduceOp.SUM
-        if (vote := self.snapshots.vote()) is not None:
-            self._flag.fill_(vote)
-            op = dist.ReduceOp.MIN
+        vote, judge = self.snapshots.vote(), self.judge
+        votes = [float(one == vote) for one in ShardStatus]
+        own = (0.0, 0.0, 0.0) if judge is None else judge.own()
+        told = torch.tensor([*votes, *own], dtype=torch.float64)
         self._writes.joining = True
         try:
-            self._joint.allreduce([self._flag], options(op, on_host=True))
+            self._joint.allreduce([told], options(dist.ReduceOp.SUM, on_host=True))
         except (GenerationOver, PeerLostError):
             self.completion = self._way_to_complete(optimizer, self._writes)
             raise
         finally:
             self._writes.joining = False
         self._has_joined = True
+        *voted, square, loss, losses = told.tolist()
         if vote is not None:
-            self.snapshots.decide(int(self._flag.item()))
+            self.snapshots.decide(lowest(voted))
+        if judge is not None:
+            judge.joined(square, loss, losses, self._joint.size() // self.replica.size)
         if faults.planned:
             faults.at("joint.after")
+
+
+def lowest(votes: Sequence[float]) -> ShardStatus:
+    """Return the lowest status that anyone has voted for, by their numbers of votes."""
+    return next(one for one, count in zip(ShardStatus, votes, strict=True) if count)
 
 
 # --- a step that others have committed ------------------------------------------------------------
