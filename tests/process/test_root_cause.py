@@ -17,13 +17,6 @@ LINKED, RESIDENT = HERE / "linked.py", HERE / "resident.py"
 BROKEN = "Connection closed by peer"
 
 
-@pytest.fixture(autouse=True)
-def runtime_dir(tmp_path, monkeypatch) -> None:
-    runtime = tmp_path / "runtime"
-    runtime.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-
-
 def linked(tmp_path: Path, flags: str):
     # They ignore SIGTERM: on a busy machine, too, they have the time to notice each other's end.
     patient = f"--no-zygote --redirects=3 --shutdown-timeout=100 {flags}"

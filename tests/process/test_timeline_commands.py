@@ -17,13 +17,6 @@ from tests.unit.events.analysis.test_trace_export import check_nesting
 FLAGS = "--nnodes=1 --nproc-per-node=2 --rdzv-id=told --redirects=3 --dashboard=0"
 
 
-@pytest.fixture(autouse=True)
-def runtime_dir(tmp_path, monkeypatch) -> None:
-    runtime = tmp_path / "runtime"
-    runtime.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-
-
 @pytest.mark.timeout(300)
 def test_a_killed_worker_is_seen_in_every_command_and_on_the_page(tmp_path):
     """Its zygote imports torch."""
