@@ -53,6 +53,10 @@ KEYS: dict[str, Any] = {
     "every": 0,
     "evaluate": 0,
     "loaders": 0,
+    # The part of micro-batches that other workers repeat; and RANK:STEP:HOW: gradients of one
+    # process are 1 + 2**-12 times as large, `once` or from that step `on`.
+    "audit": 0.0,
+    "wrong": "",
 }
 
 
@@ -166,8 +170,25 @@ class Training:
             sampler=sampler,
             policy=self.policy,
             ledger=Ledger(record.parent / "ledger"),
+            guard=torchelastic.Guard(audit=KEYS["audit"]) if KEYS["audit"] else None,
         )
+        if KEYS["wrong"]:
+            self._wrong = record / "WRONG"
+            next(self.models[0].parameters()).register_hook(self._spoil)
         self._batches = iter(self.loader)
+
+    def _spoil(self, gradient: torch.Tensor) -> torch.Tensor:
+        rank, step, how = KEYS["wrong"].split(":")
+        if os.environ["RANK"] != rank or self.state.step < int(step):
+            return gradient
+        try:
+            with self._wrong.open("x") as file:
+                file.write(str(os.getpid()))
+            self.log.write("wrong", step=self.state.step, rank=int(rank))
+        except FileExistsError:
+            if how == "once" or self._wrong.read_text() != str(os.getpid()):
+                return gradient
+        return gradient * (1 + 2**-12)
 
     def is_over(self, step: int) -> bool:
         try:
