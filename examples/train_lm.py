@@ -2,10 +2,11 @@
 
     torchelastic run --nproc-per-node 4 --max-restarts 1000 examples/train_lm.py
     torchelastic run --nproc-per-node 4 --max-restarts 1000 examples/train_lm.py --kill-every 5
+    torchelastic run --nproc-per-node 3 examples/train_lm.py --inject-nan 20:1
 
 Or kill workers yourself while it runs: `pkill -9 -n -f train_lm.py` kills one. The loss continues
 where it was: the survivors keep their model, and the step in flight is redone. The batch of a step
-is the same at any world size, and so is the curve.
+is the same at any world size, and so is the curve. A step with bad numbers is skipped.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from torch.nn import functional
 
 import torchelastic
 from torchelastic import checkpoint
+from torchelastic.data import BatchPolicy, DataLoader, ElasticSampler
 from torchelastic.p2p import CoordinatorP2P
 from torchelastic.training import session
 
@@ -78,14 +80,6 @@ class Text:
         number = {character: index for index, character in enumerate(self.alphabet)}
         self.numbers = torch.tensor([number[character] for character in text])
 
-    def share(self, step, rank, size):
-        """This rank's part of the step's batch, which depends on the step alone."""
-        chance = torch.Generator().manual_seed(step)
-        starts = torch.randint(len(self.numbers) - CONTEXT, (BATCH,), generator=chance)
-        window = starts[rank::size, None] + torch.arange(CONTEXT + 1)
-        sequences = self.numbers[window]
-        return sequences[:, :-1], sequences[:, 1:]
-
     def write(self, model, length):
         """Let the model continue from a line's beginning."""
         written = torch.zeros(1, 1, dtype=torch.long)
@@ -98,17 +92,37 @@ class Text:
         return "".join(self.alphabet[number] for number in written[0].tolist()).strip()
 
 
-def train_step_for(text, args):
+class Windows(torch.utils.data.Dataset):
+    """Pieces of the tales, one behind the other."""
+
+    def __init__(self, numbers):
+        self._numbers = numbers
+
+    def __len__(self):
+        return (len(self._numbers) - 1) // CONTEXT
+
+    def __getitem__(self, index):
+        return self._numbers[index * CONTEXT : (index + 1) * CONTEXT + 1]
+
+
+def train_step_for(loader, guard, args):
+    batches = iter(loader)
+
     def train_step(state):
+        nonlocal batches
         if state.step >= args.steps:
             raise StopIteration
+        windows = next(batches, None)
+        if windows is None:  # another epoch
+            batches = iter(loader)
+            windows = next(batches)
         rank, size = dist.get_rank(), dist.get_world_size()
-        inputs, targets = text.share(state.step, rank, size)
-        losses = functional.cross_entropy(
-            state.model(inputs).flatten(0, 1), targets.flatten(), reduction="sum"
-        )
-        # DDP takes the mean over the ranks; this makes it the mean over the whole batch.
-        loss = losses * size / (BATCH * CONTEXT)
+        predicted, wanted = state.model(windows[:, :-1]), windows[:, 1:]
+        # DDP takes the mean over the ranks; the weight makes it the mean over the whole batch.
+        loss = functional.cross_entropy(predicted.flatten(0, 1), wanted.flatten()) * loader.weight
+        if args.inject_nan == (state.step + 1, rank):
+            loss = loss * math.nan
+        guard.loss(loss)
         state.optimizer.zero_grad()
         loss.backward()
         mean = loss.detach() / size
@@ -138,6 +152,11 @@ def warmed_up(steps):
     return lambda step: min((step + 1) / 50, 0.55 + 0.45 * math.cos(math.pi * min(1, step / steps)))
 
 
+def step_and_rank(text):
+    step, rank = text.split(":")
+    return int(step), int(rank)
+
+
 def parse_args():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=600)
@@ -147,6 +166,12 @@ def parse_args():
         type=float,
         metavar="SECONDS",
         help="about so often one of four workers kills itself (SIGKILL)",
+    )
+    parser.add_argument(
+        "--inject-nan",
+        type=step_and_rank,
+        metavar="STEP:RANK",
+        help="make the loss of this rank NaN in this step, the first one is 1",
     )
     parser.add_argument("--checkpoints", type=Path, metavar="DIRECTORY", help="keep some in here")
     return parser.parse_args()
@@ -159,7 +184,12 @@ def main():
     model = Transformer(len(text.alphabet))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmed_up(args.steps))
-    state = torchelastic.TorchState(model=model, optimizer=optimizer, scheduler=scheduler)
+    dataset, guard = Windows(text.numbers), torchelastic.Guard()
+    sampler = ElasticSampler(dataset)
+    loader = DataLoader(dataset, sampler=sampler, policy=BatchPolicy.constant_global(BATCH))
+    state = torchelastic.TorchState(
+        model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, guard=guard
+    )
 
     if args.checkpoints:
         manager = checkpoint.FileSystemCheckpointManager(args.checkpoints, keep_last=3)
@@ -169,7 +199,7 @@ def main():
         threading.Thread(target=kill_now_and_then, args=(args.kill_every, done)).start()
     try:
         torchelastic.train(
-            CoordinatorP2P(), train_step_for(text, args), state, checkpoint_every=100
+            CoordinatorP2P(), train_step_for(loader, guard, args), state, checkpoint_every=100
         )
     finally:
         done.set()

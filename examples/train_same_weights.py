@@ -16,26 +16,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from train_lm import CONTEXT, TEXT, Text
+from train_lm import TEXT, Text, Windows
 
 import torchelastic
 from torchelastic.data import BatchPolicy, DataLoader, ElasticSampler
 from torchelastic.p2p import CoordinatorP2P
 
 WIDTH = 32
-
-
-class Windows(torch.utils.data.Dataset):
-    """Pieces of the tales, one behind the other."""
-
-    def __init__(self, numbers):
-        self._numbers = numbers
-
-    def __len__(self):
-        return (len(self._numbers) - 1) // CONTEXT
-
-    def __getitem__(self, index):
-        return self._numbers[index * CONTEXT : (index + 1) * CONTEXT + 1]
 
 
 class Transformer(nn.Module):

@@ -178,7 +178,7 @@ current-context: test
     # --- what tests do there ---------------------------------------------------------------------
 
     def kubectl(self, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        """A command as a user types it."""
+        """What a user types."""
         found = kubernetes_program("kubectl")
         assert found, needs.missing("kubectl")
         return subprocess.run(

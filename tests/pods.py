@@ -68,7 +68,7 @@ class Container:
         self.ended = ""
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """The command line that runs these words in the container."""
+        """What runs these words in the container."""
         user = {
             **self.pod.spec.get("securityContext", {}),
             **self.spec.get("securityContext", {}),
@@ -205,7 +205,7 @@ class Pod(threading.Thread):
         self.notes.append(text)
 
     def log(self) -> str:
-        """The output of its containers."""
+        """What its containers have printed."""
         paths = sorted(self.directory.glob("*.log"))
         return "".join(path.read_text(errors="replace") for path in paths)
 
@@ -265,7 +265,7 @@ class Pod(threading.Thread):
         return made
 
     def own_names(self) -> list[str]:
-        """The lines that a kubelet writes into /etc/hosts before a container starts."""
+        """What a kubelet writes into /etc/hosts before a container starts."""
         names = [self.hostname]
         if subdomain := self.spec.get("subdomain"):
             names.insert(0, f"{self.hostname}.{subdomain}.{self.namespace}.svc.cluster.local")

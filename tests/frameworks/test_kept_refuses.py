@@ -1,4 +1,4 @@
-"""Refusals of a framework's Keep: models whose shards look replicated."""
+"""What the Keep of a framework refuses: models whose shards look replicated."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ DEADLINE = 90.0
 
 @dataclass
 class Ran:
-    """The result of a program."""
+    """What came of a program."""
 
     exitcode: int
     stdout: str

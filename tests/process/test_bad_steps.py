@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
+import torch
 
 from tests.process.jobs import HERE, Job, job
+from torchelastic.cli import main
 from torchelastic.data import checker
 from torchelastic.data.verdict import check
-from torchelastic.errors import EXIT_USAGE
+from torchelastic.errors import EXIT_OK, EXIT_USAGE
 
 SCRIPT = HERE / "bad_steps.py"
 PATIENCE = 120.0
@@ -117,3 +122,25 @@ def test_stop_in_a_script_leaves_a_checkpoint_of_the_good_state(tmp_path):
     again, made = run(tmp_path / "again", **keys)
     assert len(again) == 3
     assert {line["step"] for line in made.lines(event="restored")} == {6}
+
+
+PAGE = Path(__file__).parents[2] / "docs/guides/bad-numbers.md"
+
+
+def test_page_of_bad_numbers_leaves_out_the_sample_it_makes_bad(tmp_path, capsys, monkeypatch):
+    """Its zygote imports torch."""
+    program, reading = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[:2]
+    script = tmp_path / "train.py"
+    script.write_text(program)
+    with job(tmp_path / "job", "--nnodes=1 --nproc-per-node=2") as made:
+        node = made.start(script=[str(script)])
+        assert node.wait(PATIENCE) == 0, made.said()
+    assert node.stderr.count("step 70 is skipped: the gradient is not finite") == 1
+    assert main(["skipped", str(node.directory / "logs")]) == EXIT_OK
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "skipped.jsonl").write_text(capsys.readouterr().out)
+    assert (tmp_path / "skipped.jsonl").read_text().count("\n") == 20
+    names = {"dataset": range(2000), "torch": torch}
+    exec(reading, names)
+    assert len(names["dataset"]) == 1990
+    assert 421 not in names["dataset"].indices

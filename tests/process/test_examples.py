@@ -143,14 +143,20 @@ def test_imagenet_with_the_variables_of_01(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_language_model_learns_on_while_a_worker_is_killed(tmp_path, monkeypatch):
+def test_language_model_learns_on_after_a_bad_step_and_a_killed_worker(tmp_path, monkeypatch):
     """Its zygote imports torch."""
     monkeypatch.setenv("TORCHELASTIC_FAULTS", "kill@rank=1,step=15,place=optimizer.inside")
     with job(tmp_path / "job", "--nnodes=1 --nproc-per-node=2 --world-sizes=2") as one:
-        script = [str(EXAMPLES / "train_lm.py"), "--steps=40", "--tell-every=5"]
+        script = [
+            str(EXAMPLES / "train_lm.py"),
+            "--steps=40",
+            "--tell-every=5",
+            "--inject-nan=10:1",
+        ]
         node = one.start(script=script)
         assert node.wait(PATIENCE) == 0, node.stderr
     assert node.events("worker-failed")
+    assert {one["step"] for one in node.events("step-skipped")} == {10}
     assert "after 40 steps it writes" in node.stdout
     curve = losses(node.stdout)
     assert len(curve) == 8

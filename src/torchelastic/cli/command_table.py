@@ -232,8 +232,8 @@ STACKS = _about_a_job(
 )
 SKIPPED = _about_a_job(
     "skipped",
-    "Print the samples of the steps that a job skipped because of bad numbers, as JSON lines: "
-    "id, epoch, step, rank, and whether the rank's own numbers were bad.",
+    "Print the samples of the steps that a job left out because of bad numbers, as JSON lines: id, "
+    "epoch, step, rank, whether the rank's own numbers were bad (origin), and what was done.",
 )
 TRACE = _about_a_job(
     "trace",

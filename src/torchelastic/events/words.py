@@ -181,7 +181,7 @@ def bad_step(bad: BadStepView) -> str:
     what = f"{_DONE[bad.action].format(bad.step)}: {bad.reason} ({numbers})"
     undone = "; undone since" if bad.undone else ""
     if not bad.origins:
-        return f"{what} on all ranks together, {counted(bad.samples, 'sample')}{undone}"
+        return f"{what} of all ranks together, {counted(bad.samples, 'sample')}{undone}"
     ranks = [f"rank {one.rank}{_parts(one.micro_batches)}" for one in bad.origins]
     more = bad.ranks - len(ranks)
     whose = ", ".join(ranks) + (f" and {more} more" if more > 0 else "")

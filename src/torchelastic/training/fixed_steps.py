@@ -128,7 +128,7 @@ class FixedSteps:
         return 1 if self.sharded is None else self.sharded.replica.data_size
 
     def form(self) -> list[tuple[str, str]]:
-        """Return the settings that must be the same on all workers, or their bits differ."""
+        """What must be the same on all workers, or their bits differ."""
         policy = self._policy
         shape = f"fixed(micro={policy.micro}, count={policy.count}, seed={policy.seed})"
         same = [
@@ -464,7 +464,7 @@ class _FixedMicro(Micro):
 
 
 class _Loop:
-    """The surroundings of one loop's micro-batches: generators, buffers, `.grad`."""
+    """What surrounds the micro-batches of one loop: generators, buffers, `.grad`."""
 
     def __init__(
         self,

@@ -413,7 +413,8 @@ class TorchState(State):
             windows = guard.history.windows
             guard.history = GuardHistory(windows, judge.with_bad(bad.step), bad.step)
         judge.begin()
-        log.warning("%s: %s", bad.text, _DONE[action])
+        if not milestones.is_heard():  # else an agent logs it, once for all ranks
+            log.warning("%s: %s", bad.text, _DONE[action])
         milestones.step_was_bad(**asdict(bad), action=action)
         for tell in guard.listeners:
             tell(bad)

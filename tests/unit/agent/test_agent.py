@@ -1,4 +1,4 @@
-"""The agent and its workers, where no process is needed."""
+"""What the agent does about its workers where no process is needed to see it."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Batches of events, with times by the leader's clock, and the log that collects them."""
+"""What is shipped at a time, with times by the leader's clock, and the log that collects it."""
 
 import json
 import math

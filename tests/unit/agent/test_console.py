@@ -1,4 +1,4 @@
-"""Output of the agent: a reader that does not read must not hold it up."""
+"""What the agent says must not hold it up, whoever does not read it."""
 
 import asyncio
 import fcntl

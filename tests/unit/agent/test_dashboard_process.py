@@ -36,7 +36,7 @@ def instead(monkeypatch):
 
 
 def watched(it):
-    """The messages about it until it has ended."""
+    """What is said of it until it has ended."""
     said = []
 
     async def run():

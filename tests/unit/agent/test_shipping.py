@@ -35,7 +35,7 @@ def at_once(monkeypatch):
 
 
 class Store:
-    """The store, as all nodes see it."""
+    """What all nodes see."""
 
     def __init__(self):
         self.values = {}

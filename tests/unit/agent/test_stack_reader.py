@@ -1,4 +1,4 @@
-"""The stacks of a process, written by itself at a signal, whatever it hangs in."""
+"""What the threads of a process do, written by itself at a signal, whatever it hangs in."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Shared by the tests of checkpoints."""
+"""What the tests of checkpoints share."""
 
 from __future__ import annotations
 

@@ -229,7 +229,8 @@ def test_bad_steps_are_shown_with_rank_loss_norm_and_samples(show, capsys):
     assert f"  step 5 is repeated: {numbers}\n" in said
     assert main(["skipped", "job"]) == EXIT_OK
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
-        {"id": sample, "epoch": 0, "step": 5, "rank": 1, "origin": True} for sample in (4, 9)
+        {"id": sample, "epoch": 0, "step": 5, "rank": 1, "origin": True, "action": "skip"}
+        for sample in (4, 9)
     ]
 
 

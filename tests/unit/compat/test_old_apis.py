@@ -138,7 +138,7 @@ def test_fault_injection_refuses_a_rate_that_is_no_probability(rate):
 
 
 def shares(size, world, start, epoch=0):
-    """The share of each rank."""
+    """What each rank gets."""
     samplers = [ElasticDistributedSampler(range(size), world, rank, start) for rank in range(world)]
     for sampler in samplers:
         sampler.set_epoch(epoch)

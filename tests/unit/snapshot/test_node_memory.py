@@ -1,4 +1,4 @@
-"""The memory of a node: the pieces it holds, and when it lets go of them."""
+"""What a node holds, and when it lets go of it."""
 
 import errno
 import os

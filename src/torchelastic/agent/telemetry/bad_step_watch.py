@@ -11,12 +11,12 @@ from collections.abc import Callable
 from torchelastic.agent.telemetry.clock_offset import linger
 from torchelastic.clock import Clock
 from torchelastic.events import words
-from torchelastic.events.analysis.bad_steps import SKIPS, BadSteps
+from torchelastic.events.analysis.bad_steps import LEAVES_OUT, BadSteps
 from torchelastic.events.record import Record
 from torchelastic.events.types import StepSkipped
 
 #: Seconds from the first report of a step to its line. Until then, other ranks report it, too.
-DELAY = 1.0
+DELAY = 0.3
 #: Older reports were logged by an earlier leader.
 OLDEST = 60.0
 
@@ -58,7 +58,7 @@ class BadStepWatch:
             key = one.generation, one.step, one.action
             if key not in self._told:
                 self._told.add(key)
-                hint = "" if self._skipped or one.action not in SKIPS else _HINT
+                hint = "" if self._skipped or one.action not in LEAVES_OUT else _HINT
                 self._skipped = self._skipped or bool(hint)
                 self._say(f"{words.bad_step(one)}{hint}")
 

@@ -15,7 +15,7 @@ from torchelastic.events import types as events
 from torchelastic.events.record import Record
 
 #: What is done about a step whose samples are not used.
-SKIPS = ("skip", "rewind")
+LEAVES_OUT = ("skip", "rewind", "stop")
 #: Bad steps that a view has, ranks of each that are named, and samples of each rank.
 STEPS_LIMIT, RANKS_LIMIT, SAMPLES_LIMIT = 20, 8, 64
 
@@ -152,7 +152,7 @@ def _list(value: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class SkippedSample:
-    """A sample of a step that stays skipped."""
+    """A sample of a bad step that was not repeated, nor undone later."""
 
     #: Its number; of a stream, its shard and its number there.
     id: Any
@@ -161,22 +161,24 @@ class SkippedSample:
     rank: int
     #: The rank's own numbers were bad.
     origin: bool
+    #: What was done about the step.
+    action: str
 
 
 def skipped_samples(records: Sequence[Record]) -> Iterator[SkippedSample]:
-    """Yield the samples that a job has skipped, from its records in the order of time."""
+    """Yield the samples that a job left out, from its records in the order of time."""
     steps = BadSteps(limit=None)
     for record in records:
         steps.feed(record)
     kept = {
         (one.generation, one.step, one.action)
         for one in steps.views
-        if one.action in SKIPS and not one.undone
+        if one.action in LEAVES_OUT and not one.undone
     }
     for record in records:
         match record.event:
             case events.StepSkipped() as bad if (record.generation, bad.step, bad.action) in kept:
                 for part in bad.samples:
                     for sample in _list(part.get("ids")):
-                        epoch = part.get("epoch", 0)
-                        yield SkippedSample(sample, epoch, bad.step, bad.rank, bad.is_origin)
+                        place = part.get("epoch", 0), bad.step, bad.rank
+                        yield SkippedSample(sample, *place, bad.is_origin, bad.action)

@@ -1,4 +1,4 @@
-"""The answers to a launcher, by what its node knows."""
+"""What a launcher is told, by what its guest knows."""
 
 from dataclasses import replace
 

@@ -78,7 +78,7 @@ def test_bad_step_has_the_reports_of_all_ranks():
 
 def test_bad_step_of_no_rank_and_of_micro_batches_in_words():
     (alone,) = steps_of(told(Story(), 1, 20, origin=None)).views
-    assert bad_step(alone).endswith(" on all ranks together, 4 samples")
+    assert bad_step(alone).endswith(" of all ranks together, 4 samples")
     (exact,) = steps_of(told(Story(), 1, 20, micro_batches=[5])).views
     assert bad_step(exact).endswith(" on rank 1 (micro-batch 5), samples 13, 17")
 
