@@ -188,7 +188,7 @@ class LoopAudits:
         if self.rank == audit.owner:
             own = samples(audit.number)
             try:
-                tensor_tree.check("A batch", own)
+                tensor_tree.check("A batch", [own])  # not what its state_dict returns
             except TypeError as error:
                 refused = str(error)
         tree = {"samples": None if refused else own, "refused": refused}
