@@ -10,12 +10,12 @@ Mode `ddp` is the control: the same micro-batches, with gradients that DDP avera
 
 import argparse
 import faulthandler
-import hashlib
 import os
 import random
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recomputed
 from workload import StepLog
@@ -31,6 +32,8 @@ import torchelastic
 from torchelastic.checkpoint import CheckpointStore, finish, set_checkpoint_manager
 from torchelastic.data import BatchPolicy, DataLoader, ElasticSampler, Ledger
 from torchelastic.p2p import CoordinatorP2P
+from torchelastic.tensors import agreement
+from torchelastic.tensors.dtensors import local_or_whole
 from torchelastic.training import fixed_steps, fixed_sums, session
 
 MICRO, WIDTH, TOKENS = 4, 64, 50
@@ -122,7 +125,16 @@ def gan() -> list[nn.Module]:
     return [generator, critic]
 
 
+def sharded() -> nn.Module:
+    """The transformer, over a replica of two workers."""
+    mesh, model = torchelastic.mesh({"shard": 2}), Transformer()
+    for module in (*model.body.layers, model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
 MODELS = {
+    "transformer-sharded": sharded,
     "transformer": Transformer,
     "transformer-bf16": Transformer,
     "convolution": Convolution,
@@ -201,7 +213,10 @@ class Training:
 
     def begin(self, step: int) -> None:
         """Write down the weights after as many steps, and evaluate them now and then."""
-        self.log.write("hash", step=step, hash=digest(self.models, self.optimizers))
+        own = digest(self.models, self.optimizers)
+        if KEYS["model"].endswith("sharded"):  # each worker of the replica has a part
+            own = sha256("".join(agreement.gather(own)).encode()).hexdigest()[:16]
+        self.log.write("hash", step=step, hash=own)
         if KEYS["evaluate"] and step % KEYS["evaluate"] == 0:
             self._evaluate()
 
@@ -270,14 +285,14 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def digest(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> str:
-    found = hashlib.sha256()
+    found = sha256()
     for model in models:
         for one in model.state_dict().values():
-            found.update(one.numpy().tobytes())
+            found.update(local_or_whole(one).numpy().tobytes())
     for optimizer in optimizers:
         for parameter in (one for group in optimizer.param_groups for one in group["params"]):
             for name, value in sorted(optimizer.state.get(parameter, {}).items()):
-                found.update(name.encode() + value.numpy().tobytes())
+                found.update(name.encode() + local_or_whole(value).numpy().tobytes())
     return found.hexdigest()[:16]
 
 

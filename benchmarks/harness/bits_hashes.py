@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import processes
-from benchmarks.harness.bits_plans import MOST, Fault, Plan
+from benchmarks.harness.bits_plans import MOST, REPLICA, SHARDED, Fault, Plan
 from benchmarks.harness.etcd import EtcdServer
 from benchmarks.harness.job import Job, JobFailed, Node
 from benchmarks.harness.launchers import OURS
@@ -70,8 +70,9 @@ def keys_of(plan: Plan) -> list[str]:
 
 
 def reference(model: str, count: int, *, steps: int = STEPS, **keys: object) -> list[str]:
-    """The hash of each step of an undisturbed run of one worker, or of as many as are asked for."""
-    workers = int(str(keys.pop("workers", 1)))
+    """The hash of each step of an undisturbed run of one worker or replica, or of as many workers
+    as are asked for."""
+    workers = int(str(keys.pop("workers", REPLICA if model == SHARDED else 1)))
     words = [f"{name}={value}" for name, value in keys.items()]
     words += [f"model={model}", f"count={count}", f"steps={steps}"]
     with Job(OURS, SCRIPT, words, workers=workers, elastic=False) as job:

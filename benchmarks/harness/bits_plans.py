@@ -6,6 +6,8 @@ import random
 from dataclasses import dataclass
 
 MODELS = ("transformer", "transformer-bf16", "convolution", "lstm", "sparse", "gan")
+#: Sharded over replicas of two workers, in `train`: a part of its runs.
+SHARDED, REPLICA, PART_SHARDED = "transformer-sharded", 2, 0.2
 COUNTS = (8, 12, 16)
 #: Workers at most.
 MOST = 6
@@ -115,15 +117,21 @@ def plan(seed: int) -> Plan:
         places = f"kill@rank={rng.randrange(max(2, sum(nodes)))},{where}"
         if step:
             places += f",step={step}"
+    model, joining = rng.choice(MODELS), rng.randint(1, 2)
+    backend = "etcd" if rng.random() < 0.2 else "c10d"
+    has_witness = rng.random() < 0.5
+    if mode == "train" and rng.random() < PART_SHARDED:
+        model, joining, nodes = SHARDED, REPLICA, rng.choice(_OF_REPLICAS)
+        keys["wait"] = round(STEP * sum(nodes) / REPLICA / count, 4)
     return Plan(
         seed=seed,
         mode=mode,
-        model=rng.choice(MODELS),
+        model=model,
         count=count,
         nodes=nodes,
-        joining=rng.randint(1, 2),
-        backend="etcd" if rng.random() < 0.2 else "c10d",
-        has_witness=rng.random() < 0.5,
+        joining=joining,
+        backend=backend,
+        has_witness=has_witness,
         limit=1.5 if any(one.kind == "freeze-until-replaced" for one in faults) else 0.0,
         keys=keys,
         places=places,
@@ -131,4 +139,5 @@ def plan(seed: int) -> Plan:
     )
 
 
+_OF_REPLICAS = ((2,), (4,), (6,), (2, 2), (2, 2), (4, 2), (2, 2, 2))
 _SEVERAL = ((1, 1), (2, 1), (1, 1, 1), (2, 1, 1), (2, 2), (2, 2, 2), (1, 1, 1, 1), (1, 2, 2))

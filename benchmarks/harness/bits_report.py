@@ -46,17 +46,17 @@ def render(results: BitsResults) -> str:
 def _hashes(results: BitsResults) -> list[str]:
     failed = [one for one in results.outcomes if one.note]
     rows = []
-    for model in bits_plans.MODELS:
-        for mode in ("train", "keep"):
-            plans = {one.seed: bits_plans.plan(one.seed) for one in results.outcomes}
-            own = [
-                one
-                for one in results.outcomes
-                if (plans[one.seed].model, plans[one.seed].mode) == (model, mode)
-            ]
-            equal = [one for one in own if not one.note]
-            hashes = sum(one.compared for one in own)
-            rows.append((model, mode, str(len(own)), str(len(equal)), str(hashes)))
+    every = [(model, mode) for model in bits_plans.MODELS for mode in ("train", "keep")]
+    for model, mode in [*every, (bits_plans.SHARDED, "train")]:
+        plans = {one.seed: bits_plans.plan(one.seed) for one in results.outcomes}
+        own = [
+            one
+            for one in results.outcomes
+            if (plans[one.seed].model, plans[one.seed].mode) == (model, mode)
+        ]
+        equal = [one for one in own if not one.note]
+        hashes = sum(one.compared for one in own)
+        rows.append((model, mode, str(len(own)), str(len(equal)), str(hashes)))
     kinds = Counter(
         line.partition("  ")[2].split()[0]
         for one in results.outcomes

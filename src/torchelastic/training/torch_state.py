@@ -305,6 +305,7 @@ class TorchState(State):
         Of a sharded model: the SHA-256 of those of the parts of all workers in the default group,
         which in `torchelastic.train` is the replica. Then it is a collective.
         """
+        self._shards.reshard()
         own = sha256_of(self._model_tree())
         if not self._sharded:
             return own
