@@ -459,7 +459,9 @@ class _FixedMicro(Micro):
         if self.before is not None:
             self.before()
         weighted = loss * self.scale
-        object.__setattr__(self, "loss", weighted.detach())
+        # That of a placeholder may be anything: a mean over nothing, for example.
+        seen = weighted.detach()
+        object.__setattr__(self, "loss", seen if self.scale else torch.zeros_like(seen))
         weighted.backward()  # type: ignore[no-untyped-call]
 
 

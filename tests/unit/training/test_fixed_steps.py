@@ -154,6 +154,12 @@ def test_gradients_that_fsdp_does_not_reduce_are_refused():
         loop(model, policy)
 
 
+def test_loss_of_a_placeholder_does_not_count():
+    micro = fixed_steps._FixedMicro(DATA, samples=0, scale=0.0, last=False)
+    micro.backward(torch.tensor(float("nan"), requires_grad=True))
+    assert micro.loss == 0
+
+
 def test_sharded_model_of_a_script_is_refused():
     with mesh_at(0, (2,)) as mesh:
         model = fully_shard(nn.Linear(4, 4), mesh=mesh)
