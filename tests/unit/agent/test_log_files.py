@@ -1,8 +1,6 @@
 import asyncio
 import fcntl
 import os
-import resource
-import signal
 import socket
 import termios
 import threading
@@ -457,16 +455,6 @@ def test_a_full_disk_costs_the_file_and_not_the_stream(caplog):
     backlog.append(b"x" * CHUNK, shown=False)
     assert backlog.full
     backlog.close()
-
-
-@pytest.fixture
-def file_size_limit():
-    """A disk that is full after so many bytes, made by the kernel's limit on the size of files."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_a_log_file_goes_on_when_there_is_room_again(tmp_path, monkeypatch, file_size_limit):

@@ -1,8 +1,6 @@
 import json
 import os
-import resource
 import shutil
-import signal
 import threading
 from pathlib import Path
 
@@ -152,16 +150,6 @@ def test_a_disk_that_cannot_be_written_costs_events_not_the_job(path, caplog):
     log.close()
     assert log.dropped == 2
     assert caplog.text.count("Events are lost") == 1
-
-
-@pytest.fixture
-def file_size_limit():
-    """A disk that is full after so many bytes, made by the kernel's limit on the size of files."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_a_line_cut_short_by_a_full_disk_spoils_no_other(tmp_path, file_size_limit):
