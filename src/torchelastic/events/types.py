@@ -322,7 +322,7 @@ class Progress(Event):
     own: Sequence[float] = ()
     #: Last values reported by the script, by name, from the lowest rank; null: not finite.
     metrics: Mapping[str, float | None] = field(default_factory=dict)
-    #: Samples that all workers of the job have trained with so far; -1: not counted.
+    #: Samples that all workers of the job have trained with or skipped so far; -1: not counted.
     samples: int = -1
     #: Null if the script reports its steps. Otherwise optimizer steps are counted, and this is how
     #: many the optimizer had taken before this generation; 0: unknown; -1: several optimizers were

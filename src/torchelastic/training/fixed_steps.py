@@ -94,6 +94,9 @@ class FixedSteps:
         self._policy, self._step = policy, step
         #: The loops begun in this step.
         self._loops = 0
+        #: By loop and number: the weighted losses of the micro-batches that ran here in this step,
+        #: and their weights.
+        self._losses: dict[tuple[int, int], tuple[torch.Tensor, float]] = {}
         self._exchanges: dict[tuple[int, ...], tuple[list[nn.Parameter], Exchange]] = {}
         #: Of the first loop of this step: the sums, and the buffers after micro-batch 0.
         self._held: Held = {}
@@ -159,11 +162,22 @@ class FixedSteps:
     def begin(self) -> None:
         """Begin a step, or begin it again."""
         self._loops = 0
+        self._losses = {}
         rng.seed(self._policy.seed, self._step(), *self._reader)
 
     def committed(self) -> None:
         """End the step."""
         self._held, self._after, self._known, self._ending = {}, [], None, None
+
+    def bad_micro_batches(self, is_bad: Callable[[int, float], bool]) -> tuple[int, ...]:
+        """Return the numbers of the micro-batches that ran here in this step and whose loss is bad;
+        `is_bad` gets the number of the loop, and the loss."""
+        found = {
+            number
+            for (loop, number), (loss, scale) in self._losses.items()
+            if is_bad(loop, float(loss) / scale)
+        }
+        return tuple(sorted(found))
 
     def forget(self) -> None:
         """Forget the sums: the parameters that they were computed with are replaced."""
@@ -398,6 +412,8 @@ class FixedSteps:
                 "is reduced within its replica, so that the sum of all has the same bits."
             )
         taken, place = loop.take(micro), (self._step(), self._loops - 1, number)
+        if micro.loss is not None and micro.scale and not is_sharded(micro.loss):
+            self._losses[place[1:]] = micro.loss, micro.scale
         if self.traces is not None and self.traces.are_wanted(place, is_first=is_traced):
             self.traces.note(place, taken.gradients)
         if self._audited is not None and number in self._audited.own:

@@ -206,8 +206,7 @@ class StepJudge:
 
     def _judge(self) -> None:
         config, place = self._guard.config, len(self._windows)
-        known = self._guard.history.windows
-        window = known[place] if place < len(known) else Window()
+        window = self._window(place)
         norm, loss, own = self._numbers()
         is_skipped_by_scaler = self._scaler is not None and not math.isfinite(norm or 0.0)
         judged = None if is_skipped_by_scaler else norm
@@ -217,6 +216,14 @@ class StepJudge:
             self._found = FoundBad(verdict, math.nan if norm is None else norm, loss, is_origin)
         else:
             self._windows.append(window.with_values(judged, loss, config.window))
+
+    def _window(self, place: int) -> Window:
+        known = self._guard.history.windows
+        return known[place] if place < len(known) else Window()
+
+    def is_bad_loss(self, place: int, loss: float) -> bool:
+        """Whether the loss of a part of the batch is bad, at this place of the step."""
+        return bool(judge(self._window(place), None, loss, self._guard.config).reason)
 
     def end(self, step: int) -> FoundBad | None:
         """End the step with this number; return why it is bad, or remember its values."""

@@ -354,12 +354,14 @@ class TorchState(State):
         judge, guard = self._judge, self._guard
         if judge is None or guard is None or (found := judge.end(step)) is None:
             return None
-        bad = self._bad_step(found, step, rank)
+        bad = self._bad_step(found, judge, step, rank)
         action = self._response(guard, bad)
         self._undo_bad(guard, judge, bad, action)
         return action, bad.text
 
-    def _bad_step(self, found: FoundBad, step: int, rank: int) -> BadStep:
+    def _bad_step(self, found: FoundBad, judge: StepJudge, step: int, rank: int) -> BadStep:
+        fixed = self._fixed
+        micro_batches = () if fixed is None else fixed.bad_micro_batches(judge.is_bad_loss)
         return BadStep(
             step=step,
             rank=rank,
@@ -367,7 +369,8 @@ class TorchState(State):
             norm=found.norm,
             loss=found.loss,
             deviation=found.verdict.deviation,
-            is_origin=found.is_origin,
+            is_origin=found.is_origin or bool(micro_batches),
+            micro_batches=micro_batches,
             samples=tuple(
                 one for part in parts.progresses(self._stateful) for one in part.in_flight
             ),
