@@ -85,6 +85,14 @@ def test_audit_without_a_fixed_batch_is_refused():
         TorchState(model=nn.Linear(1, 1), guard=Guard(audit=0.1))
 
 
+@pytest.mark.parametrize(("other_bits", "compared"), [("refuse", True), ("warn", False)])
+def test_form_has_the_threads_unless_workers_with_other_bits_are_admitted(other_bits, compared):
+    policy = BatchPolicy.fixed(micro=1, count=1, other_bits=other_bits)
+    form = dict(TorchState(model=nn.Linear(1, 1), policy=policy)._form())
+    assert ("the number of threads" in form) is compared
+    assert form["other bits"] == other_bits
+
+
 def test_other_bits_is_refuse_or_warn():
     with pytest.raises(ConfigError, match="refuse or warn"):
         BatchPolicy.fixed(micro=1, count=1, other_bits="allow")
