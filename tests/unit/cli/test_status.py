@@ -227,8 +227,11 @@ def test_bad_steps_are_shown_with_rank_loss_norm_and_samples(show, capsys):
     numbers = "bad (norm inf, loss nan) on rank 1, samples 4, 9"
     assert f"  2 bad steps, the last: step 5 is skipped: {numbers}\n" in said
     assert f"  step 5 is repeated: {numbers}\n" in said
+    assert [one["step"] for one in json.loads(show("job", "--json"))[0]["bad_steps"]] == [5, 5]
     assert main(["skipped", "job"]) == EXIT_OK
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
+    printed = capsys.readouterr()
+    assert "torchelastic: 2 more samples are in no event log on this machine" in printed.err
+    assert [json.loads(line) for line in printed.out.splitlines()] == [
         {"id": sample, "epoch": 0, "step": 5, "rank": 1, "origin": True, "action": "skip"}
         for sample in (4, 9)
     ]

@@ -15,9 +15,14 @@ from torchelastic.events.analysis.find_job import choose
 
 def main(parsed: Parsed) -> int:
     """Print a line of JSON for each sample, in the order of steps and ranks."""
-    records = choose(parsed.argument, parsed["job"]).records()
+    skipped = skipped_samples(choose(parsed.argument, parsed["job"]).records())
+    if skipped.missing:
+        sys.stderr.write(
+            f"torchelastic: {skipped.missing} more samples are in no event log on this machine: "
+            "run this where the leader of the job ran.\n"
+        )
     try:
-        for one in sorted(skipped_samples(records), key=lambda one: (one.step, one.rank)):
+        for one in skipped.samples:
             sys.stdout.write(f"{json.dumps(asdict(one))}\n")
         sys.stdout.flush()
     except BrokenPipeError:

@@ -50,6 +50,8 @@ class BadStepView:
     #: The first ranks whose own numbers were bad, if any are known, and the number of all.
     origins: tuple[BadRank, ...] = ()
     ranks: int = 0
+    #: The epochs and ranges of positions whose samples all ranks took together.
+    spans: tuple[tuple[int, int, int], ...] = ()
     #: Samples of all ranks.
     samples: int = 0
     #: A later generation has continued from an earlier step.
@@ -124,7 +126,8 @@ def _undone(seen: BadStepView, generation: int, base: int) -> BadStepView:
 def _with_report(seen: BadStepView, bad: events.StepSkipped) -> BadStepView:
     """Return the view with the report of a rank; a rank may need several for its samples."""
     ids = ids_of(bad)
-    seen = replace(seen, samples=seen.samples + len(ids))
+    spans = tuple(dict.fromkeys((*seen.spans, *map(_span, bad.samples))))
+    seen = replace(seen, spans=spans, samples=sum(end - start for _, start, end in spans))
     if not bad.is_origin:
         return seen
     origins = {one.rank: one for one in seen.origins}
@@ -138,13 +141,20 @@ def _with_report(seen: BadStepView, bad: events.StepSkipped) -> BadStepView:
     return replace(seen, origins=tuple(first))
 
 
+def _span(part: events.Json) -> tuple[int, int, int]:
+    match part.get("epoch"), _list(part.get("span")):
+        case int(epoch), [int(start), int(end)]:
+            return epoch, start, end
+    return 0, 0, 0
+
+
 def ids_of(bad: events.StepSkipped) -> list[Any]:
     """The samples of a report: their numbers or, of a stream, pairs of shard and number."""
     return [sample for part in bad.samples for sample in _list(part.get("ids"))]
 
 
 def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+    return list(value) if isinstance(value, list | tuple) else []
 
 
 # --- skipped samples ------------------------------------------------------------------------------
@@ -165,20 +175,41 @@ class SkippedSample:
     action: str
 
 
-def skipped_samples(records: Sequence[Record]) -> Iterator[SkippedSample]:
-    """Yield the samples that a job left out, from its records in the order of time."""
+@dataclass(frozen=True)
+class Skipped:
+    """The samples that a job left out, each once, in the order of steps."""
+
+    samples: tuple[SkippedSample, ...]
+    #: Samples that are in no log here: only the leader has the events of all ranks.
+    missing: int
+
+
+def skipped_samples(records: Sequence[Record]) -> Skipped:
+    """Return the samples that a job left out, from its records in the order of time."""
     steps = BadSteps(limit=None)
     for record in records:
         steps.feed(record)
     kept = {
-        (one.generation, one.step, one.action)
+        (one.generation, one.step, one.action): one
         for one in steps.views
         if one.action in LEAVES_OUT and not one.undone
     }
+    found: dict[tuple[int, int, str], SkippedSample] = {}
     for record in records:
         match record.event:
             case events.StepSkipped() as bad if (record.generation, bad.step, bad.action) in kept:
-                for part in bad.samples:
-                    for sample in _list(part.get("ids")):
-                        place = part.get("epoch", 0), bad.step, bad.rank
-                        yield SkippedSample(sample, *place, bad.is_origin, bad.action)
+                for one in _samples_of(bad):
+                    # The ranks that hold one model between them have the same samples.
+                    key = one.step, one.epoch, str(one.id)
+                    if one.origin or key not in found:
+                        found[key] = one
+    samples = sorted(found.values(), key=lambda one: (one.step, one.rank))
+    missing = sum(one.samples for one in kept.values()) - len(samples)
+    return Skipped(tuple(samples), max(0, missing))
+
+
+def _samples_of(bad: events.StepSkipped) -> Iterator[SkippedSample]:
+    for part in bad.samples:
+        for sample in _list(part.get("ids")):
+            place = part.get("epoch", 0), bad.step, bad.rank
+            yield SkippedSample(sample, *place, bad.is_origin, bad.action)

@@ -12,8 +12,13 @@ def told(story, at, step, *, action="skip", generation=0, origin=1, spans=((3, 7
     """Two ranks report a step; the samples of rank 1 are ten further."""
     for rank in range(2):
         samples = [
-            {"epoch": 0, "ids": [one + 10 * rank for one in ids], "size": 2, "span": [0, 4]}
-            for ids in spans
+            {
+                "epoch": 0,
+                "ids": [one + 10 * rank for one in ids],
+                "size": 2,
+                "span": [20 * place, 20 * place + 2 * len(ids)],
+            }
+            for place, ids in enumerate(spans)
         ]
         bad = events.StepSkipped(
             rank,
@@ -54,14 +59,14 @@ def test_bad_step_is_undone_by_generation_that_begins_before_it(later):
     story = happens(told(Story().world(0, 0).trains(1, 0, step=0), 2, 20).world(2.5, 1))
     fold = steps_of(story)
     assert fold.views[0].undone is undone
-    skipped = [(one.step, one.id) for one in skipped_samples(story.records)]
+    skipped = [(one.step, one.id) for one in skipped_samples(story.records).samples]
     again = later == "one that judges the step again"
     assert skipped == ([] if undone and not again else [(20, 3), (20, 7), (20, 13), (20, 17)])
 
 
 def test_bad_step_has_the_reports_of_all_ranks():
     story = told(Story(), 1, 20, action="retry")
-    fold = steps_of(told(story, 2, 20, spans=((3,), (7, [0, 5][0]))))
+    fold = steps_of(told(story, 2, 20, spans=((3,), (7, 0))))
     assert fold.total == 2
     assert [bad_step(one) for one in fold.views] == [
         "step 20 is repeated: the gradient is not finite (norm nan, loss 0.5) on rank 1, "
@@ -70,7 +75,9 @@ def test_bad_step_has_the_reports_of_all_ranks():
         "samples 13, 17, 10",
     ]
     assert fold.views[1].samples == 6
-    assert {(one.epoch, one.rank, one.origin) for one in skipped_samples(story.records)} == {
+    assert {
+        (one.epoch, one.rank, one.origin) for one in skipped_samples(story.records).samples
+    } == {
         (0, 0, False),
         (0, 1, True),
     }
@@ -89,3 +96,18 @@ def test_bad_steps_beyond_the_limit_are_counted():
         told(story, step, step)
     fold = steps_of(story)
     assert (fold.total, [one.step for one in fold.views]) == (30, list(range(11, 31)))
+
+
+def test_skipped_samples_are_listed_once_and_missing_ones_counted():
+    """Rank 1 has the samples of rank 0, whose replica it belongs to; rank 2 is on another node."""
+    story = Story()
+    for rank, ids in ((0, [3, 7]), (1, [3, 7])):
+        samples = [{"epoch": 0, "ids": ids, "size": 2, "span": [0, 4]}]
+        bad = events.StepSkipped(rank, 5, "bad", "inf", None, 0.0, rank == 1, "skip", samples)
+        story.tell(1, bad, generation=0)
+    skipped = skipped_samples(story.records)
+    assert [(one.id, one.rank, one.origin) for one in skipped.samples] == [
+        (3, 1, True),
+        (7, 1, True),
+    ]
+    assert skipped.missing == 2
