@@ -225,7 +225,7 @@ def test_bad_steps_are_shown_with_rank_loss_norm_and_samples(show, capsys):
     agent.log.close()
     said = show("job")
     numbers = "bad (norm inf, loss nan) on rank 1, samples 4, 9"
-    assert f"  2 bad steps, the last: step 5 is skipped: {numbers}\n" in said
+    assert f"  1 bad step: step 5 is skipped: {numbers}\n" in said
     assert f"  step 5 is repeated: {numbers}\n" in said
     assert [one["step"] for one in json.loads(show("job", "--json"))[0]["bad_steps"]] == [5, 5]
     assert main(["skipped", "job"]) == EXIT_OK

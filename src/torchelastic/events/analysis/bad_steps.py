@@ -105,8 +105,9 @@ class BadSteps:
         )
         for later, base in self._bases.items():
             new = _undone(new, later, base)
+        # A step that was repeated is one step.
+        self.total += all((one.generation, one.step) != key[:2] for one in self._steps)
         self._steps.append(_with_report(new, bad))
-        self.total += 1
 
     def _continues(self, generation: int, base: int) -> None:
         """Note that a generation had this step done: later ones of older generations are undone."""
