@@ -25,7 +25,7 @@ STEP = re.compile(r"([\d:.]+)  step +(\d+) .* replica (\d+) of")
 
 
 class Run:
-    """What was seen of one run."""
+    """The observations of one run."""
 
     def __init__(self) -> None:
         #: By replica, the time and the number of each of its steps.

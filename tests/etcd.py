@@ -107,7 +107,7 @@ class Etcd:
         return self._request("GET", path, None)
 
     def post(self, path: str, request: dict[str, Any], token: str = "") -> dict[str, Any]:
-        """What an operator does with etcdctl."""
+        """A request as an operator makes it with etcdctl."""
         return json.loads(self._request("POST", path, json.dumps(request), token))
 
     def _request(self, verb: str, path: str, body: str | None, token: str = "") -> bytes:
@@ -221,7 +221,7 @@ def some_etcd() -> Iterator[Etcd]:
 
 @pytest.fixture
 def etcd_on_path(monkeypatch: pytest.MonkeyPatch) -> str:
-    """What `EtcdServer` starts, in this process and in those it starts."""
+    """The etcd that `EtcdServer` starts, in this process and in those it starts."""
     program = any_etcd()
     monkeypatch.setenv(BINARY_VARIABLE, program)
     return program

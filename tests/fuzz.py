@@ -59,7 +59,7 @@ def greetings(job: str) -> list[frames.Message]:
 
 
 def requests() -> list[frames.Message]:
-    """What a client may ask for, kept away from what others have in the store."""
+    """Requests of a client, outside of the keys of others in the store."""
     return [
         frames.Get(1, "fuzz/"),
         frames.Put(2, "fuzz/a", '{"n":1}', "fuzz/2", None, False),
@@ -76,7 +76,7 @@ def requests() -> list[frames.Message]:
 
 
 def between_agents() -> list[frames.Message]:
-    """What agents say to each other about the host of the store and about themselves. A node with
+    """Messages between agents about the host of the store and about themselves. A node with
     the secret is believed: only broken ones may be sent to a job that is to go on."""
     return [
         Beat("fuzz"),
@@ -87,12 +87,12 @@ def between_agents() -> list[frames.Message]:
 
 
 def reports() -> list[frames.Message]:
-    """What an agent tells of its events, out of turn and without any lines."""
+    """Messages about an agent's events, out of turn and without any lines."""
     return [Begin("fuzz"), Lines(1.0), Lines(-1e308), Heard(5.0, 5.0)]
 
 
 def headers() -> list[bytes]:
-    """What a connection for snapshots may begin with. None asks for memory that matters: a node
+    """Beginnings of a connection for snapshots. None asks for memory that matters: a node
     with the secret would be given it."""
     return [
         Header(kind=WANT, piece="shared", version=(0, 1)).pack(),

@@ -124,7 +124,7 @@ class Kubelet:
         return [pod for pod in list(self.pods.values()) if pod.node == node]
 
     def said(self) -> str:
-        """What all pods have printed, for messages of tests."""
+        """The output of all pods, for messages of tests."""
         pods = [*self.past, *self.pods.values()]
         return "\n".join(f"--- {pod.full_name} on {pod.node}:\n{pod.log()}" for pod in pods)
 

@@ -178,7 +178,7 @@ current-context: test
     # --- what tests do there ---------------------------------------------------------------------
 
     def kubectl(self, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        """What a user types."""
+        """A command as a user types it."""
         found = kubernetes_program("kubectl")
         assert found, needs.missing("kubectl")
         return subprocess.run(

@@ -120,7 +120,7 @@ class LateWork(dist.Work):
 
 
 def _tensors(args: Any) -> list[torch.Tensor]:
-    """What DDP looks for in a future: those that were given first."""
+    """The tensors that DDP looks for in a future: those that were given first."""
     return [leaf for leaf in tree_flatten(args[:1])[0] if torch.is_tensor(leaf)]
 
 

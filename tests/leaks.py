@@ -1,4 +1,4 @@
-"""What a test has left behind: processes, threads, descriptors."""
+"""Leaks of a test: processes, threads, descriptors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What this process had at some moment."""
+    """The threads, descriptors and children of this process at one moment."""
 
     children: frozenset[tuple[int, int]]
     threads: frozenset[int]
@@ -29,7 +29,7 @@ class Snapshot:
 
 
 class Leaks:
-    """What is there now that was not there `before`.
+    """Everything that is there now and was not there `before`.
 
     A process belongs to the test if it is our child, or if `mark` is in the environment it was
     started with: an orphan is no child of ours any more, but it has that.
@@ -40,7 +40,7 @@ class Leaks:
         self._mark = mark.encode()
 
     def wait_for_none(self, timeout: float) -> list[str]:
-        """What is left; threads and processes get `timeout` seconds to finish ending."""
+        """Return what is left; threads and processes get `timeout` seconds to finish ending."""
         deadline = time.monotonic() + timeout
         while found := self.find():
             if time.monotonic() > deadline:

@@ -248,7 +248,7 @@ def functions_of(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Functio
 
 
 def places_in(function: Function) -> list[ast.AST]:
-    """What may be changed: no annotations, no asserts, no words."""
+    """The nodes that may be changed: no annotations, no asserts, no words."""
     found: list[ast.AST] = []
 
     def look(node: ast.AST) -> None:

@@ -1,4 +1,4 @@
-"""What some tests need of the machine: one marker, one table.
+"""Needs of some tests: one marker, one table.
 
     @pytest.mark.needs("etcd", "namespaces")
 

@@ -61,7 +61,7 @@ class Host:
         return self.addresses[0]
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """What runs a command on this host: in its namespace, under its name, as our child.
+        """The words that run a command on this host: in its namespace, under its name.
 
         It ends with the thread that starts it, whatever that ends with.
         """

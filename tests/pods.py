@@ -68,7 +68,7 @@ class Container:
         self.ended = ""
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """What runs these words in the container."""
+        """The command line that runs these words in the container."""
         user = {
             **self.pod.spec.get("securityContext", {}),
             **self.spec.get("securityContext", {}),
@@ -205,7 +205,7 @@ class Pod(threading.Thread):
         self.notes.append(text)
 
     def log(self) -> str:
-        """What its containers have printed."""
+        """The output of its containers."""
         paths = sorted(self.directory.glob("*.log"))
         return "".join(path.read_text(errors="replace") for path in paths)
 
@@ -265,7 +265,7 @@ class Pod(threading.Thread):
         return made
 
     def own_names(self) -> list[str]:
-        """What a kubelet writes into /etc/hosts before a container starts."""
+        """The lines that a kubelet writes into /etc/hosts before a container starts."""
         names = [self.hostname]
         if subdomain := self.spec.get("subdomain"):
             names.insert(0, f"{self.hostname}.{subdomain}.{self.namespace}.svc.cluster.local")

@@ -141,7 +141,7 @@ class SlurmCluster:
         self._processes.append(started)
 
     def run(self, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        """What a user types, on the controller."""
+        """A command as a user types it, on the controller."""
         return subprocess.run(
             self.controller.command(command),
             env=self.environ,
@@ -163,7 +163,7 @@ class SlurmCluster:
         return done.stdout.split()
 
     def job(self, number: str) -> dict[str, str]:
-        """What `scontrol show job` says."""
+        """The output of `scontrol show job`."""
         shown = self.output("scontrol", "--oneliner", "show", "job", number)
         return dict(field.split("=", 1) for field in shown.split() if "=" in field)
 

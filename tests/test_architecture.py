@@ -380,7 +380,7 @@ def private_names_used(path: Path) -> list[tuple[int, str]]:
 
 @cache
 def own_private_names() -> set[str]:
-    """What the package itself calls so: functions, attributes, fields."""
+    """The package's own private names: functions, attributes, fields."""
     names = set()
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):

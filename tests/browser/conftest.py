@@ -67,7 +67,7 @@ class Tab:
         scheme: str = "light",
         motion: str = "reduce",
     ) -> None:
-        """What the reader's screen is like. To draw what moves takes most of the CPU time."""
+        """The reader's screen. Drawing animations takes most of the CPU time."""
         self.page.set_viewport_size({"width": width, "height": height})
         self.page.emulate_media(color_scheme=scheme, reduced_motion=motion)
 

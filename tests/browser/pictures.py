@@ -372,7 +372,7 @@ def hostile(bad: str) -> JobView:
 
 
 def told(view: JobView, *, live: bool = True, text: str = "the job starts") -> dict[str, Any]:
-    """What the page is sent; `text` is in the last event."""
+    """The picture that the page is sent; `text` is in the last event."""
     node = next(iter(view.nodes))
     log = [
         {"wall": NOW - 40 + place, "node": node, "type": "joined", "text": "joined the job"}

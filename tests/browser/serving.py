@@ -18,7 +18,7 @@ AGAIN = 5.0
 
 
 class Shown:
-    """What the page is shown; `show` another picture at any time, from any thread."""
+    """The picture that the page shows; `show` another one at any time, from any thread."""
 
     def __init__(self, picture: dict[str, Any]) -> None:
         #: As when the server hangs: nothing is said any more.

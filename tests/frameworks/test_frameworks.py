@@ -114,7 +114,7 @@ def under_torchrun(tmp_path: Path, case: Case) -> dict[int, str]:
 
 
 def printed(node: Node, generation: int, rank: int, stream: str = "stdout") -> str:
-    """What a worker of a generation wrote; nothing if there is none yet."""
+    """The lines that a worker of a generation wrote; empty if there are none yet."""
     paths = node.directory.glob(f"logs/*/attempt_{generation}/{rank}/{stream}.log")
     return "".join(path.read_text() for path in paths)
 
@@ -134,7 +134,7 @@ def worker_pid(node: Node, rank: int, generation: int) -> int:
 
 
 def story(node: Node) -> str:
-    """What one needs to see why a job has failed."""
+    """Everything needed to see why a job has failed."""
     parts = [node.stderr, node.stdout]
     for path in sorted(node.directory.glob("logs/*/attempt_*/*/std*.log")):
         parts.append(f"--- {path.relative_to(node.directory)}\n{path.read_text()[-2000:]}")

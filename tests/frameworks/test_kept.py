@@ -98,7 +98,7 @@ def script(case: Case, it: Job, *arguments: str) -> list[str]:
 
 
 def said(node: Node, generation: int, pattern: str) -> list[tuple[str, ...]]:
-    """What the ranks of a generation have said, by rank."""
+    """The lines of a generation's ranks, by rank."""
     texts = (printed(node, generation, rank) for rank in (0, 1))
     return sorted(found for text in texts for found in re.findall(pattern, text))
 

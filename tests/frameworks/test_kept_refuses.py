@@ -1,4 +1,4 @@
-"""What the Keep of a framework refuses: models whose shards look replicated."""
+"""Refusals of a framework's Keep: models whose shards look replicated."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ DEADLINE = 90.0
 
 @dataclass
 class Ran:
-    """What came of a program."""
+    """The result of a program."""
 
     exitcode: int
     stdout: str

@@ -98,7 +98,7 @@ class Chaos:
     # --- where the job is ------------------------------------------------------------------------
 
     def world(self) -> list[dict[str, Any]]:
-        """What the ranks of the present world wrote at the gate; empty unless all are there."""
+        """The lines of the present world's ranks at the gate; empty unless all are there."""
         lines = self.record.of("gate")
         newest = max((line["generation"] for line in lines), default=-1)
         found = {
@@ -246,7 +246,7 @@ class Chaos:
         return int(found[0].name.removeprefix(mark))
 
     def _peers_of(self, pid: int) -> list[dict[str, Any]]:
-        """What the other ranks of a worker's world wrote at the gate that it came to last."""
+        """The lines of the other ranks of a worker's world at the gate that it came to last."""
         lines = self.record.of("gate")
         (*_, last) = [line for line in lines if line["pid"] == pid]
         place = last["generation"], last["step"]

@@ -63,7 +63,7 @@ class Record:
 
 @dataclass
 class History:
-    """What was done, by generation and step: one entry for each rank."""
+    """The work done, by generation and step: one entry for each rank."""
 
     used: dict[tuple[int, int], list[dict[str, Any]]] = field(default_factory=dict)
     done: dict[tuple[int, int], list[dict[str, Any]]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class History:
         return made
 
     def of_step(self, step: int) -> list[dict[str, Any]]:
-        """What the ranks of the generation that counts have used."""
+        """The items that the ranks of the generation that counts have used."""
         return self.used[self.settled[step], step]
 
     def readers(self, step: int) -> list[dict[str, Any]]:
@@ -172,7 +172,7 @@ def _about_epoch(epoch: int, uses: dict[int, list[int]], samples: int) -> Iterat
 
 
 def _about_items(history: History) -> Iterator[str]:
-    """What a step used was handed out by the dataset, and each thing handed out was used once."""
+    """Check that a step used items of the dataset, and each item that was handed out once."""
     uses: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for step, generation in sorted(history.settled.items()):
         for line in history.readers(step):
@@ -248,7 +248,7 @@ def _about_ends(history: History, samples: int) -> Iterator[str]:
 def proven(
     records: Sequence[Record], ledgers: Sequence[Path], *, samples: int, mode: str
 ) -> list[str]:
-    """What is wrong by the record, by the ledger, and between the two, over all starts of a job."""
+    """List the faults in the record, the ledger, and between the two, over all starts of a job."""
     lines = [line for record in records for line in record.look()]
     wrong = judge(lines, samples=samples, mode=mode)
     found = checker.read(ledgers)

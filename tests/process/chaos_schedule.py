@@ -87,7 +87,7 @@ FREEZING = {
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done, to whom, when the job has come so far."""
+    """A fault, its victim, and the step at which it happens."""
 
     number: int
     at_step: int
@@ -125,7 +125,7 @@ def schedule(
 
 
 def _allowed(deck: Counter[str], nodes: int, enough: int, starting: int) -> list[str]:
-    """What may be done next: each kind as often as it is left. To the last of several nodes, only
+    """The faults that may come next: each kind as often as it is left. To the last node, only
     another one that joins it."""
     if nodes == 1 and deck["join"]:
         return ["join"]

@@ -19,7 +19,7 @@ NO_GATE = 1 << 30
 
 
 class GatedTraining:
-    """What its workers were told and have written; a subclass knows the scheduler."""
+    """The orders and the lines of its workers; a subclass knows the scheduler."""
 
     def __init__(self, directory: Path, mode: str, **keys: object) -> None:
         self.directory = directory
@@ -107,7 +107,7 @@ class GatedTraining:
             raise AssertionError(self.told(str(error))) from None
 
     def told(self, what: str) -> str:
-        """What is wrong, and what was seen and said so far."""
+        """The fault, and everything seen and said so far."""
         return "\n".join([what, *map(str, self.lines("gate")[-8:]), self.said()[-8000:]])
 
     def said(self) -> str:

@@ -235,7 +235,7 @@ def torchelastic(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def status(run_id: str) -> dict[str, Any]:
-    """What `torchelastic status` says of a job, for programs."""
+    """The output of `torchelastic status` for programs."""
     (told,) = json.loads(torchelastic("status", "--json", run_id).stdout)
     return told
 

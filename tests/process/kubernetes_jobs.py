@@ -96,12 +96,12 @@ class Cluster:
         return "hosting " in log and "no longer hosts" not in log
 
     def said_by(self, name: str) -> str:
-        """What the pods whose names begin so have printed."""
+        """The output of the pods whose names begin so."""
         pods = [*self.kubelet.past, *self.kubelet.pods.values()]
         return "".join(pod.log() for pod in pods if pod.full_name.startswith(name))
 
     def state(self, handle: str) -> Json:
-        """What `torchelastic status` says."""
+        """The output of `torchelastic status`."""
         found: Json = json.loads(self.output("status", handle, "--json"))
         return found
 

@@ -47,7 +47,7 @@ def check(link: socket.socket) -> None:
 
 
 def die_slowly() -> None:
-    """What closes first is the connection; the process itself takes its time."""
+    """Close the connection first; the process itself takes its time."""
     for link in linked:
         link.close()
     wait_for_order("release")

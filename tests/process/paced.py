@@ -31,7 +31,7 @@ kept = torchelastic.TorchState(model=model, optimizer=optimizer)
 
 
 def pace(step: int, rank: int) -> None:
-    """What this worker's own part of a step takes."""
+    """The duration of this worker's own part of a step."""
     is_slow = KEYS.get("slow") in (str(rank), "any") and step >= SINCE
     time.sleep(PAUSE + MORE * (is_slow and not is_ordered("well")))
 

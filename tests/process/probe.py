@@ -97,7 +97,7 @@ def status():
 
 
 def descriptors():
-    """What is open besides what is ours: number, kind, whether exec keeps it."""
+    """Open descriptors besides ours: number, kind, whether exec keeps it."""
     own = os.environ.get("TORCHELASTIC_CHANNEL_FD", "")
     found = {}
     for name in set(os.listdir("/proc/self/fd")) - {own}:

@@ -158,7 +158,7 @@ def _other_pid(before: int) -> int:
 
 
 def _drain(made: Cluster, node: str, seconds: int) -> None:
-    """What the autoscaler, and whoever sees a preemption notice, does."""
+    """Drain a node, as the autoscaler and readers of preemption notices do."""
     words = ["--address", made.address, "--node-id", node, "--reason-message", "test"]
     words += ["--reason", "DRAIN_NODE_REASON_PREEMPTION"]
     words += ["--deadline-remaining-seconds", str(seconds)]

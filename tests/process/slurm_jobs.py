@@ -50,7 +50,7 @@ class SlurmTraining(GatedTraining):
 
 
 def output_of(job_dir: Path) -> str:
-    """What a job has printed, over all its starts."""
+    """The output of a job, over all its starts."""
     return "".join(path.read_text() for path in sorted(job_dir.glob("slurm-*.out")))
 
 

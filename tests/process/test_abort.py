@@ -1,4 +1,4 @@
-"""Whatever a worker waits for in a world, it is free at once when the world is over."""
+"""Waits end at once when the world is over, whatever a worker waits for."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ CAP = {"bucket_cap_mb": 0.003}
 
 
 def run(*worlds, **how):
-    """What the members of the last world have in the end."""
+    """The final states of the last world's members."""
     numbers = sorted({number for world in worlds for number in world.members})
     with forked.ranks(train, numbers, Run(worlds, **how)) as answers:
         for world in worlds:

@@ -207,7 +207,7 @@ def test_doctor_reports_refusals_in_the_words_of_the_agent(tmp_path):
 
 
 def in_python(source, *command):
-    """What a program prints as JSON, under a command that changes its surroundings."""
+    """The JSON that a program prints under a command that changes its surroundings."""
     made = subprocess.run([*command, sys.executable, "-c", source], capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
     return json.loads(made.stdout)

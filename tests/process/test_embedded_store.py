@@ -67,7 +67,7 @@ async def test_a_frozen_member_is_gone_after_its_lease_and_knows_it_first():
 
 
 def verdicts_since(member: subprocess.Popen[str], revision: int) -> set[str]:
-    """What the member said of its lease in its first answers of this revision or later."""
+    """The member's words about its lease in its first answers of this revision or later."""
     verdicts: list[str] = []
     while len(verdicts) < 3:
         at, verdict = line(member).split()

@@ -60,7 +60,7 @@ async def next_of(changes):
 
 
 async def ask(etcd: Etcd, path: str, request: dict) -> dict:
-    """What an operator does with etcdctl."""
+    """A request as an operator makes it with etcdctl."""
     return await asyncio.to_thread(etcd.post, path, request)
 
 

@@ -77,7 +77,7 @@ def stacks(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def shown(job_id: str) -> dict:
-    """What is told for programs."""
+    """The output for programs."""
     asked = stacks(job_id, "--json")
     assert asked.returncode == 0, asked.stderr
     return json.loads(asked.stdout)

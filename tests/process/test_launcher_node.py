@@ -55,7 +55,7 @@ class Nodes:
             return sock.connect_ex(parse_endpoint(self.endpoint)) == 0
 
     def ask_again(self, *launchers):
-        """What launchers do that have stopped their workers."""
+        """Ask again, as launchers do that have stopped their workers."""
         return [self.calls.submit(launcher.next_world) for launcher in launchers]
 
     def end(self, ending, *launchers):

@@ -1,4 +1,4 @@
-"""What scripts report, and what scrapers and probes see of a real agent."""
+"""Metrics of scripts, and the answers of a real agent to scrapers and probes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def recovered(values: dict[str, float]) -> dict[str, float]:
 
 
 def scrape(url: str) -> dict[str, float]:
-    """What the agent tells; nothing where a busy machine made it take us for a slow scraper."""
+    """The agent's answer; empty where a busy machine made it take us for a slow scraper."""
     try:
         with urllib.request.urlopen(url, timeout=30) as page:
             lines = page.read().decode().splitlines()

@@ -81,7 +81,7 @@ class Jobs:
         return [(each["reason"], each["message"]) for each in found]
 
     def report(self, pod: Json, code: int) -> None:
-        """What a kubelet says of a container that has ended."""
+        """The report of a kubelet about a container that has ended."""
         end = {"exitCode": code, "reason": "Error" if code else "Completed"}
         state = {"name": "main", "state": {"terminated": end}, "ready": False}
         state |= {"restartCount": 0, "image": "", "imageID": ""}
@@ -274,7 +274,7 @@ def etcd_service(control_plane: ControlPlane, kubelet: Kubelet) -> Iterator[None
 
 
 class Training:
-    """What the workers of a job in pods write."""
+    """The lines of a job's workers in pods."""
 
     def __init__(self, kubelet: Kubelet) -> None:
         self._job, self._kubelet = Job(Path(kubelet.workdir)), kubelet

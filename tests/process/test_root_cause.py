@@ -29,7 +29,7 @@ def shown() -> dict:
 
 
 def verdict(node: Node, number: int = 0) -> dict:
-    """What the leader has found in the end, of the first generation or a later one."""
+    """The leader's final verdict about the first generation or a later one."""
     return poll_for(lambda: node.events("restart-decided")[number:], what="the leader's verdict")[0]
 
 

@@ -1,4 +1,4 @@
-"""What the documents this project grew from show is run here as they show it.
+"""The documents that this project grew from: their examples run as they are shown.
 
 Placeholders are filled in, `bagua` is read as `torchelastic`, missing colons are added; nothing
 else. Each command is run twice: the second time, the job runs again. Each test says which lines of

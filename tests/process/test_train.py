@@ -52,7 +52,7 @@ def training(tmp_path, flags="", monkeypatch=None, faults="", **keys):
 
 
 def bits(made: Job) -> dict[int, set[str]]:
-    """What the parameters were after each step, on whatever rank and however often."""
+    """The parameters after each step, on whatever rank and however often."""
     found = defaultdict(set)
     for line in made.steps():
         found[line["step"]].add(line["hash"])
@@ -382,7 +382,7 @@ AT_ONCE = 2
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds."""
+    """The resources of a process."""
 
     descriptors: int
     threads: int

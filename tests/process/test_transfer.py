@@ -55,7 +55,7 @@ def session(rank: int, size: int) -> Any:
 
 
 def exchange(rank: int, port: int, size: int, holders: Sequence[int]) -> Any:
-    """What this rank gets, and how many bytes came."""
+    """The state that this rank gets, and how many bytes came."""
     build(port, rank, size)
     world = session(rank, size)
     tree = transfer.share(world, state(1) if rank in holders else None, holders=holders)
@@ -99,7 +99,7 @@ def _die(group: Group) -> None:
 
 
 def misled(rank: int, port: int, header: list[int], text: bytes) -> Any:
-    """What a rank says to a state that is none."""
+    """The error of a rank that receives an invalid state."""
     build(port, rank, 2)
     if rank == 0:
         # Not waited for: it may be refused before it is read.

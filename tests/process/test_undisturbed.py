@@ -1,4 +1,4 @@
-"""Whatever becomes of those who look on, and of where they look: the job does not notice.
+"""Observers and their places may fail in any way: the job does not notice.
 
 Real agents on a full disk, with handlers that are stuck, with a stderr that nobody reads, with logs
 that somebody removes, with scrapers that send what they should not.

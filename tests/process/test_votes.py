@@ -33,7 +33,7 @@ def test_two_of_three_agents_are_killed_and_started_again(tmp_path):
 
 
 def test_host_of_two_nodes_is_lost_and_the_witness_votes_for_the_other(tmp_path):
-    """What the witness has kept goes with the job."""
+    """The witness's keys go with the job."""
     with job(tmp_path / "job", f"{FLAGS} --witness={tmp_path}/witness") as it:
         host, left = it.start(), it.start()
         it.world(0, 2)

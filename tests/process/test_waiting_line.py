@@ -32,7 +32,7 @@ def command(tmp_path: Path) -> list[str]:
 
 
 def read_all(terminal: int) -> str:
-    """What was shown, until nobody has the terminal open any more."""
+    """The text shown until nobody has the terminal open any more."""
     data = b""
     while True:
         try:

@@ -1,4 +1,4 @@
-"""What scripts do, done by a worker forked from a zygote and by plain Python: nobody can tell.
+"""Scripts in a worker forked from a zygote and in plain Python: they cannot tell.
 
 One zygote serves all these scripts, since Python reads the file only after the fork.
 """

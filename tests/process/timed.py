@@ -43,7 +43,7 @@ def in_a_thread() -> None:
 
 
 def by_torchs_client() -> None:
-    """What torch's `FileTimerClient` writes, without the seconds that torch takes to import."""
+    """The line that torch's `FileTimerClient` writes, without importing torch."""
     ask = {"version": 1, "pid": os.getpid(), "scope_id": "torch's", "signal": 9}
     with open(os.environ["TORCHELASTIC_TIMER_FILE"], "w") as pipe:
         print(json.dumps(ask | {"expiration_time": time.time() + 0.3}), file=pipe)

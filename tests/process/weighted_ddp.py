@@ -44,7 +44,7 @@ def samples(step: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def alone(case: Case) -> Gradients:
-    """What one process has that takes the whole batch at once."""
+    """The result of one process that takes the whole batch at once."""
     network = model()
     inputs, targets = samples(STEPS - 1, case.total)
     nn.functional.mse_loss(network(inputs), targets).backward()

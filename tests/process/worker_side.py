@@ -1,4 +1,4 @@
-"""What the worker scripts of these tests share: `SCRIPT LINES ORDERS [key=value ...]`. No torch.
+"""Shared by the worker scripts of these tests: `SCRIPT LINES ORDERS [key=value ...]`. No torch.
 
 LINES is a directory for what they tell, a line of JSON each; ORDERS has what they are told, files
 whose name or content says what to do (`tests.process.jobs.Job`).

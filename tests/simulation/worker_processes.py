@@ -373,7 +373,7 @@ class VirtualWorkers:
         return tuple(self._processes)
 
     def seen(self) -> WorkerProgress:
-        """What the workers show of their progress, as `WorkerPool` reads it."""
+        """The workers' progress, as `WorkerPool` reads it."""
         processes = self._processes
         stepped = [one.version[0] for one in processes.values() if one.version[1] > one.base]
         self._trained = max([self._trained, *stepped])

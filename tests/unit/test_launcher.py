@@ -1,4 +1,4 @@
-"""What the launcher decides before and after the agent runs."""
+"""Decisions of the launcher before and after the agent runs."""
 
 import pickle
 import sys

@@ -179,7 +179,7 @@ class BatchPolicy(ABC):
         return in_micro_batches(batch, cuts, models, cut)
 
     def to_load(self, rank: int, size: int, batch: int, *, is_next: bool) -> Any:
-        """What a rank loads for a step, if that is not its share (`data.fixed_batch`). `is_next` is
+        """The samples a rank loads for a step, if not its share (`data.fixed_batch`). `is_next` is
         False for later steps."""
         return None
 

@@ -122,7 +122,7 @@ def _pieces(start: int, stop: int, first: int, last: int) -> int:
 
 
 class ToLoad(NamedTuple):
-    """What a rank loads for a step, by positions in the step, if that is not one run of samples."""
+    """The samples that a rank loads for a step, if they are not one run: positions in the step."""
 
     to_load: list[tuple[int, int]]
     #: The samples that it has used in the end: also those of sums that it holds already, but not

@@ -131,7 +131,7 @@ class FixedSteps:
         return 1 if self.sharded is None else self.sharded.replica.data_size
 
     def form(self) -> list[tuple[str, str]]:
-        """What must be the same on all workers, or their bits differ."""
+        """Return the settings that must be the same on all workers, or their bits differ."""
         policy = self._policy
         shape = f"fixed(micro={policy.micro}, count={policy.count}, seed={policy.seed})"
         same = [
@@ -482,7 +482,7 @@ class _FixedMicro(Micro):
 
 
 class _Loop:
-    """What surrounds the micro-batches of one loop: generators, buffers, `.grad`."""
+    """The surroundings of one loop's micro-batches: generators, buffers, `.grad`."""
 
     def __init__(
         self,

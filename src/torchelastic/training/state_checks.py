@@ -54,7 +54,7 @@ def digest_of(tree: Mapping[str, Any]) -> int:
 
 
 class Traces:
-    """What this worker's own part of each step gave, to find the first step with another result
+    """Results of this worker's own part of each step, to find the first step with another result
     when steps are taken again: the norms of the gradients of some micro-batches.
 
     All workers have the wrong gradients of one in their states soon, but it is the first whose own

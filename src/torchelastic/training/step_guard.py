@@ -113,7 +113,7 @@ class GuardConfig:
             )
 
     def form(self) -> list[tuple[str, str]]:
-        """What must be the same on all workers, or they decide differently."""
+        """Return the settings that must be the same on all workers: they decide alike."""
         on_bad = "a function" if callable(self.on_bad) else repr(self.on_bad)
         names = ("spike", "window", "min_steps", "limit", "check_every")
         values = ", ".join(f"{name}={getattr(self, name)}" for name in names)
@@ -212,7 +212,7 @@ def why_it_ends(why: str, step: int) -> str:
 
 
 class GuardHistory(NamedTuple):
-    """What a guard remembers: equal on all ranks. It never changes, so keeping it costs nothing."""
+    """The memory of a guard: equal on all ranks. It never changes, so keeping it costs nothing."""
 
     #: By the place of a judgement in its step: a step with two backwards has two.
     windows: tuple[Window, ...] = ()

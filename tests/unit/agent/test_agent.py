@@ -1,4 +1,4 @@
-"""What the agent does about its workers where no process is needed to see it."""
+"""The agent and its workers, where no process is needed."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What is shipped at a time, with times by the leader's clock, and the log that collects it."""
+"""Batches of events, with times by the leader's clock, and the log that collects them."""
 
 import json
 import math

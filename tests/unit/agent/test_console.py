@@ -1,4 +1,4 @@
-"""What the agent says must not hold it up, whoever does not read it."""
+"""Output of the agent: a reader that does not read must not hold it up."""
 
 import asyncio
 import fcntl

@@ -36,7 +36,7 @@ def instead(monkeypatch):
 
 
 def watched(it):
-    """What is said of it until it has ended."""
+    """The messages about it until it has ended."""
     said = []
 
     async def run():

@@ -1,4 +1,4 @@
-"""What all ranks of a world do: asked of every agent, and by a user of this machine."""
+"""The activity of all ranks of a world: asked of every agent, and by a user of this machine."""
 
 import asyncio
 import contextlib

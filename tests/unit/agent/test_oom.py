@@ -1,4 +1,4 @@
-"""What the end of a worker has to do with memory: facts in, words out; and where facts are read."""
+"""Memory and the end of a worker: facts in, words out; and where facts are read."""
 
 from pathlib import Path
 

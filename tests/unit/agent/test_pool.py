@@ -1,4 +1,4 @@
-"""What is known of workers without asking them, and what is told of the end of one."""
+"""The pool: facts about workers without asking them, and the report of a worker's end."""
 
 import asyncio
 import math
@@ -135,7 +135,7 @@ def page(workers, node):
 
 @pytest.fixture
 def worker(page):
-    """What the worker of local rank 0 writes to."""
+    """The descriptors that the worker of local rank 0 writes to."""
     made = status_page.StatusPage(page)
     yield made
     made.close()
@@ -277,7 +277,7 @@ def test_the_state_of_a_generation_is_held_by_who_has_entered_a_step_of_it(in_wo
 
 @pytest.fixture
 def counting(in_world, node):
-    """What a plain script's worker, local rank 1, has handed over with its first step."""
+    """The memory that a script's worker, local rank 1, has handed over with its first step."""
     descriptor = status_page.create()
     node.handed(1, {"type": optimizer_steps.MESSAGE}, descriptor)
     made = status_page.StatusPage(descriptor)

@@ -1,4 +1,4 @@
-"""What a node tells people and the event log: generations, goodput, stragglers."""
+"""The reporter: generations, goodput and stragglers for people and the event log."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ from torchelastic.worker.orders import Begins
 
 @pytest.fixture
 def said(monkeypatch):
-    """What the agent says; it goes elsewhere than where pytest listens."""
+    """The agent's log lines; they go elsewhere than where pytest listens."""
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())

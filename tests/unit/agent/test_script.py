@@ -90,7 +90,7 @@ LEAVES = [ReportMember({"leaving": "SIGTERM"}), Stop(15)]
 
 
 def story(before, *steps, **state):
-    """What has happened, what happens and is done about it, and what the state is then."""
+    """Play the events before, then one more: return its commands and the state."""
     return before, steps, state
 
 

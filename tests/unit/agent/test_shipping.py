@@ -35,7 +35,7 @@ def at_once(monkeypatch):
 
 
 class Store:
-    """What all nodes see."""
+    """The store, as all nodes see it."""
 
     def __init__(self):
         self.values = {}

@@ -1,4 +1,4 @@
-"""What a failure beside the training costs: the node, a restart, or nothing."""
+"""Failures beside the training: they cost the node, a restart, or nothing."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ def pauses(monkeypatch):
 
 
 def play(*works, cancel=False):
-    """What has ended the node, what was said, and the tasks."""
+    """The error that ended the node, the messages, and the tasks."""
     fatal, said = [], []
 
     async def run():
@@ -106,7 +106,7 @@ def test_a_task_that_nobody_has_decided_about_is_refused():
 
 
 def test_the_table():
-    """What only looks, tells or warms up never ends a node; every row is used."""
+    """Tasks that only look, tell or warm up never end a node; every row is used."""
     assert set(POLICY.values()) == {ESSENTIAL, RESTARTABLE, BEST_EFFORT}
     best_effort = {name for name, restarts in POLICY.items() if restarts == BEST_EFFORT}
     assert best_effort == {

@@ -32,7 +32,7 @@ from torchelastic.rendezvous.world import World
 
 
 def helper_restarts(workers, *, helpers=None, state=None, clock=None, said=None):
-    """What keeps the helpers of a node whose stores are at 10.0.0.1."""
+    """The keeper of the helpers of a node whose stores are at 10.0.0.1."""
     member = SimpleNamespace(store="")
     session = SimpleNamespace(
         member=member,

@@ -1,4 +1,4 @@
-"""What the threads of a process do, written by itself at a signal, whatever it hangs in."""
+"""The stacks of a process, written by itself at a signal, whatever it hangs in."""
 
 import asyncio
 import os

@@ -322,7 +322,7 @@ def test_a_fence_is_read_back_and_junk_is_none():
 
 
 def test_a_damaged_fence_is_no_fence():
-    """Whatever byte it is that is wrong, the checksum's name included."""
+    """Any byte may be wrong, the checksum's name included."""
     whole = Fence("a", "job", "", 1, (WorldStart(3, 50),))
     text = fence.to_json(whole)
     for place in range(len(text)):

@@ -472,7 +472,7 @@ def test_without_memory_storage_that_fails_is_reported_and_training_goes_on(
 
 
 def test_a_state_that_is_loaded_is_copied_first(used, monkeypatch):
-    """What is read back must not get into the checkpoint that is being written."""
+    """A state that is read back must not get into the checkpoint that is being written."""
     monkeypatch.setattr(used, "_writer", "thread")
     model = torch.nn.Linear(300, 300)
     trained = TorchState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))

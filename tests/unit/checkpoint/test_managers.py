@@ -303,7 +303,7 @@ def steps(manager):
 
 
 def left_over(manager):
-    """What is there of checkpoints, finished or not."""
+    """All files of checkpoints, finished or not."""
     return [path.name for path in manager.directory.iterdir() if path.is_dir()]
 
 

@@ -1,4 +1,4 @@
-"""What goes into a checkpoint comes out of it, and who writes which part."""
+"""Checkpoints return what they were given; and who writes which part."""
 
 from __future__ import annotations
 

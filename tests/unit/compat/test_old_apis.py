@@ -138,7 +138,7 @@ def test_fault_injection_refuses_a_rate_that_is_no_probability(rate):
 
 
 def shares(size, world, start, epoch=0):
-    """What each rank gets."""
+    """The share of each rank."""
     samplers = [ElasticDistributedSampler(range(size), world, rank, start) for rank in range(world)]
     for sampler in samplers:
         sampler.set_epoch(epoch)

@@ -276,7 +276,7 @@ async def test_viewer_that_does_not_read_does_not_delay_the_end(monkeypatch):
 
 
 def serve(address, token=None):
-    """What is said of it, before it is asked to end."""
+    """The lines it has printed before it is asked to end."""
     said = []
     ours, theirs = socket.socketpair()
 

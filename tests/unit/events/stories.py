@@ -21,7 +21,7 @@ def record(at: float, event: Event | None, node: str = "n", **more) -> Record:
 
 
 class Story:
-    """What the agents of nodes a, b, … wrote; node a leads. Times are seconds from its start."""
+    """The logs of the agents of nodes a, b, …; node a leads. Times are seconds from its start."""
 
     def __init__(self, *, nodes: str = "ab", most: int = 2, workers: int = 1) -> None:
         self.records: list[Record] = []

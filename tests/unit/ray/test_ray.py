@@ -258,7 +258,7 @@ def test_plan(nodes, agents, wanted, actions):
 
 
 def test_at_most_one_agent_on_a_node_and_never_more_than_wanted():
-    """Whatever phases the agents are in, performing the plan adds up."""
+    """Performing the plan adds up in any phases of the agents."""
     phases = ("pending", "placed", "running", "leaving", "ended", "lost")
     for first in phases:
         for second in phases:

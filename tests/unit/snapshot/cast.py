@@ -147,7 +147,7 @@ class Data:
 
 
 def build(width: int = 256, seed: int = 3) -> TorchState:
-    """What a script does when it starts. The seed of a restarted one must not matter."""
+    """Build the state as a script does. The seed of a restarted one must not matter."""
     torch.manual_seed(seed)
     random.seed(seed)
     model = nn.Sequential(
@@ -242,7 +242,7 @@ class Ranks:
         return rank
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
-        """What comes of it on each rank: what it returns, or the error that it ends with."""
+        """The result on each rank: the value it returns, or the error that it ends with."""
         self._barrier.reset()
         with ThreadPoolExecutor(self.size, "rank") as pool:
             return list(pool.map(self._perform, [work] * self.size, range(self.size)))
@@ -255,7 +255,7 @@ class Ranks:
             return error
 
     def all(self, name: str, value: Any) -> list[Any]:
-        """What all ranks say, in the same collective."""
+        """The values of all ranks in the same collective."""
         self._slots[self.rank] = name, value
         self._barrier.wait(PATIENCE)
         said = list(self._slots)

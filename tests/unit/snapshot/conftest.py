@@ -9,7 +9,7 @@ __all__ = ["make_store", "one_thread", "run", "snapshot_agent", "status_page"]
 
 @pytest.fixture
 def signals(monkeypatch):
-    """What a worker that leaves sends to itself in the end."""
+    """The signals that a leaving worker sends to itself in the end."""
     sent = []
     monkeypatch.setattr(leave.os, "kill", lambda pid, signum: sent.append(signum))
     return sent

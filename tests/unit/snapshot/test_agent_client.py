@@ -1,4 +1,4 @@
-"""What a worker asks its agent about snapshots, over a socket like the one between them."""
+"""A worker's questions to its agent about snapshots, over a socket like the one between them."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Node:
     peer: str
 
     def write(self, piece, version, size=SIZE, summed=None):
-        """What a worker does."""
+        """Write a version, as a worker does."""
         kept = self.snapshot_memory.memory_for(piece, size, 100)
         buffer = kept.memory.begin(version)
         buffer[:] = content(version, size)
@@ -343,7 +343,7 @@ async def test_connections_to_nodes_that_are_gone_are_closed():
 
 
 def hold_serving(monkeypatch):
-    """What peers ask for is done when the event that is returned is set."""
+    """Peers are served when the event that is returned is set."""
     goes_on, serve = threading.Event(), replicator._serve
 
     def held(peer, snapshot_memory):
@@ -535,7 +535,7 @@ def test_nonsense_ends_the_connection_or_is_refused_and_harms_nobody(caplog):
 
 @in_loop
 async def test_replicator_closes_on_a_message_before_the_welcome():
-    """What comes right behind the greeting may have been read with it."""
+    """Bytes right behind the greeting may have been read with it."""
     async with node("a", ANONYMOUS) as a:
         a.write(SHARED, (0, 1))
         hello = frames.Hello(frames.PROTOCOL, frames.VERSION, JOB, None, frames.SNAPSHOT)

@@ -1,4 +1,4 @@
-"""What a node holds, and when it lets go of it."""
+"""The memory of a node: the pieces it holds, and when it lets go of them."""
 
 import errno
 import os

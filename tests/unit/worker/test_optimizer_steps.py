@@ -12,7 +12,7 @@ from torchelastic.worker_counters import stalls
 
 
 class Torch:
-    """What torch does with hooks."""
+    """Torch, as far as it calls hooks."""
 
     def __init__(self):
         self.after, self.before = {}, {}
@@ -50,7 +50,7 @@ def optimizer(*parameters, **state):
 
 @pytest.fixture
 def handed(monkeypatch):
-    """What the agent gets, made by the first step."""
+    """The memory that the agent gets, made by the first step."""
     made = []
 
     def hand_over():

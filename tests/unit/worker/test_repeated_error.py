@@ -76,7 +76,7 @@ GONE = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:
 
 
 def runs(tmp_path, generation, before="", *, error="ValueError('boom')"):
-    """What a worker that raises this error prints."""
+    """The output of a worker that raises this error."""
     (tmp_path / "script.py").write_text(SCRIPT.format(before=before, error=error))
     env = {"TORCHELASTIC_ERROR_FILE": fell(tmp_path, generation, ""), "RANK": "0"}
     command = [sys.executable, "-S", "script.py"]

@@ -35,7 +35,7 @@ def status_page(descriptor):
 
 
 def seen(descriptor):
-    """What another process finds."""
+    """The state that another process finds."""
     other = status_pages.StatusPage(descriptor)
     try:
         return [other.held(slot) for slot in range(status_pages.SLOTS)]

@@ -1,4 +1,4 @@
-"""What a launcher is told, by what its guest knows."""
+"""The answers to a launcher, by what its node knows."""
 
 from dataclasses import replace
 

@@ -12,7 +12,7 @@ from torchelastic.events.log import EventLog, read, read_files
 
 
 def collected(agent: Agent, records=()) -> EventLog:
-    """What a leader has heard, beside the agent's own log."""
+    """The log that a leader has collected, beside the agent's own log."""
     path = agent.log.path.with_name("job.jsonl")
     log = EventLog(path, job="job", node="id-node-b", clock=agent.clock)
     for record in sorted(records, key=lambda record: record.mono):

@@ -88,7 +88,7 @@ def test_why_a_node_was_held_out_is_shown_no_more_when_it_is_gone(event, by, dea
 
 
 def test_ended_job_holds_out_no_node():
-    """What the other node did has not been heard."""
+    """The other node's events have not arrived."""
     story = Story().agent("a")
     held = {"c": "held out for 60 s: no GPU"}
     story.tell(events.WorldFormed(["a"], 1, "a:2", "why", 0, ["c"], held=held), generation=0)
