@@ -1,4 +1,4 @@
-"""What `torchelastic.Guard` finds: gradients that one worker computes wrongly.
+"""What `torchelastic.Guard` finds, what it leaves alone, and what it costs.
 
 See README.md beside this file.
 """
@@ -13,11 +13,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.harness import guard_rows, runs
+from benchmarks.harness import guard_measures, guard_rows, runs
 from benchmarks.harness.guard_report import GuardResults, render
 from benchmarks.harness.results import about_this_run
 
-ROWS = ("audit",)
+ROWS = {
+    "audit": guard_rows.audit,
+    "nan": guard_measures.nan,
+    "flips": guard_measures.flips,
+    "cost": guard_measures.cost,
+    "alarms": guard_measures.alarms,
+}
 
 
 class Run(runs.Run[GuardResults]):
@@ -26,7 +32,7 @@ class Run(runs.Run[GuardResults]):
 
     def perform(self, row: str) -> None:
         found = self.results.found[row] = []
-        for number, one in enumerate(getattr(guard_rows, row)(self.arguments.quick)):
+        for number, one in enumerate(ROWS[row](self.arguments.quick)):
             found.append(one)
             self._progress.tell(row, one["what"], number, one["seconds"])
             if one["note"]:
@@ -34,13 +40,15 @@ class Run(runs.Run[GuardResults]):
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    return runs.parser(__doc__, ROWS, quick="three runs of each kind").parse_args(arguments)
+    return runs.parser(__doc__, tuple(ROWS), quick="two or three runs of each kind").parse_args(
+        arguments
+    )
 
 
 def main() -> int:
     arguments = parse(None)
     save = partial(runs.save, directory=arguments.results, name="guard")
-    whole = runs.is_whole(arguments, ROWS)
+    whole = runs.is_whole(arguments, tuple(ROWS))
     return runs.carry_out(arguments, Run, render, save, everything=whole)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,10 +22,34 @@ class GuardResults(Results):
         return json.dumps(asdict(self), indent=1) + "\n"
 
 
+_AUDIT = (
+    "one wrong worker of three",
+    "runs",
+    "named",
+    "found in its step",
+    "hashes that differ",
+)
+
+
 def render(results: GuardResults) -> str:
-    rows = [row for name, found in results.found.items() for row in ROWS[name](found)]
-    head = ("one wrong worker of three", "runs", "named", "found in its step", "hashes that differ")
-    return "\n\n".join([about(results), load(results), table(head, rows)]) + "\n"
+    parts = [about(results), load(results)]
+    if audits := results.found.get("audit"):
+        parts.append(table(_AUDIT, _audit(audits)))
+    others = [
+        row for name, found in results.found.items() if name != "audit" for row in _row(found)
+    ]
+    if others:
+        parts.append(table(("measure", "found", "wanted"), others))
+    return "\n\n".join(parts) + "\n"
+
+
+def _row(found: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    for what in dict.fromkeys(one["what"] for one in found):
+        own = [one for one in found if one["what"] == what]
+        met = [one["met"] for one in own]
+        shown = own[0].get("found", f"{sum(met)} of {len(met)}")
+        notes = [one["note"] for one in own if one["note"]]
+        yield what, "; ".join([shown, *notes]), verdict(own[0]["wanted"], all(met))
 
 
 def _audit(found: list[dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -49,6 +74,3 @@ def _expected(rate: float) -> float:
     each = COUNT / WORKERS
     unseen = (1 - rate) ** each * (1 - rate / (WORKERS - 1)) ** (COUNT - each)
     return 1 / (1 - unseen)
-
-
-ROWS = {"audit": _audit}

@@ -187,7 +187,8 @@ class BadStep:
     loss: float | None
     #: Robust standard deviations above the median; 0.0 if it is no spike.
     deviation: float
-    #: Whether this rank's own numbers were bad before they were added to the others'.
+    #: Whether this rank's own numbers were bad before they were added to the others': its loss, or
+    #: a few of its gradients.
     is_origin: bool
     #: This rank's samples of the step.
     samples: tuple[Handed, ...] = ()

@@ -21,14 +21,18 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from torchelastic import torch_backends, torch_private
-from torchelastic.tensors.dtensors import local_or_whole
+from torchelastic.tensors.dtensors import is_sharded, local_or_whole
 from torchelastic.tensors.module_state import parameters_of
 from torchelastic.torch_private import SCALER_TENSORS
 from torchelastic.training.group import backward
 from torchelastic.training.step_guard import Guard, GuardHistory, StepVerdict, Window, judge
+
+#: The most elements of a gradient that is looked at before it is added to the others'.
+PROBED = 4096
 
 
 class FoundBad(NamedTuple):
@@ -48,6 +52,14 @@ class _Loss(NamedTuple):
     work: Any
 
 
+def _probes(model: nn.Module) -> list[nn.Parameter]:
+    """Return a few small parameters, near both ends of a model: nearly all that is not finite in a
+    backward reaches the gradient of one of them."""
+    trained = [one for one in model.parameters() if one.requires_grad and not is_sharded(one)]
+    small = [one for one in trained if one.numel() <= PROBED]
+    return [*small[:2], *small[2:][-1:]]
+
+
 class StepJudge:
     """Judges the steps of one state, one after the other."""
 
@@ -56,12 +68,13 @@ class StepJudge:
         guard: Guard,
         gradients: Callable[[], Sequence[torch.Tensor]],
         scalers: Iterable[torch.amp.GradScaler],
+        models: Iterable[nn.Module] = (),
         *,
         fixed_loss: Callable[[], float | None] | None = None,
     ) -> None:
         """`gradients` returns those that the step has computed so far. `fixed_loss` returns the
         loss of the whole batch; then `measure` is called when gradients are there, otherwise it is
-        after each backward."""
+        after each backward. This rank's own gradients of `models` are looked at."""
         self._guard, self._gradients = guard, gradients
         self._scaler: Any = next((one for one in scalers if one.is_enabled()), None)
         self._fixed_loss = fixed_loss
@@ -76,6 +89,7 @@ class StepJudge:
         self.after_write: Callable[[], None] = lambda: None
         self._norm: torch.Tensor | None = None
         self._losses: list[_Loss] = []
+        self._looked: torch.Tensor | None = None
         self._windows: list[Window] = []
         #: The gradients that optimizers do not see, while they step.
         self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
@@ -85,11 +99,20 @@ class StepJudge:
         guard.take_loss = self._take_loss
         if fixed_loss is None:
             backward.after_each(self._after_backward)
+            for model in models:
+                for one in _probes(model):
+                    one.register_hook(self._look)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """Begin a step."""
         self._norm, self._found, self._joined = None, None, None
-        self._losses, self._windows = [], []
+        self._losses, self._windows, self._looked = [], [], None
+
+    @torch.no_grad()
+    def _look(self, own: torch.Tensor) -> None:
+        """Add up gradients before their reduction; the sum is not finite if one is not."""
+        total = (own.coalesce().values() if own.is_sparse else own).sum()
+        self._looked = total if self._looked is None else self._looked + total.to(self._looked)
 
     # --- what is judged --------------------------------------------------------------------------
 
@@ -213,6 +236,7 @@ class StepJudge:
         verdict = judge(window, judged, loss, config)
         if verdict.reason:
             is_origin = own is not None and bool(judge(window, None, own, config).reason)
+            is_origin |= self._looked is not None and not math.isfinite(self._looked)
             self._found = FoundBad(verdict, math.nan if norm is None else norm, loss, is_origin)
         else:
             self._windows.append(window.with_values(judged, loss, config.window))

@@ -269,6 +269,7 @@ class TorchState(State):
             self._guard,
             self._undo.gradients.of_this_step,
             scalers,
+            self._models,
             fixed_loss=None if fixed is None else lambda: fixed.loss,
         )
         judge.after_write = partial(writes.collective, "backward")
