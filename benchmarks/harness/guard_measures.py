@@ -50,7 +50,7 @@ def _nan(number: int) -> str:
     model = chosen.choice(["plain", "gan", "fixed", "local"])
     rank, step = chosen.randrange(4), chosen.randrange(12)
     place = chosen.randrange(2) if model == "gan" else 0
-    keys = {"model": model, "steps": 12, "loss": chosen.randrange(2)}
+    keys = {"model": model, "steps": 12, "samples": 96, "loss": chosen.randrange(2)}
     expected, _ = _ended("bad_steps.py", 4, known=step, **keys)
     found, events = _ended("bad_steps.py", 4, bad=f"{rank}:{step}:nan:{place}", **keys)
     skipped = {one["step"] - 1 for one in events if one["type"] == "step-skipped"}

@@ -92,13 +92,20 @@ def test_worker_killed_in_the_step_after_a_bad_one_continues_from_its_private_st
 
 
 @pytest.mark.parametrize("keys", [{"on_bad": "stop"}, {"limit": 2}])
-def test_stop_leaves_a_checkpoint_of_the_good_state(tmp_path, keys):
-    """Starts three jobs: about 15 s."""
+def test_stop_leaves_a_checkpoint_of_the_good_state(tmp_path, monkeypatch, keys):
+    """With a limit, a worker that joins between two bad steps counts the first. Starts three jobs:
+    about 15 s."""
     known = "3" if "limit" in keys else ""
     given, _ = run(tmp_path / "known", known=known, steps=6)
     bad = f"{'1:3:nan ' if known else ''}0:6:nan"
     store = tmp_path / "store"
-    _, made = run(tmp_path / "bad", code=EXIT_USAGE, bad=bad, store=store, **keys)
+    if known:
+        kill = "kill@rank=1,step=5,place=step.begin,generation=0"
+        monkeypatch.setenv("TORCHELASTIC_FAULTS", kill)
+    flags = "--world-sizes=3"
+    _, made = run(tmp_path / "bad", 3, flags, EXIT_USAGE, bad=bad, store=store, **keys)
+    monkeypatch.delenv("TORCHELASTIC_FAULTS", raising=False)
+    assert len(made.nodes[0].events("world-formed")) == 1 + bool(known)
     assert "Training ends: step 7 is bad: the gradient is not finite" in made.said()
     assert "Step 6 is in the checkpoint." in made.said()
     assert "a restart cannot help" in made.said()
