@@ -4,7 +4,7 @@ leader             turns member records into worlds; one node leads at a time
 decide             the leader's decision: the next world, or when to look again; pure
   forming            forms the next world, or states what the job waits for
   choosing           which nodes and workers are in it; replicas: and where
-  restart_policy     the restart budget; root_cause: the first failure
+  restart_policy     the restart budget, and equal failures; root_cause: the first failure
   suspects           nodes that caused the end; held_out: how long they are left out
 round_state        the leader's knowledge, and its changes; pure
 state_check        whether all workers have the same state; pure

@@ -13,7 +13,7 @@ coordinator   CoordinatorP2P, and the hooks of release 0.1
 standalone    a process that is its own node, without an agent
 state         State; versions, and which one a world goes on from
 torch_state   TorchState; parts: what it is made of; compatibility: one form on all workers
-step_guard    Guard: judges every step before it is kept; step_judge: its work in each step
+step_guard    Guard: when a step is bad, and the response, pure; step_judge: measures each step
 state_checks  copies and hashes of the state, compared between workers every few steps
 undo          roll back the step in flight
 fixed_steps   the loop over fixed micro-batches (`BatchPolicy.fixed`)

@@ -67,6 +67,8 @@ class Facts:
 def memory_hint(facts: Facts) -> str:
     """The hint about memory that follows from the facts; empty: none.
 
+    Only a kill for lack of memory begins with "out of memory": `Failure.out_of_memory` reads it.
+
     >>> memory_hint(Facts(exitcode=-9, in_container=1, limit=2 << 30))
     "out of memory: the kernel killed it (limit 2.0 GiB; the container's oom_kill count rose)"
     """
