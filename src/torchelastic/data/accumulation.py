@@ -39,12 +39,11 @@ class Micro:
     #: This is the last one; its backward exchanges gradients.
     last: bool
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Run backward. `loss` is the mean over this micro-batch, also for a placeholder.
-
-        With a GradScaler: `scaler.scale(loss * micro.scale).backward()`.
-        """
-        (loss * self.scale).backward()  # type: ignore[no-untyped-call]
+    def backward(self, loss: torch.Tensor, scaler: Any = None) -> None:
+        """Run backward. `loss` is the mean over this micro-batch, also for a placeholder; `scaler`
+        is the GradScaler, if the script has one."""
+        weighted = loss * self.scale
+        (weighted if scaler is None else scaler.scale(weighted)).backward()
 
 
 def in_micro_batches(

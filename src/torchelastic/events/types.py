@@ -373,7 +373,7 @@ class StepSkipped(Event):
 
     type: ClassVar[str] = "step-skipped"
     rank: int
-    #: Steps done after it, as in the ledger: the first step is 1.
+    #: The number of the step, as in the ledger: the first step is 1.
     step: int
     #: What is bad, as a sentence without a period.
     reason: str
@@ -386,8 +386,8 @@ class StepSkipped(Event):
     #: Whether this rank's own numbers were bad.
     is_origin: bool
     #: `skip`: the step stays empty, and its samples are not used. `retry`: it is repeated.
-    #: `rewind`: training goes further back, and does not use the samples. `stop`: it ends.
-    action: Literal["skip", "retry", "rewind", "stop"]
+    #: `stop`: training ends.
+    action: Literal["skip", "retry", "stop"]
     #: This rank's samples, as in the ledger: objects with `epoch`, `ids`, `size` and `span`.
     samples: Sequence[Json] = ()
     #: With a fixed batch: the micro-batches of this rank whose own numbers were bad.

@@ -203,7 +203,6 @@ def bad_steps(seen: JobView) -> str:
 _DONE = {
     "skip": "step {} is skipped",
     "retry": "step {} is repeated",
-    "rewind": "training goes back behind step {}",
     "stop": "training stops at step {}",
 }
 

@@ -5,11 +5,11 @@ wrongly, or its memory changed, and its gradients have changed the state of all 
 
     the hashes after a step               verdict
     all are equal                         the step is certified
-    differ, and no step was certified     the check ends: these states are not meant to be equal
+    differ, and no step was certified     no more checks: these states are not meant to be equal
     more than half are equal              the other workers are wrong, and all go back
     differ between two workers            all go back; with fixed micro-batches the steps show,
                                           when they are taken again, which of the two was wrong
-    differ without a majority             the check ends
+    differ without a majority             no more checks
 
 All go back to the newest certified step of which a worker with a right state has a copy.
 """
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from torchelastic.events import words
 
-#: Differences without a step certified in between that end the job.
+#: How often the job goes back to the same step; the next difference ends it.
 DIFFERENCES_LIMIT = 3
 
 
@@ -33,7 +33,8 @@ class Checked(NamedTuple):
     rank: int
     step: int
     digest: int
-    #: The version of the certified state that the worker has a copy of; (-1, -1): none.
+    #: The version of the certified state that the worker has a copy of, as the generation that
+    #: wrote it and the step; (-1, -1): none.
     written: int = -1
     pinned: int = -1
     #: When steps were taken again: the first that gave another result than before; -1: none.
@@ -60,7 +61,7 @@ class Comparison:
     wrong: tuple[int, ...] = ()
     #: The version to go back to.
     back: tuple[int, int] | None = None
-    #: Why the check ends.
+    #: Why there are no more checks.
     ends: str = ""
     #: The rank that was wrong when states differed before; -1: none, or not known.
     blamed: int = -1

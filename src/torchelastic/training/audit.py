@@ -6,8 +6,9 @@
 
 Both are computed from the seed, the step and who runs what, so all workers know them. A worker that
 repeats a micro-batch gets its samples from the one that runs it, whatever the script loads data
-with. So wrong samples are not found. It repeats them before its own micro-batches. When the sums of
-all workers are added, and before anything is written, the hashes of the gradients are compared.
+with. So wrong samples are not found. The repeated micro-batches run before its own. When the sums
+of all workers are added, and before anything is written, the hashes of gradients, loss and buffers
+are compared.
 
 If they differ, all workers repeat that micro-batch (`judge`):
 
@@ -131,8 +132,8 @@ def sentence(audit: Audit, step: int, judgement: Judgement, size: int) -> str:
         )
     if not judgement.wrong:
         return (
-            f"workers compute other gradients of {where} than each other, and which of them are "
-            "wrong is not known: their processors or libraries differ, or one is broken"
+            f"workers compute different gradients of {where}, and which of them are wrong is not "
+            "known: their processors or libraries differ, or one is broken"
         )
     ranks = words.listed([str(one) for one in judgement.wrong])
     right = words.counted(size - len(judgement.wrong), "other worker")
@@ -227,9 +228,9 @@ class Audits:
         self._seed, self._warns = seed, warns
         #: The part of all micro-batches that are repeated.
         self.rate = 0.0
-        #: Whether this worker was never compared; and which ones were not. None: all processes are
-        #: as old as this one.
+        #: Whether this worker was never compared.
         self.is_new = True
+        #: The ranks that were never compared; None: all of them.
         self._new: frozenset[int] | None = None
         self._has_warned = False
 
@@ -267,7 +268,7 @@ class Audits:
         self._has_warned = True
 
     def failed(self, audited: LoopAudits, audit: Audit, judgement: Judgement) -> None:
-        """Raise what this rank raises if hashes differ, or warn."""
+        """Raise the error of this rank for hashes that differ, or warn."""
         said = sentence(audit, audited.step, judgement, audited.size)
         if self._warns:
             self._passed()
@@ -277,7 +278,7 @@ class Audits:
         if not judgement.wrong:
             raise NonRetryableException(
                 f"The workers of this job do not compute the same bits: {said}. "
-                'BatchPolicy.fixed(other_bits="warn") trains all the same.'
+                'BatchPolicy.fixed(other_bits="warn") continues in spite of that.'
             )
         if audited.rank in judgement.wrong:
             raise OtherBitsError(said)
@@ -285,7 +286,7 @@ class Audits:
 
 
 def _wait_for_next_world(said: str) -> NoReturn:
-    """Leave the step: the world ends because a worker does."""
+    """Leave the step, and wait for the next world."""
     if session.is_entered():
         raise GenerationOver(f"The world ends: {said}.")
     agreement.gather(0)  # fails when the wrong rank ends, and all processes are restarted

@@ -64,7 +64,7 @@ from torchelastic.worker_counters import milestones
 if TYPE_CHECKING:
     from torchelastic.training.group.group import Group
 
-#: StepRunner between two comparisons of the workers' speeds.
+#: Steps between two comparisons of the workers' speeds.
 MEASURE_EVERY = 16
 #: New shares must shorten a step at least to this part of its time.
 PAYS = 0.95
@@ -467,18 +467,17 @@ class _FixedMicro(Micro):
     #: Called before the backward of the last micro-batch.
     before: Callable[[], None] | None = None
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, scaler: Any = None) -> None:
         if self.loss is not None:
             raise ConfigError(
                 "backward was called twice for one micro-batch: add the losses, and call it once."
             )
         if self.before is not None:
             self.before()
-        weighted = loss * self.scale
         # That of a placeholder may be anything: a mean over nothing, for example.
-        seen = weighted.detach()
+        seen = (loss * self.scale).detach()
         object.__setattr__(self, "loss", seen if self.scale else torch.zeros_like(seen))
-        weighted.backward()  # type: ignore[no-untyped-call]
+        super().backward(loss, scaler)
 
 
 class _Loop:
@@ -520,16 +519,20 @@ class _Loop:
     @torch.no_grad()
     def take(self, micro: _FixedMicro) -> StepSum:
         """Take the gradients of the micro-batch that just ran."""
+        if micro.loss is None:
+            raise ConfigError(
+                "Call micro.backward(loss) once for each micro-batch, not loss.backward(); with a "
+                "GradScaler micro.backward(loss, scaler)."
+            )
         if self._number == 0:
             self._after[:] = [one.detach().clone() for one in self._buffers]
         gradients = [own_gradient(parameter) for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
         first = self._parameters[0]
-        loss = torch.zeros((), device=first.device)
-        if micro.loss is not None:
-            value: Any = micro.loss
-            loss += (value.full_tensor() if is_sharded(value) else value).to(loss)
+        value: Any = micro.loss
+        value = value.full_tensor() if is_sharded(value) else value
+        loss = torch.zeros((), device=first.device) + value.to(first.device)
         used = torch.tensor([float(one is not None) for one in gradients], device=first.device)
         return StepSum(gradients, loss, used)
 

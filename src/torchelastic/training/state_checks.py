@@ -57,8 +57,9 @@ class Traces:
     """Results of this worker's own part of each step, to find the first step with another result
     when steps are taken again: the norms of the gradients of some micro-batches.
 
-    All workers have the wrong gradients of one in their states soon, but it is the first whose own
-    micro-batches change. A worker that became wrong after its last one has another hash.
+    The gradients of a wrong worker soon change the states of all. But when steps are taken again,
+    it is the first whose own micro-batches give other gradients than before. If it became wrong
+    after its last micro-batch, only the hash of its state differs.
     """
 
     def __init__(self) -> None:
@@ -207,14 +208,14 @@ class StateChecks:
             raise TorchElasticError(
                 f"The states of both ranks differ after step {step}, and were equal after step "
                 f"{pinned}. Which of them is wrong is not known. Continue from a checkpoint of "
-                f"step {pinned} or before to be rid of the wrong state."
+                f"step {pinned} or before to discard the wrong state."
             )
         elif rank in found.wrong:
             others = words.counted(len(said) - len(found.wrong), "other rank")
             raise OtherBitsError(
                 f"the state of rank {rank} differs from that of {others} after step {step}, and "
                 f"was equal after step {pinned}. Its gradients have changed the others' states "
-                "since then: continue from a checkpoint of that step or before to be rid of that"
+                "since then: continue from a checkpoint of that step or before to discard that"
             )
         else:
             agreement.gather(0)  # fails when the wrong rank ends

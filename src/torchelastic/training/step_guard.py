@@ -1,6 +1,7 @@
 """`Guard`: judges every step before it is kept, and leaves out those with bad numbers.
 
-A step is judged by numbers that are equal on all ranks. So all decide alike, without a message:
+A step is judged by numbers that are equal on all ranks. So all decide alike, and send
+nothing for it but the losses that the script passes:
 
     the norm of the gradients   after their reduction and before clipping, which hides spikes: at
                                 the end of a backward that reduces (DDP, FSDP2), or of the loop over
@@ -24,7 +25,8 @@ what an optimizer wrote before a later backward of the step went wrong. Then `re
 
     skip    the step becomes an empty one: the state of its beginning, but the sampler has moved on
     retry   the step is repeated once, then skipped (`train` only: a script has its own loop)
-    stop    training ends with an error, after a checkpoint of the state of the step's beginning
+    stop    training ends with an error, after a checkpoint of the state of the step's beginning if
+            the script has a checkpoint manager
 
 The windows and the latest bad steps are part of the state: sent to joiners, undone with a step that
 fails, kept in snapshots and checkpoints. Otherwise ranks would decide differently.
@@ -177,7 +179,7 @@ def response(action: Action, bad_steps: Sequence[int], step: int, config: GuardC
 class BadStep:
     """A step that was judged bad, as one rank knows it."""
 
-    #: The number of steps done after it, as in the ledger.
+    #: The number of the step, as in the ledger: the first is 1.
     step: int
     rank: int
     #: A sentence without a period: "the gradient is not finite".
@@ -203,7 +205,7 @@ class BadStep:
 
 
 def why_it_ends(why: str, step: int) -> str:
-    """Return the message of a job that a bad step ends; `step` is the one before it."""
+    """Return the error message of a job that a bad step ends; `step` is the last good one."""
     stored = checkpoint.get_checkpoint_manager() is not None
     kept = f"Step {step} is in the checkpoint." if stored else "There is no checkpoint."
     return (
@@ -213,9 +215,9 @@ def why_it_ends(why: str, step: int) -> str:
 
 
 class GuardHistory(NamedTuple):
-    """The memory of a guard: equal on all ranks. It never changes, so keeping it costs nothing."""
+    """The memory of a guard: equal on all ranks. Immutable, so it is saved without a copy."""
 
-    #: By the place of a judgement in its step: a step with two backwards has two.
+    #: One for each verdict of a step: a step that writes after each of two backwards has two.
     windows: tuple[Window, ...] = ()
     #: The latest bad steps.
     bad: tuple[int, ...] = ()
@@ -228,23 +230,24 @@ class Guard:
 
     A step is bad if its gradient or its loss is not finite, or is a spike: larger than any of the
     latest `window` steps, and further above their median than `spike` robust standard deviations
-    (of the logarithm, for norms). `spike=None` finds no spikes; none are found in the first
-    `min_steps` steps. Pass the loss to `guard.loss` in each step if it is to be judged; with
+    (of the logarithm, for norms). `spike=None` looks for no spikes; none are found before
+    `min_steps` good steps. Pass the loss to `guard.loss` in each step if it is to be judged; with
     `BatchPolicy.fixed` it is known.
 
     `on_bad`: "skip" makes the step an empty one, and its samples are listed as skipped; "retry"
     repeats it once first (in `train`), which helps against passing faults of a machine; "stop" ends
-    the training. A function gets a `BadStep` and returns one of these, the same on all ranks. The
-    `limit`-th bad step within `window` steps ends the training.
+    the training. A function gets a `BadStep` and returns one of these; the answer of rank 0 counts.
+    The `limit`-th bad step within `window` steps ends the training.
 
     `check_every=100` also compares the states of all workers every 100 steps: parameters and
-    optimizer state must be equal to the bit. A worker whose state differs is replaced, and the
+    optimizer state must be bitwise equal. A worker whose state differs is replaced, and the
     others go back to the last step at which all were equal. Each worker keeps two copies of its
     state for that. In a script that uses `commit`, all processes are restarted, and nothing is
     undone. Sharded models are not compared.
 
-    `audit=0.001`, with `BatchPolicy.fixed`, lets another worker repeat one of 1000 micro-batches. A
-    worker that computed other gradients is replaced, and the step is taken again.
+    `audit=0.001`, with `BatchPolicy.fixed`, has another worker repeat about one of 1000
+    micro-batches. A worker that computed different gradients is replaced, and the step is taken
+    again.
     """
 
     def __init__(

@@ -4,7 +4,7 @@
     a backward has ended   its norm is computed, not waited for (with fixed micro-batches: a loop)
     optimizer.step         the first one after it reads norm and loss, and judges them. Of a bad
                            step it sees no gradients
-    the end of the step    what was not judged yet is; a good step's values are remembered
+    the end of the step    anything not judged yet is judged; the values of a good step are kept
 
 In a sharded training norm and loss are added up in the joint all-reduce of the step (`own`,
 `joined`), and there is one verdict, after it.
@@ -73,8 +73,8 @@ class StepJudge:
         fixed_loss: Callable[[], float | None] | None = None,
     ) -> None:
         """`gradients` returns those that the step has computed so far. `fixed_loss` returns the
-        loss of the whole batch; then `measure` is called when gradients are there, otherwise it is
-        after each backward. This rank's own gradients of `models` are looked at."""
+        loss of the whole batch, and its caller calls `measure`. Without it, `measure` runs after
+        each backward, and hooks on `models` see whether this rank's own gradients are finite."""
         self._guard, self._gradients = guard, gradients
         self._scaler: Any = next((one for one in scalers if one.is_enabled()), None)
         self._fixed_loss = fixed_loss
@@ -85,7 +85,7 @@ class StepJudge:
         #: Whether all workers add up their numbers in one all-reduce in each step.
         self.is_joint = False
         self._joined: tuple[float, float | None, float | None] | None = None
-        #: Called when a backward begins to change what optimizers have read in this step.
+        #: Called after each backward and with each loss; optimizers may have written before.
         self.after_write: Callable[[], None] = lambda: None
         self._norm: torch.Tensor | None = None
         self._losses: list[_Loss] = []

@@ -109,7 +109,7 @@ _EVENTS = st.one_of(
         _STEPS,
         *map(st.just, ("bad", "nan", None, 0.0)),
         st.booleans(),
-        st.sampled_from(["skip", "retry", "rewind", "stop"]),
+        st.sampled_from(["skip", "retry", "stop"]),
         st.just([{"epoch": 0, "ids": [1, 2], "size": 2, "span": [0, 4]}]),
     ),
     st.just(events.JobEnded(0, "")),

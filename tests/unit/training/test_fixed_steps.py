@@ -137,6 +137,26 @@ def test_old_gradients_are_refused():
         loop(model, policy)
 
 
+def test_gradients_are_scaled_and_the_loss_is_not_with_a_grad_scaler():
+    model, policy, _ = made(nn.Linear(3, 1))
+    loop(model, policy)
+    plain, loss = gradients(model), policy.loss
+    model.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for micro in policy.accumulate(DATA, model):
+        micro.backward(model(micro.data).pow(2).mean(), scaler)
+    torch.testing.assert_close(gradients(model), [8 * one for one in plain])
+    assert policy.loss == loss
+
+
+def test_backward_of_the_loss_itself_is_refused():
+    model, policy, _ = made(nn.Linear(3, 1))
+    micros = policy.accumulate(DATA, model)
+    model(next(micros).data).pow(2).mean().backward()
+    with pytest.raises(ConfigError, match=r"micro\.backward\(loss, scaler\)"):
+        next(micros)
+
+
 def test_second_backward_of_a_micro_batch_is_refused():
     model, policy, _ = made()
     for micro in policy.accumulate(DATA, model):

@@ -14,8 +14,8 @@ from typing import Any
 from torchelastic.events import types as events
 from torchelastic.events.record import Record
 
-#: What is done about a step whose samples are not used.
-LEAVES_OUT = ("skip", "rewind", "stop")
+#: What is done about a step whose samples are listed as skipped.
+LEAVES_OUT = ("skip", "stop")
 #: Bad steps that a view has, ranks of each that are named, and samples of each rank.
 STEPS_LIMIT, RANKS_LIMIT, SAMPLES_LIMIT = 20, 8, 64
 
@@ -37,7 +37,7 @@ class BadStepView:
     """A step with bad numbers."""
 
     generation: int
-    #: Steps done after it.
+    #: The number of the step: the first is 1.
     step: int
     #: Wall clock of its first report.
     wall: float
@@ -65,7 +65,7 @@ class BadSteps:
         self._steps: deque[BadStepView] = deque(maxlen=limit)
         #: Bad steps so far, also those that are not kept.
         self.total = 0
-        #: By generation: the earliest step that it is known to have had done.
+        #: By generation: the smallest number of steps that it is known to have begun with.
         self._bases: dict[int, int] = {}
 
     @property
@@ -110,7 +110,7 @@ class BadSteps:
         self._steps.append(_with_report(new, bad))
 
     def _continues(self, generation: int, base: int) -> None:
-        """Note that a generation had this step done: later ones of older generations are undone."""
+        """Note that a generation continued from this step: it undoes later ones of older ones."""
         if base >= self._bases.get(generation, base + 1):
             return
         self._bases[generation] = base
@@ -119,8 +119,8 @@ class BadSteps:
 
 
 def _undone(seen: BadStepView, generation: int, base: int) -> BadStepView:
-    """Return the view, given that this generation had this step done."""
-    is_undone = seen.generation < generation and seen.step > base and seen.action != "rewind"
+    """Return the view, given that this generation continued from this step."""
+    is_undone = seen.generation < generation and seen.step > base
     return replace(seen, undone=True) if is_undone else seen
 
 
