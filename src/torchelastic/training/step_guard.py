@@ -49,7 +49,7 @@ ACTIONS: tuple[Action, ...] = ("skip", "retry", "stop")
 
 #: The median absolute deviation times this is the standard deviation of a normal distribution.
 _MAD_TO_SIGMA = 1.4826
-#: The least standard deviation: of the logarithm of a norm; of a loss, relative to its median.
+#: The least standard deviation: of a logarithm; of losses not all positive, relative to the median.
 _LEAST_SIGMA = 0.1
 
 
@@ -140,14 +140,16 @@ def judge(
         if deviation > config.spike:
             return StepVerdict("the norm of the gradient is a spike", deviation)
     if loss is not None and len(window.losses) >= config.min_steps and loss > max(window.losses):
-        deviation = _deviation(window.losses, loss)
+        # Small ones spread as norms do: their linear deviation is small, and a healthy one a spike.
+        measure = _log_deviation if min(window.losses) > 0 else _deviation
+        deviation = measure(window.losses, loss)
         if deviation > config.spike:
             return StepVerdict("the loss is a spike", deviation)
     return GOOD
 
 
 def _log_deviation(values: Sequence[float], value: float) -> float:
-    """Norms are positive and spread over orders of magnitude, so their logarithms are compared."""
+    """Positive values spread over orders of magnitude, so their logarithms are compared."""
     known = [math.log(one) for one in values if one > 0]
     if not known or value <= 0:
         return 0.0
@@ -230,7 +232,7 @@ class Guard:
 
     A step is bad if its gradient or its loss is not finite, or is a spike: larger than any of the
     latest `window` steps, and further above their median than `spike` robust standard deviations
-    (of the logarithm, for norms). `spike=None` looks for no spikes; none are found before
+    (of the logarithm, if all are positive). `spike=None` looks for no spikes; none are found before
     `min_steps` good steps. Pass the loss to `guard.loss` in each step if it is to be judged; with
     `BatchPolicy.fixed` it is known.
 

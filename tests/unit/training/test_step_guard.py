@@ -31,8 +31,13 @@ SEEN = Window(NORMS, LOSSES)
         (SEEN, 3.9, 2.0, ""),
         (SEEN, 4.2, 2.0, "the norm of the gradient is a spike"),
         (SEEN, 0.0, 2.0, ""),
-        (SEEN, 1.0, 3.9, ""),
-        (SEEN, 1.0, 4.1, "the loss is a spike"),
+        (SEEN, 1.0, 5.4, ""),
+        (SEEN, 1.0, 5.5, "the loss is a spike"),
+        # Not all losses were positive: no logarithms.
+        (Window(NORMS, (-2.0, -2.1, -1.9, -2.2, -2.0)), 1.0, -0.1, ""),
+        (Window(NORMS, (-2.0, -2.1, -1.9, -2.2, -2.0)), 1.0, 0.1, "the loss is a spike"),
+        # Near the end of a training losses spread over orders of magnitude.
+        (Window(NORMS, (0.01, 0.1, 0.003, 0.3, 0.03)), 1.0, 2.3, ""),
         (SEEN, 1.0, -9.0, ""),
         # Too few steps.
         (Window(NORMS[:3], LOSSES[:3]), 1e9, 1e9, ""),
@@ -41,7 +46,7 @@ SEEN = Window(NORMS, LOSSES)
         # Constant values have no deviation of their own.
         (Window((1.0,) * 8, (1.0,) * 8), 2.7, 1.9, ""),
         (Window((1.0,) * 8, (1.0,) * 8), 2.8, 1.0, "the norm of the gradient is a spike"),
-        (Window((1.0,) * 8, (1.0,) * 8), 1.0, 2.1, "the loss is a spike"),
+        (Window((1.0,) * 8, (1.0,) * 8), 1.0, 2.8, "the loss is a spike"),
         # All gradients were zero: nothing to compare with.
         (Window((0.0,) * 8), 1.0, None, ""),
     ],
