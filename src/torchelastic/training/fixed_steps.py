@@ -21,6 +21,7 @@ the micro-batch a worker reads. Bits depend on the shape of a replica, not on ho
 from __future__ import annotations
 
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -109,6 +110,8 @@ class FixedSteps:
         #: Seconds of this worker's latest micro-batches; and by rank, how fast workers are.
         self._times: deque[float] = deque(maxlen=_TIMES)
         self._speeds: tuple[float, ...] = ()
+        #: Whether all workers of this world have entered it to take steps again.
+        self._keeps_shares = False
         #: Counts changes of the shares, which the size of the world does not show.
         self.turn = 0
         #: The loss of the last loop.
@@ -196,18 +199,27 @@ class FixedSteps:
         before = self._speeds, self._known
         own = [number for start, stop in self._held for number in range(start, stop)]
         took = round(1e6 * self._took())
+        again = zlib.crc32(repr(self._speeds).encode()) if self._takes_again else -1
         said = self.tell_all(
-            [took, self._several, self.audits.is_new, *_packed(own, self._policy.count)]
+            [took, self._several, self.audits.is_new, again, *_packed(own, self._policy.count)]
         )
-        self._speeds = _speeds(self._by_replica([one[0] for one in said]))
+        # With the same shares, each worker repeats its own micro-batches: that shows a wrong one.
+        self._keeps_shares = again >= 0 and all(one[3] == again for one in said)
+        if not self._keeps_shares:
+            self._speeds = _speeds(self._by_replica([one[0] for one in said]))
         self._several = any(one[1] for one in said)
         self.audits.enter([bool(one[2]) for one in said])
-        known = [_unpacked(one[3:]) for one in said]
+        known = [_unpacked(one[4:]) for one in said]
         self._known = known if any(known) and not self._several else None
         if self._known is None:
             self.forget()
         if (self._speeds, self._known) != before:
             self.turn += 1  # a batch that was loaded ahead is for other shares
+
+    @property
+    def _takes_again(self) -> bool:
+        """Whether steps are taken again because the states of workers differed."""
+        return self.traces is not None and self.traces.are_compared
 
     def speeds(self, size: int) -> tuple[float, ...]:
         """How fast the workers are, relative to each other."""
@@ -370,6 +382,7 @@ class FixedSteps:
         milestones.micro_batches = len(own)
         # By the number of the step, which all workers know, also new ones.
         is_time = self._loops == 1 and self._step() % MEASURE_EVERY == MEASURE_EVERY - 1
+        is_time &= not (self._keeps_shares and self._takes_again)
         if is_time and self._policy.by_speed and adders.size > 1:
             self._measure(adders.size)
 

@@ -69,6 +69,11 @@ class Traces:
         self._end: tuple[int, int] | None = None
         self._first_odd = -1
 
+    @property
+    def are_compared(self) -> bool:
+        """Whether steps are taken again, up to the one after which states differed."""
+        return self._end is not None
+
     def are_wanted(self, place: Place, *, is_first: bool) -> bool:
         """Return whether to note this micro-batch: each worker's first in a step, and the same ones
         when the step is taken again."""

@@ -16,6 +16,7 @@ from torchelastic.data.fixed_batch import SumTree
 from torchelastic.errors import ConfigError
 from torchelastic.training import fixed_steps
 from torchelastic.training.fixed_sums import Gradients, Held, StepSum, add
+from torchelastic.training.state_checks import Traces
 
 DATA = torch.randn(8, 3, generator=torch.Generator().manual_seed(2))
 
@@ -32,6 +33,11 @@ def made(model=None, count=4):
 def loop(model, policy, batch=DATA, **how):
     for micro in policy.accumulate(batch, model, **how):
         micro.backward(model(micro.data).pow(2).mean())
+
+
+def world_of(*took):
+    """A world of workers that need so many microseconds for a micro-batch."""
+    return SimpleNamespace(between=None, tell_all=lambda own: [[one, *own[1:]] for one in took])
 
 
 def gradients(model) -> Gradients:
@@ -84,12 +90,22 @@ def test_loader_follows_shares_that_change_with_a_world_of_the_same_size(monkeyp
     dataset = torch.arange(32.0)
     batches = iter(DataLoader(dataset, sampler=ElasticSampler(dataset), policy=policy))
     assert len(next(batches)) == policy.shares(2)[0] == 4
-
-    def tell_all(own):
-        return [[1_000_000, *own[1:]], [9_000_000, *own[1:]]]
-
-    policy.steps.enter(SimpleNamespace(tell_all=tell_all, between=None))
+    policy.steps.enter(world_of(1000, 9000))
     assert len(next(batches)) == policy.shares(2)[0] == 8
+
+
+def test_steps_taken_again_keep_the_shares_of_the_world_before():
+    """Which of two workers was wrong shows only if each runs its own micro-batches again."""
+    _, policy, _ = made()
+    steps = policy.steps
+    steps.enter(world_of(1000, 1000))
+    steps.traces = Traces()
+    steps.traces.again(20, digest=1)
+    steps.enter(world_of(1000, 9000))
+    assert steps.speeds(2) == (1.0, 1.0)
+    steps.traces.certified(20)
+    steps.enter(world_of(1000, 9000))
+    assert steps.speeds(2) != (1.0, 1.0)
 
 
 def test_buffers_are_those_after_the_first_micro_batch():
