@@ -183,9 +183,8 @@ class Run:
     def _pids(self, fault: Fault, world: Mapping[int, dict[str, Any]], count: int) -> list[int]:
         """Workers that live, in different places of the world."""
         alive = [one["pid"] for one in world.values() if processes.stat_fields(one["pid"])]
-        return [alive[(fault.target + number) % len(alive)] for number in range(count)][
-            : len(alive)
-        ]
+        count = min(count, len(alive))
+        return [alive[(fault.target + number) % len(alive)] for number in range(count)]
 
     def _kill(self, fault: Fault, world: Mapping[int, dict[str, Any]], count: int = 1) -> bool:
         processes.kill(pids := self._pids(fault, world, count))

@@ -58,10 +58,10 @@ def _hashes(results: BitsResults) -> list[str]:
         hashes = sum(one.compared for one in own)
         rows.append((model, mode, str(len(own)), str(len(equal)), str(hashes)))
     kinds = Counter(
-        line.partition("  ")[2].split()[0]
+        line.partition(" s  ")[2].split()[0]
         for one in results.outcomes
         for line in one.story
-        if "  " in line
+        if " s  " in line
     )
     done = ", ".join(f"{count} x {kind}" for kind, count in kinds.most_common())
     total = len(results.outcomes)
