@@ -12,6 +12,7 @@ before the last backward has ended.
 """
 
 import argparse
+import os
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -185,7 +186,10 @@ def main() -> None:
                 facts = {"wall": wall, "thread": thread, "process": process, "sent": sent}
                 copies = {"peak": peak / size, "buffers": buffers / size}
                 log.write("cost", way=name, number=number, size=size, **facts, **copies)
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(
+        0
+    )  # the destructor of DDP's group may wait for a thread that waits for the interpreter
 
 
 if __name__ == "__main__":

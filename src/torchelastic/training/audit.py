@@ -69,6 +69,8 @@ def plan(
     ranks that were never compared."""
     found: dict[int, tuple[int, set[int]]] = {}
     size, new = len(runs), set(new)
+    if not rate and not new:
+        return []
     for owner, numbers in enumerate(runs):
         for number in numbers:
             part, turn = _draw(place, number)

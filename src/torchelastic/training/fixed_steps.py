@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchelastic import faults, torch_private
+from torchelastic import faults, torch_backends, torch_private
 from torchelastic.data.accumulation import Cutter, Micro, check_length, cut_tree
 from torchelastic.data.fixed_batch import (
     Assignment,
@@ -110,6 +110,8 @@ class FixedSteps:
         #: Seconds of this worker's latest micro-batches; and by rank, how fast workers are.
         self._times: deque[float] = deque(maxlen=_TIMES)
         self._speeds: tuple[float, ...] = ()
+        #: The speeds from the next step on, if they change; this one may have another loop.
+        self._next_speeds: tuple[float, ...] | None = None
         #: Whether all workers of this world have entered it to take steps again.
         self._keeps_shares = False
         #: Counts changes of the shares, which the size of the world does not show.
@@ -132,6 +134,11 @@ class FixedSteps:
     def readers(self) -> int:
         """The number of workers that divide the samples of a micro-batch among them."""
         return 1 if self.sharded is None else self.sharded.replica.data_size
+
+    @property
+    def loss_of_step(self) -> float | None:
+        """The loss of the last loop of the step in flight; None before its first."""
+        return self.loss if self._loops else None
 
     def form(self) -> list[tuple[str, str]]:
         """Return the settings that must be the same on all workers, or their bits differ."""
@@ -165,6 +172,9 @@ class FixedSteps:
     def begin(self) -> None:
         """Begin a step, or begin it again."""
         self._loops = 0
+        if self._next_speeds is not None:
+            self._speeds, self._next_speeds = self._next_speeds, None
+            self.turn += 1
         self._losses = {}
         rng.seed(self._policy.seed, self._step(), *self._reader)
 
@@ -205,6 +215,7 @@ class FixedSteps:
         )
         # With the same shares, each worker repeats its own micro-batches: that shows a wrong one.
         self._keeps_shares = again >= 0 and all(one[3] == again for one in said)
+        self._next_speeds = None
         if not self._keeps_shares:
             self._speeds = _speeds(self._by_replica([one[0] for one in said]))
         self._several = any(one[1] for one in said)
@@ -243,8 +254,7 @@ class FixedSteps:
         found, count = _speeds(self._by_replica(took)), self._policy.count
         before = ranges(count, self.speeds(size))
         if _slowest(ranges(count, found), found) < PAYS * _slowest(before, found):
-            self._speeds = found
-            self.turn += 1
+            self._next_speeds = found
 
     def resumed(self, size: int, total: int) -> Assignment | None:
         """Return who holds and who runs what, if this step was interrupted."""
@@ -601,7 +611,7 @@ def sent(
 
 def _tell_group(numbers: list[int]) -> list[list[int]]:
     """Tell all workers of the default group these numbers; return what all have told, by rank."""
-    own = torch.tensor(numbers)
+    own = torch.tensor(numbers, device=torch_backends.here())
     every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(every, own)
     return [one.tolist() for one in every]

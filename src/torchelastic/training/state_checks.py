@@ -68,6 +68,7 @@ class Traces:
         self._before: dict[Place, int] = {}
         self._end: tuple[int, int] | None = None
         self._first_odd = -1
+        self._has_ended = False
 
     @property
     def are_compared(self) -> bool:
@@ -77,7 +78,12 @@ class Traces:
     def are_wanted(self, place: Place, *, is_first: bool) -> bool:
         """Return whether to note this micro-batch: each worker's first in a step, and the same ones
         when the step is taken again."""
-        return is_first or place in self._before
+        return not self._has_ended and (is_first or place in self._before)
+
+    def end(self) -> None:
+        """Note that states are not compared any more."""
+        self._has_ended = True
+        self._found, self._before = {}, {}
 
     @torch.no_grad()
     def note(self, place: Place, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -234,4 +240,5 @@ class StateChecks:
     def end(self) -> None:
         """Free the memory: states are not compared any more."""
         self.wait()
+        self.traces.end()
         self._pin = self._candidate = None

@@ -82,6 +82,8 @@ class StepJudge:
         self.is_reduced: Callable[[], bool] = lambda: True
         #: Whether ranks have different gradients, so that their norms must be added up.
         self.is_local = False
+        #: Whether ranks have shards of one gradient.
+        self.is_sharded = False
         #: Whether all workers add up their numbers in one all-reduce in each step.
         self.is_joint = False
         self._joined: tuple[float, float | None, float | None] | None = None
@@ -199,7 +201,8 @@ class StepJudge:
         if norm is not None:
             square += norm.to(device).square()
         dist.all_reduce(square)
-        return _root(float(square))
+        # Shards are parts of one gradient; whole gradients of ranks do not grow with their number.
+        return _root(float(square) / (1 if self.is_sharded else dist.get_world_size()))
 
     # --- the verdict -----------------------------------------------------------------------------
 

@@ -270,7 +270,7 @@ class TorchState(State):
             self._undo.gradients.of_this_step,
             scalers,
             self._models,
-            fixed_loss=None if fixed is None else lambda: fixed.loss,
+            fixed_loss=None if fixed is None else lambda: fixed.loss_of_step,
         )
         judge.after_write = partial(writes.collective, "backward")
         sharded = FullyShardedModels(self._models)
@@ -448,7 +448,6 @@ class TorchState(State):
                     )
                 reduces, reshard = self._sharding.reduces, self._shards.reshard
                 self._fixed.sharded = InReplica(replica, reduces, reshard)
-                self._fixed.traces = None
             self._ddp = False
         elif self._sharded:
             raise TypeError(
@@ -552,9 +551,12 @@ class TorchState(State):
             self._undo.is_joint = True
             self._sharding.judge = self._judge
         if self._fixed is not None:
+            checks = self._checks()
+            self._fixed.traces = None if checks is None else checks.traces
             self._fixed.enter(world.group)
         if self._judge is not None:
             self._judge.is_local = world.size > 1 and self._has_local_gradients()
+            self._judge.is_sharded = bool(self._sharded)
             self._judge.is_joint = self._sharding is not None
             self._judge.retried = -1
         self._version, self.step = world.version_after_sync, base[1]
@@ -667,8 +669,6 @@ class TorchState(State):
         if guard is None or guard.config.check_every is None:
             return None
         checks = StateChecks(guard.config.check_every, self._capture, self._load_copy)
-        if self._fixed is not None:
-            self._fixed.traces = checks.traces
         guard.listeners.append(lambda _: checks.at_once())  # a flipped bit may make steps bad
         return checks
 
@@ -772,6 +772,7 @@ class TorchState(State):
             self._fixed.begin()
         if self._judge is not None:
             self._judge.is_local = self._keeper.size > 1 and self._has_local_gradients()
+            self._judge.is_sharded = bool(self._sharded)
             self._begin_judged(self._judge)
         return self.step
 

@@ -64,6 +64,8 @@ class Undo:
         self._placeless = len(savers)
         self._publisher: Publisher | None = None
         self._latest: UndoRecord | None = None
+        #: The heavy buffers that were saved at its beginning.
+        self._heavy = self.buffers.heavy
         #: The version at the end of this step; None outside of a step.
         self._next: Version | None = None
         #: The generation of these steps; None from an undone step to the next world.
@@ -98,6 +100,7 @@ class Undo:
             self.buffers.save_heavy()
         self.gradients.begin()
         self.writes.begin()
+        self._heavy = self.buffers.heavy
         self._overwritten = False
         small = []
         for save in self._saves:
@@ -147,7 +150,8 @@ class Undo:
     def at_beginning(self) -> Private:
         """Return the private state that the latest step began with, and put heavy buffers back."""
         assert self._latest is not None
-        self.buffers.restore_heavy()
+        for one in self._heavy:  # a state that was loaded since has others in `buffers`
+            one.restore()
         return self._latest.private
 
     def _undo(self, snapshot: UndoRecord, savers: int) -> None:
@@ -464,8 +468,11 @@ class Writes:
             self.check_collectives()
         if self.before_first is not None and not self.begun:
             self.before_first(optimizer)
-        if self.judge is not None and self.judge.before_write(optimizer):
-            return
+        if self.judge is not None:
+            if self.judge.before_write(optimizer):
+                return
+            if self.check_collectives is not None:
+                self.check_collectives()  # that of the judge
         key = id(optimizer)
         if self._gradients.pending:
             self._gradients.before_write(parameters_of(optimizer), copy=self.copying)

@@ -108,6 +108,30 @@ def test_steps_taken_again_keep_the_shares_of_the_world_before():
     assert steps.speeds(2) != (1.0, 1.0)
 
 
+def test_measured_shares_begin_with_the_next_step():
+    """This step may have another loop over the same batch."""
+    _, policy, _ = made()
+    steps = policy.steps
+    steps.enter(world_of(1000, 1000))
+    steps.tell_all = world_of(1000, 9000).tell_all
+    turn = steps.turn
+    steps._measure(2)
+    assert (steps.speeds(2), steps.turn) == ((1.0, 1.0), turn)
+    steps.begin()
+    assert steps.speeds(2) != (1.0, 1.0)
+    assert steps.turn == turn + 1
+
+
+def test_step_without_a_loop_has_no_loss():
+    """Not that of the step before: a guard would judge it again."""
+    model, policy, _ = made(nn.Linear(3, 1))
+    policy.steps.begin()
+    loop(model, policy)
+    assert policy.steps.loss_of_step == policy.loss
+    policy.steps.begin()
+    assert policy.steps.loss_of_step is None
+
+
 def test_buffers_are_those_after_the_first_micro_batch():
     model, policy, _ = made(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
     alone = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))

@@ -4,10 +4,13 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from torchelastic import torch_backends
 from torchelastic.errors import NonRetryableException
 from torchelastic.training.step_guard import Guard
+from torchelastic.training.step_judge import StepJudge
 from torchelastic.training.torch_state import TorchState
 
 GOOD, BAD = 1.0, math.nan
@@ -130,6 +133,19 @@ def test_stop_keeps_the_state_before_the_step():
         steps.take(BAD)
     assert_equal(steps.all(), before)
     assert steps.state.step == 2
+
+
+@pytest.mark.parametrize(("is_sharded", "norm"), [(False, 5.0), (True, 10.0)])
+def test_norm_of_whole_gradients_does_not_grow_with_the_number_of_ranks(
+    monkeypatch, is_sharded, norm
+):
+    monkeypatch.setattr(torch_backends, "here", lambda: "cpu")
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "all_reduce", lambda square: square.mul_(4))
+    judge = StepJudge(Guard(), lambda: [torch.tensor([3.0, 4.0])], [])
+    judge.is_local, judge.is_sharded = True, is_sharded
+    judge.measure()
+    assert judge._global_norm() == pytest.approx(norm)
 
 
 def test_script_cannot_repeat_a_step():

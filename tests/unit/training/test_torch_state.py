@@ -537,6 +537,17 @@ def test_buffers_that_are_replaced_grown_or_large_are_put_back():
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_large_buffers_of_a_step_can_be_put_back_after_another_state_was_loaded():
+    module = nn.Linear(2, 2)
+    module.register_buffer("table", torch.zeros(70_000))
+    undo = TorchState(model=module, optimizer=SGD(module.parameters(), 0.1), ddp=False)._undo
+    undo.begin((0, 0))
+    module.table.add_(1)
+    undo.buffers.find()  # as after a load
+    undo.at_beginning()
+    assert not module.table.any()
+
+
 def test_values_of_every_kind_are_put_back():
     state = TorchState(
         best=0.5, history=[1], names=("a", (2, 3)), table={1: {"x": None}},

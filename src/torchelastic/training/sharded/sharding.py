@@ -221,13 +221,18 @@ class Sharding:
 
     @contextmanager
     def _unwatched(self) -> Iterator[None]:
-        """Let an optimizer write without the joint all-reduce, and forget the write afterwards."""
+        """Let an optimizer write without the joint all-reduce and the guard's verdict, which the
+        others have given already; forget the write afterwards."""
         writes = self._writes
         if writes is None:
             yield
             return
         writes.before_first = None
-        yield
+        judge, writes.judge = writes.judge, None
+        try:
+            yield
+        finally:
+            writes.judge = judge
         writes.begin()
 
     def _way_to_complete(self, optimizer: Optimizer | None, writes: Writes) -> Completion:
