@@ -187,9 +187,8 @@ def main() -> None:
                 copies = {"peak": peak / size, "buffers": buffers / size}
                 log.write("cost", way=name, number=number, size=size, **facts, **copies)
     dist.barrier()
-    os._exit(
-        0
-    )  # the destructor of DDP's group may wait for a thread that waits for the interpreter
+    # The destructor of DDP's group may wait for ever, for a thread that needs the GIL.
+    os._exit(0)
 
 
 if __name__ == "__main__":
