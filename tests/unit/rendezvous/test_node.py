@@ -828,6 +828,8 @@ def test_an_agent_listens_at_its_own_endpoint_or_at_the_first_free_one(own, take
 
     with socket.socket() as other:
         if taken is not None:
+            # An earlier connection at this port may be in TIME_WAIT.
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             other.bind((places[taken].host, places[taken].port))
             other.listen()
         assert asyncio.run(found()) == (None if ours is None else places[ours])
